@@ -1,0 +1,49 @@
+# QaRL: every everyday command. `make` alone lists them.
+#
+# VENV (or QARL_ENV) selects the environment folder, PYTHON the interpreter it is made from.
+# All paths are relative, so the checkout may live under a path with spaces.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+
+VENV ?= $(or $(QARL_ENV),.venv)
+PYTHON ?= python3
+# cpu, or cuda for a machine with NVIDIA GPUs
+DEVICE ?= cpu
+ARGS ?=
+PYTEST_ARGS ?=
+LOCK_ARGS ?=
+
+BIN = $(VENV)/bin
+MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
+
+.PHONY: help env train test test-fast check lock clean
+
+help: ## list the targets
+	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
+		printf '  %-10s %s\n' "$$name" "$$text"; done
+
+env: ## create or update the environment from its lock (under 1 s when it matches)
+	@$(MAKE_ENV) --$(DEVICE)
+
+train: env ## train: make train ARGS="configs/<name>.yaml key=value ..."
+	@"$(BIN)/qarl" train $(ARGS)
+
+test: env ## the whole test suite: make test PYTEST_ARGS="-k pattern"
+	@"$(BIN)/python" -m pytest $(PYTEST_ARGS)
+
+test-fast: env ## the test suite without the tests marked slow
+	@"$(BIN)/python" -m pytest -m "not slow" $(PYTEST_ARGS)
+
+check: env ## lint, formatting and types (pyright needs node; it fetches one where PATH has none)
+	@"$(BIN)/ruff" check .
+	@"$(BIN)/ruff" format --check .
+	@"$(BIN)/pyright" --pythonpath "$(BIN)/python"
+
+lock: ## compile both locks again (newer releases: make lock LOCK_ARGS=--upgrade)
+	@$(MAKE_ENV) --lock $(LOCK_ARGS)
+
+clean: ## remove caches and build products (environments, runs/ and exports/ stay)
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find qarl quant rollout learner sync configs tests scripts -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
