@@ -1,0 +1,252 @@
+"""The typed configuration tree. Imports neither torch nor vllm; unknown keys are errors.
+
+Core fields come first in each section, advanced ones after. Every field is set by YAML or by a dotted
+override (`--learner.optimizer.lr 3e-4`).
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Dtype = Literal["bfloat16", "float16"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message quotes the value, what is allowed and the remedy."""
+
+
+class Section(BaseModel):
+    """A frozen group of fields; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskConfig(Section):
+    """Where prompts and rewards come from."""
+
+    name: str = Field(default="chain_sum", description="a reasoning-gym dataset, or a path ending in .jsonl")
+    options: dict[str, Any] = Field(default_factory=dict, description="fields of the dataset's own config")
+    reward: str | None = Field(default=None, description="package.module:function(problem, text) -> float")
+
+
+class RolloutConfig(Section):
+    """Sampling."""
+
+    prompts: int = Field(default=32, ge=1, description="prompts a step")
+    samples: int = Field(default=8, ge=2, description="completions a prompt (the group whose rewards are compared)")
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="a longer prompt is an error")
+    max_new_tokens: int = Field(default=1024, ge=1, description="tokens a completion may have")
+    max_num_seqs: int = Field(default=256, ge=1, description="sequences the engine decodes at once")
+    kv_cache_gib: int = Field(default=1, ge=1, description="key/value cache on CPUs, GiB")
+    memory_share: float = Field(default=0.2, gt=0, lt=1, description="share of the device's memory vLLM plans with")
+    prefix_caching: bool = Field(
+        default=True, description="reuse key/values of shared prefixes within a weight version"
+    )
+    enforce_eager: bool = Field(default=True, description="no CUDA graphs (they would hold tensors a publish replaces)")
+    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="ERROR", description="of vLLM")
+
+
+class ObjectiveConfig(Section):
+    """What is maximized. Bounds are on ratios, so 4e-4 means a ratio of at most 1.0004."""
+
+    name: Literal["tbpo", "grpo"] = Field(
+        default="tbpo", description="tbpo (the paper's) or grpo (token ratio with TIS)"
+    )
+    epsilon_high: float = Field(default=4e-4, gt=0, description="tbpo: ratio bound for positive advantages, 1 + this")
+    delta_high: float = Field(
+        default=7e-4, gt=0, description="tbpo: upper ratio bound for negative advantages, 1 + this"
+    )
+    delta_low: float = Field(
+        default=3e-4, gt=0, lt=1, description="tbpo: lower ratio bound for negative ones, 1 - this"
+    )
+    mismatch_cap: float = Field(default=2.0, ge=1, description="c: mismatch weights are clipped to [1/c, c]")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="grpo: token ratio is clipped from below at 1 - this")
+    clip_high: float = Field(default=0.2, gt=0, description="grpo: token ratio is clipped from above at 1 + this")
+
+
+class OptimizerConfig(Section):
+    """Which optimizer steps the masters."""
+
+    name: Literal["adamw", "muon"] = Field(default="muon", description="muon: matrices by Muon, the rest by AdamW")
+    lr: float = Field(default=1e-6, gt=0, description="learning rate (Muon's is scaled to match AdamW's update size)")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay")
+    grad_clip: float = Field(default=1.0, gt=0, description="bound on the global gradient norm")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon")
+
+
+class LearnerConfig(Section):
+    """How the policy is learned."""
+
+    aligned: bool = Field(default=True, description="multiply the low-bit codes; false is the plain quantized rollout")
+    objective: ObjectiveConfig = Field(default_factory=lambda: ObjectiveConfig())
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
+    mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
+    micro_batch_tokens: int = Field(default=16384, ge=1, description="padded tokens a forward")
+    master_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the master weights")
+    kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
+        default="auto", description="auto: vLLM's where importable"
+    )
+    operators: Literal["auto", "engine", "transformers"] = Field(
+        default="auto",
+        description="norms, rotary, attention: rounded as the engine does; auto: where the model allows",
+    )
+    loss_scale: float = Field(default=65536.0, gt=0, description="initial, for float16; grows and backs off by itself")
+    loss_scale_growth: int = Field(default=200, ge=1, description="good steps after which the loss scale doubles")
+    threads: int | None = Field(default=None, ge=1, description="torch threads; None leaves torch's choice")
+
+
+class SyncConfig(Section):
+    """Publishing and its proofs."""
+
+    canary_every: int = Field(default=50, ge=1, description="publishes between canaries (the first publish has one)")
+    canary_bound: float | None = Field(
+        default=None, gt=0, description="mean |Δ log p| that stops a run; None: the scheme's"
+    )
+    gate_bound: float | None = Field(default=None, gt=0, description="step-0 bound on mean |log w|; None: the scheme's")
+    gate_k3_bound: float | None = Field(default=None, gt=0, description="step-0 bound on the k3 KL; None: the scheme's")
+
+
+class EvalConfig(Section):
+    """Held-out greedy accuracy."""
+
+    problems: int = Field(default=256, ge=0, description="held-out problems; 0 switches evaluation off")
+    every: int = Field(default=50, ge=1, description="steps between evaluations (the first and last step have one)")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints to resume from."""
+
+    every: int = Field(default=50, ge=1, description="steps between checkpoints (the last step has one)")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints kept")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: str = Field(
+        default="tiny-qwen3", description="an embedded policy's name, a transformers folder, or a hub id"
+    )
+    scheme: str = Field(default="w4a16", description="low-bit scheme; `qarl schemes` lists them")
+    dtype: Dtype = Field(default="bfloat16", description="compute dtype of activations, in learner and engine")
+    steps: int = Field(default=200, ge=1, description="training steps")
+    seed: int = Field(default=0, ge=0, description="of problems, sampling and mini-batches")
+    output: str | None = Field(default=None, description="run folder; None: runs/<model>-<scheme>-<time>")
+    task: TaskConfig = Field(default_factory=lambda: TaskConfig())
+    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
+    learner: LearnerConfig = Field(default_factory=lambda: LearnerConfig())
+    sync: SyncConfig = Field(default_factory=lambda: SyncConfig())
+    eval: EvalConfig = Field(default_factory=lambda: EvalConfig())
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
+    export: bool = Field(default=True, description="export and verify the deployable checkpoint at the end")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if self.learner.mini_batches > self.rollout.prompts:
+            raise ValueError(
+                f"learner.mini_batches {self.learner.mini_batches} is more than rollout.prompts "
+                f"{self.rollout.prompts}; each mini-batch needs at least one prompt's group"
+            )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        if self.learner.micro_batch_tokens < longest:
+            raise ValueError(
+                f"learner.micro_batch_tokens {self.learner.micro_batch_tokens} is less than one longest sequence, "
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise the first or lower the others"
+            )
+        return self
+
+
+def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Any]:
+    """Every leaf field by dotted path → its pydantic `FieldInfo`."""
+    paths: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            paths.update(field_paths(inner, f"{prefix}{name}."))
+        else:
+            paths[prefix + name] = info
+    return paths
+
+
+def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
+    """The resolved configuration: defaults, then the YAML file, then dotted overrides (YAML-typed values).
+
+    Raises `ConfigError` for an unreadable file, an unknown key (with the nearest), or a value out of range.
+    """
+    tree = _read_yaml(file) if file else {}
+    _refuse_unknown(tree, str(file))
+    for path, text in overrides.items():
+        _set(tree, path, _parse(text))
+    return config_from_tree(tree)
+
+
+def config_from_tree(tree: dict[str, Any]) -> RunConfig:
+    """A configuration from nested dictionaries; raises `ConfigError` naming each wrong field."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            path = ".".join(str(part) for part in problem["loc"])
+            given = "" if problem["type"] == "missing" or not path else f" (given: {problem['input']!r})"
+            lines.append(f"{path}{': ' if path else ''}{problem['msg'].removeprefix('Value error, ')}{given}")
+        raise ConfigError("; ".join(lines)) from error
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {str(file)!r}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration {str(file)!r} is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration {str(file)!r} must hold keys and values, not a {type(tree).__name__}")
+    return tree
+
+
+def _refuse_unknown(tree: dict[str, Any], source: str) -> None:
+    known = field_paths()
+    for path in _leaf_paths(tree, known):
+        if path not in known:
+            raise ConfigError(f"unknown key {path!r} in {source}{_nearest(path, known)}")
+
+
+def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -> list[str]:
+    paths: list[str] = []
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        is_section = any(name.startswith(path + ".") for name in known)
+        paths += _leaf_paths(value, known, path + ".") if is_section and isinstance(value, dict) else [path]
+    return paths
+
+
+def _nearest(path: str, known: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(path, known, n=1) or [k for k in known if k.endswith("." + path.split(".")[-1])]
+    return f"; did you mean {near[0]!r}?" if near else "; `qarl train --help` lists the keys"
+
+
+def _set(tree: dict[str, Any], path: str, value: Any) -> None:
+    known = field_paths()
+    parent = path.rpartition(".")[0]
+    free_form = parent in known and known[parent].annotation == dict[str, Any]
+    if path not in known and not free_form:
+        raise ConfigError(f"unknown option --{path}{_nearest(path, known)}")
+    *parents, leaf = path.split(".")
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[leaf] = value
+
+
+def _parse(text: str) -> Any:
+    """A YAML scalar or flow collection, with 1e-6 read as a number (YAML 1.1 wants a dot)."""
+    try:
+        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+    except ValueError:
+        return yaml.safe_load(text)
