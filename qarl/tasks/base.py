@@ -1,0 +1,116 @@
+"""What a task is: a stateless source of problems and an exact, verifiable reward."""
+
+import hashlib
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
+
+Split = Literal["train", "heldout"]
+
+HELDOUT_ONE_IN = 8
+"""One question in this many (by hash of its text) is set aside for evaluation."""
+
+
+class TaskError(ValueError):
+    """A task that cannot be loaded or asked for problems as described; the message says what to change."""
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its reference answer.
+
+    Attributes:
+        id: unique within the task, the same in every run.
+        question: what the user turn of the prompt says, verbatim.
+        answer: the reference answer, verbatim.
+        metadata: whatever the task's scorer needs besides the answer.
+    """
+
+    id: str
+    question: str
+    answer: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+Reward = Callable[[Problem, str], float]
+"""A reward function: (problem, completion text without special tokens) -> finite number."""
+
+
+class Task(Protocol):
+    """A stateless source of problems: problem k of a split and seed is the same whatever was asked before."""
+
+    @property
+    def name(self) -> str:
+        """The name the task was loaded by."""
+        ...
+
+    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
+        """Problems start, …, start + count - 1 of the split's endless sequence for this seed.
+
+        Raises:
+            TaskError: unknown split, negative start or count, or a split without problems.
+        """
+        ...
+
+    def score(self, problem: Problem, text: str) -> float:
+        """The reward of a completion text (no special tokens), in [0, 1] for the built-in tasks."""
+        ...
+
+    def correct(self, problem: Problem, text: str) -> bool:
+        """Whether the completion text is right; accuracy counts these, and partial credit never is one."""
+        ...
+
+
+def checked_score(task: Task, problem: Problem, text: str) -> float:
+    """`task.score(problem, text)` as a finite float.
+
+    Raises:
+        RewardError: the scorer raised (chained) or returned a non-number, NaN or an infinity; the message
+            quotes the problem and the completion.
+    """
+    try:
+        reward = task.score(problem, text)
+    except Exception as error:
+        wrong = f"raised {type(error).__name__}: {error}"
+        raise RewardError(_complaint(task, problem, text, wrong)) from error
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        wrong = f"returned {reward!r} ({type(reward).__name__}); a reward must be a finite number"
+        raise RewardError(_complaint(task, problem, text, wrong))
+    return float(reward)
+
+
+def exact_reward(problem: Problem, text: str) -> float:
+    """1.0 where the completion equals the reference answer, both stripped of surrounding space, else 0.0."""
+    return float(text.strip() == problem.answer.strip())
+
+
+def is_heldout(question: str) -> bool:
+    """Whether a question belongs to the held-out split: one in `HELDOUT_ONE_IN`, by SHA-256 of its text."""
+    return stable_hash(question) % HELDOUT_ONE_IN == 0
+
+
+def stable_hash(*parts: object) -> int:
+    """A 64-bit hash of the parts' texts, the same in every process and on every machine."""
+    digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def check_request(split: str, start: int, count: int) -> None:
+    """Raises `TaskError` unless the split is known and start and count are not negative."""
+    if split not in get_args(Split):
+        raise TaskError(f"unknown split {split!r}; allowed: {', '.join(get_args(Split))}")
+    if start < 0 or count < 0:
+        raise TaskError(f"start={start} and count={count} must both be 0 or more")
+
+
+def _complaint(task: Task, problem: Problem, text: str, wrong: str) -> str:
+    return (
+        f"the reward of task {task.name!r} {wrong}\n"
+        f"  problem id: {problem.id}\n  question: {problem.question!r}\n  completion: {text!r}"
+    )

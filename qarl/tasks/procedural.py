@@ -1,0 +1,114 @@
+"""Tasks generated on the fly by reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
+
+import dataclasses
+import difflib
+import warnings
+from functools import lru_cache
+from typing import Any
+
+from qarl.tasks.base import Problem, Split, TaskError, check_request, is_heldout, stable_hash
+
+DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+}
+"""Options of a task when the user gives none: two-term sums and differences of 1- to 2-digit numbers."""
+
+OWN_OPTIONS = ("seed", "size")
+"""Dataset fields that are QaRL's to choose, so that problems stay a pure function of (split, seed, k)."""
+
+BLOCK = 256
+"""Problems that share one dataset object: some datasets precompute `size` entries, so it is kept small."""
+
+MAX_DRAWS = 256
+"""Candidates drawn for one problem before its split counts as empty; by chance, (7/8)^256 ≈ 1e-15."""
+
+
+class ReasoningGymTask:
+    """A reasoning-gym dataset as an endless task with disjoint training and held-out questions.
+
+    `score` is reasoning-gym's own, which for many datasets, chain_sum included, gives a wrong answer that
+    contains the right one partial credit (len(right) / len(given): "77" earns 0.5 where "7" is right).
+    `correct` counts full scores only; `reward="qarl.tasks:exact_reward"` trains without partial credit.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
+        """Validate the dataset's name and options; no option given means `DEFAULT_OPTIONS`, if it has any.
+
+        Raises:
+            TaskError: unknown name or option, or values that the dataset refuses.
+        """
+        self.name = name
+        self._dataset_class, self._config_class = _registered(name)
+        self.options = dict(options or DEFAULT_OPTIONS.get(name, {}))
+        _check_option_names(name, self.options, self._config_class)
+        self._dataset = lru_cache(maxsize=64)(self._create_dataset)
+        self._scorer = self._dataset(0)
+
+    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
+        """Problems start, …, start + count - 1 of the split for this seed, told apart by `is_heldout`.
+
+        Raises:
+            TaskError: bad request, or `MAX_DRAWS` candidates without one of this split (a tiny task).
+        """
+        check_request(split, start, count)
+        return [self._problem(split, seed, index) for index in range(start, start + count)]
+
+    def score(self, problem: Problem, text: str) -> float:
+        """reasoning-gym's score of the stripped text, in [0, 1]; see the class on partial credit."""
+        entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
+        return self._scorer.score_answer(text.strip(), entry)
+
+    def correct(self, problem: Problem, text: str) -> bool:
+        """Whether the stripped completion text earns the full score."""
+        return self.score(problem, text) == 1.0
+
+    def _problem(self, split: Split, seed: int, index: int) -> Problem:
+        block, row = divmod(index, BLOCK)
+        for draw in range(MAX_DRAWS):
+            # 31 bits: datasets seed generators, some of them 32-bit, with seed + row.
+            entry = self._dataset(stable_hash(self.name, split, seed, block, draw) % 2**31)[row]
+            if is_heldout(entry["question"]) == (split == "heldout"):
+                problem_id = f"{self.name}/{split}/{seed}/{index}"
+                return Problem(problem_id, entry["question"], str(entry["answer"]), entry["metadata"])
+        raise TaskError(
+            f"task {self.name!r} with options {self.options} gave no {split} question in {MAX_DRAWS} draws; "
+            "its space is too small to set questions aside: choose options with more distinct questions"
+        )
+
+    def _create_dataset(self, seed: int) -> Any:
+        try:
+            return self._dataset_class(config=self._config_class(**self.options, seed=seed, size=BLOCK))
+        except Exception as error:  # reasoning-gym validates with assertions
+            raise TaskError(f"task {self.name!r} refuses the options {self.options}: {error}") from error
+
+
+def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
+    """Every registered reasoning-gym dataset: name -> (dataset class, config class). Imports it (seconds)."""
+    with warnings.catch_warnings():
+        # Its dependency cellpylib compares strings with `is`; compiling that warns once per installation.
+        warnings.filterwarnings("ignore", category=SyntaxWarning, message='.*"is" with')
+        from reasoning_gym.factory import DATASETS
+    return DATASETS
+
+
+def _registered(name: str) -> tuple[Any, Any]:
+    datasets = reasoning_gym_datasets()
+    if name in datasets:
+        return datasets[name]
+    near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    raise TaskError(
+        f"unknown task {name!r}; {hint}A task is a reasoning-gym dataset or a path ending in .jsonl. "
+        f"List the {len(datasets)} datasets with: python -c "
+        '"from qarl.tasks.procedural import reasoning_gym_datasets as d; print(*d())"'
+    )
+
+
+def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -> None:
+    own = [option for option in options if option in OWN_OPTIONS]
+    if own:
+        raise TaskError(f"task option {own[0]!r} is chosen by QaRL; seed is the run's, size is endless")
+    allowed = [field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS]
+    for option in options:
+        if option not in allowed:
+            raise TaskError(f"unknown option {option!r} of task {name!r}; allowed: {', '.join(allowed)}")

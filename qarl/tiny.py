@@ -1,0 +1,357 @@
+"""The embedded default policy: a very small Qwen3, built from a recipe on first use and cached.
+
+It exists so that a whole RL run, real engine included, fits a laptop. It is a real transformers model folder:
+Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm start on two-term `chain_sum`
+leaves it right about half the time, which gives RL something to reward and room to improve.
+
+The build is deterministic on one machine: fixed seeds and a single thread (which also keeps it fast where
+cores are shared). Other CPU models may sum in another order and give other bits, hence a slightly different
+policy.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from qarl.tasks import Problem, load_task
+
+Progress = Callable[[str], None]
+
+PAD, START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER_PROBLEMS = {
+    "chain_sum": 2000,
+    "products": 200,
+    "gcd": 200,
+    "basic_arithmetic": 200,
+    "number_sorting": 100,
+}
+"""Task -> how many of its questions the tokenizer is trained on; the first is the one the policy learns."""
+IGNORED = -100
+"""Label of a position that is not trained on (cross_entropy's default)."""
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TinyRecipe:
+    """Everything that decides the bytes of a tiny policy, besides library versions and the CPU.
+
+    Architecture fields are `Qwen3Config`'s. `warm_start_steps=0` leaves the weights at random initialization.
+
+    Raises:
+        ValueError: a decoder Linear whose inputs are no multiple of 128 (W4A16's group size) or whose
+            outputs are no multiple of 32 (what low-bit kernels tile by).
+    """
+
+    version: int = 1
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 512
+    max_position_embeddings: int = 512
+    tie_word_embeddings: bool = True
+    seed: int = 0
+    warm_start_steps: int = 150
+    warm_start_batch: int = 256
+    warm_start_lr: float = 5e-3
+    warm_start_weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        heads_width = self.num_attention_heads * self.head_dim
+        keys_width = self.num_key_value_heads * self.head_dim
+        for inputs in (self.hidden_size, self.intermediate_size, heads_width):
+            if inputs % 128:
+                raise ValueError(f"a Linear would have {inputs} inputs; every size must be a multiple of 128")
+        if keys_width % 32:
+            raise ValueError(f"k_proj would have {keys_width} outputs; it must be a multiple of 32")
+
+
+RECIPES = {"tiny-qwen3": TinyRecipe()}
+
+
+def tiny_names() -> list[str]:
+    """The names `ensure_tiny` knows."""
+    return sorted(RECIPES)
+
+
+def to_stderr(message: str) -> None:
+    """The default progress report: one line on stderr."""
+    sys.stderr.write(message + "\n")
+
+
+def ensure_tiny(name: str, cache: Path | None = None, progress: Progress = to_stderr) -> Path:
+    """The model folder of the embedded policy `name`, built now if the cache lacks it.
+
+    Args:
+        name: one of `tiny_names()`.
+        cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl.
+        progress: told in one line what is being built, and why.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"unknown embedded policy {name!r}; known: {', '.join(tiny_names())}")
+    return ensure_recipe(name, RECIPES[name], cache, progress)
+
+
+def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, progress: Progress = to_stderr) -> Path:
+    """As `ensure_tiny`, for any recipe: the verified folder `<cache>/<name>-<hash of recipe and versions>`.
+
+    The folder's manifest is checked, file by file, on every call; a stale or damaged folder is rebuilt.
+    Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
+    """
+    cache = cache or default_cache()
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / f"{name}-{_recipe_hash(recipe)}"
+    with _locked(folder.with_suffix(".lock")):
+        faults = find_faults(folder, recipe) if folder.exists() else ["not built yet"]
+        if faults:
+            progress(f"building {name} in {folder}: {'; '.join(faults)}")
+            _rebuild(recipe, folder, progress)
+    return folder
+
+
+def default_cache() -> Path:
+    """$QARL_CACHE if set and not empty, else ~/.cache/qarl."""
+    return Path(os.environ.get("QARL_CACHE") or Path.home() / ".cache" / "qarl")
+
+
+def find_faults(folder: Path, recipe: TinyRecipe) -> list[str]:
+    """What is wrong with a built folder, one phrase each, naming the file; empty if this recipe, intact."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        built_from, files = manifest["recipe"], dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{MANIFEST} is unreadable ({type(error).__name__}: {error})"]
+    if built_from != _recipe_facts(recipe):
+        return [f"{MANIFEST} is of another recipe"]
+    faults = [f"{MANIFEST} does not list {name}" for name in MODEL_FILES if name not in files]
+    for name, expected in files.items():
+        if not (folder / name).is_file():
+            faults.append(f"{name} is missing")
+        elif _fingerprint(folder / name) != expected:
+            faults.append(f"{name} is damaged (its sha256 or size differs)")
+    return faults
+
+
+def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stderr) -> None:
+    """Write the recipe's model folder and its manifest into `directory` (created if missing).
+
+    Leaves the caller's random state and thread count as they were.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _deterministic(recipe.seed):
+        tokenizer = train_tokenizer(recipe)
+        model = initial_model(recipe, tokenizer)
+        if recipe.warm_start_steps:
+            warm_start(model, tokenizer, recipe, progress)
+    tokenizer.save_pretrained(directory, save_jinja_files=False)  # the template inside tokenizer_config.json
+    model.save_pretrained(directory)
+    _write_manifest(directory, recipe)
+
+
+def train_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `recipe.vocab_size` tokens, trained on task questions and answers.
+
+    Any text can be encoded. Every digit is a token of its own; everything else may merge, across spaces too,
+    so that a question's fixed wording becomes one token and prompts stay short.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocab_size,
+        special_tokens=[PAD, START, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_tokenizer_texts(recipe.seed), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=recipe.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
+    fields = dataclasses.asdict(recipe)
+    sizes: dict[str, Any] = {name: fields[name] for name in fields if hasattr(Qwen3Config, name)}
+    end, pad = _token_id(tokenizer, EOS), _token_id(tokenizer, PAD)
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, eos_token_id=end, pad_token_id=pad, dtype="float32"))
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    return model
+
+
+def warm_start(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, progress: Progress
+) -> None:
+    """Supervised training in place, in fp32, on the answers (and end tokens) of fresh training problems.
+
+    Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task, embeddings
+    and norms by AdamW; both at one learning rate, warmed up over 20 steps, decayed to 0 over the last 30 %.
+    """
+    task = load_task("chain_sum", {})
+    problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
+    ids, labels = encode_problems(tokenizer, problems)
+    optimizers = _optimizers(model, recipe)
+    model.train()
+    for step in range(recipe.warm_start_steps):
+        rows = slice(step * recipe.warm_start_batch, (step + 1) * recipe.warm_start_batch)
+        loss = _answer_loss(model, ids[rows], labels[rows])
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = recipe.warm_start_lr * _lr_factor(step, recipe.warm_start_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 20 == 0 or step == recipe.warm_start_steps - 1:
+            done = f"{step + 1}/{recipe.warm_start_steps}"
+            progress(f"warm start: step {done}, loss {loss.item():.3f} nats/token")
+    model.eval()
+
+
+def encode_problems(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chats as training rows.
+
+    Returns:
+        Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the answer and its
+        end token in place (unshifted), `IGNORED` elsewhere.
+    """
+    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    prompts: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    prompt_ids = _token_ids(tokenizer, prompts)
+    answer_ids = _token_ids(tokenizer, [problem.answer + EOS for problem in problems])
+    rows = [torch.cat(pair) for pair in zip(prompt_ids, answer_ids, strict=True)]
+    ids = pad_sequence(rows, batch_first=True, padding_value=_token_id(tokenizer, PAD))
+    ignored = [torch.full_like(prompt, IGNORED) for prompt in prompt_ids]
+    rows = [torch.cat(pair) for pair in zip(ignored, answer_ids, strict=True)]
+    return ids, pad_sequence(rows, batch_first=True, padding_value=IGNORED)
+
+
+def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    return tokenizer.get_vocab()[token]
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[torch.Tensor]:
+    return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def _answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over the labelled tokens, in nats; only those are multiplied by the vocabulary."""
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+    labels = labels[:, 1:]
+    kept = labels != IGNORED
+    return cross_entropy(model.lm_head(hidden[kept]), labels[kept])
+
+
+def _optimizers(model: Qwen3ForCausalLM, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
+    lr, decay = recipe.warm_start_lr, recipe.warm_start_weight_decay
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98)),
+    ]
+
+
+def _lr_factor(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / 20, (steps - step) / (0.3 * steps))
+
+
+def _tokenizer_texts(seed: int) -> Iterator[str]:
+    for name, count in TOKENIZER_PROBLEMS.items():
+        for problem in load_task(name, {}).problems("train", 0, count, seed):
+            yield problem.question
+            yield problem.answer
+    for role in ("system", "user", "assistant"):
+        yield from [f"{role}\n"] * TOKENIZER_PROBLEMS["chain_sum"]
+
+
+@contextmanager
+def _deterministic(seed: int) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the file's exclusive lock; the system releases it should the process die."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _rebuild(recipe: TinyRecipe, folder: Path, progress: Progress) -> None:
+    """Build beside `folder`, then rename to it. The caller holds the lock: leftovers are a dead process's."""
+    building = folder.with_suffix(".building")
+    shutil.rmtree(building, ignore_errors=True)
+    build_tiny(recipe, building, progress)
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+
+
+def _write_manifest(directory: Path, recipe: TinyRecipe) -> None:
+    files = {name: _fingerprint(directory / name) for name in MODEL_FILES}
+    manifest = {"recipe": _recipe_facts(recipe), "files": files}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+
+
+def _recipe_facts(recipe: TinyRecipe) -> dict[str, Any]:
+    libraries = ("torch", "transformers", "tokenizers", "reasoning-gym")
+    return {**dataclasses.asdict(recipe), "versions": {library: version(library) for library in libraries}}
+
+
+def _recipe_hash(recipe: TinyRecipe) -> str:
+    return hashlib.sha256(json.dumps(_recipe_facts(recipe), sort_keys=True).encode()).hexdigest()[:12]

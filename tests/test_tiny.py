@@ -1,0 +1,219 @@
+"""The embedded policy: a real model folder, built alike every time, verified and repaired in the cache."""
+
+import json
+import shutil
+import string
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from qarl.tasks import load_task
+from qarl.tiny import (
+    IGNORED,
+    MANIFEST,
+    RECIPES,
+    TinyRecipe,
+    build_tiny,
+    default_cache,
+    encode_problems,
+    ensure_recipe,
+    ensure_tiny,
+    find_faults,
+    tiny_names,
+)
+
+SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)
+
+
+def silent(message: str) -> None:
+    """Progress that nobody reads."""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    return ensure_recipe("small", SMALL, tmp_path_factory.mktemp("cache"), silent)
+
+
+@pytest.fixture
+def cache(built, tmp_path) -> Path:
+    """A cache of its own that already holds the small model."""
+    shutil.copytree(built, tmp_path / built.name)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(built):
+    return AutoTokenizer.from_pretrained(built)
+
+
+def test_two_builds_are_bit_identical(built, tmp_path) -> None:
+    random_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    build_tiny(SMALL, tmp_path / "again", silent)
+    assert (tmp_path / "again" / MANIFEST).read_text() == (built / MANIFEST).read_text()
+    assert torch.equal(torch.get_rng_state(), random_state) and torch.get_num_threads() == threads
+
+
+def test_the_manifest_describes_recipe_versions_and_files(built) -> None:
+    manifest = json.loads((built / MANIFEST).read_text())
+    assert manifest["recipe"]["warm_start_steps"] == 2
+    assert manifest["recipe"]["versions"].keys() >= {"torch", "transformers", "tokenizers"}
+    assert manifest["files"].keys() == {path.name for path in built.iterdir()} - {MANIFEST}
+    assert manifest["files"]["config.json"]["bytes"] == (built / "config.json").stat().st_size
+
+
+def test_the_folder_loads_as_a_tied_fp32_qwen3(built) -> None:
+    model = AutoModelForCausalLM.from_pretrained(built)
+    assert AutoConfig.from_pretrained(built).model_type == "qwen3"
+    assert model.dtype == torch.float32
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.generation_config.eos_token_id == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_tied_as_the_recipe_says(tied, tmp_path) -> None:
+    build_tiny(replace(SMALL, warm_start_steps=0, tie_word_embeddings=tied), tmp_path, silent)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_warm_start_lowers_the_loss(tmp_path) -> None:
+    messages: list[str] = []
+    build_tiny(replace(SMALL, warm_start_steps=21, warm_start_batch=32), tmp_path, messages.append)
+    first, last = (float(message.split("loss ")[1].split()[0]) for message in messages)
+    assert last < first - 1.0
+
+
+@pytest.mark.parametrize("name", tiny_names())
+def test_every_quantized_linear_tiles(name) -> None:
+    """Inputs in multiples of 128, outputs of 32; checked on the meta device, without building."""
+    config = AutoConfig.for_model("qwen3", **asdict(RECIPES[name]))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            assert module.in_features % 128 == 0 and module.out_features % 32 == 0
+
+
+def test_sizes_that_do_not_tile_are_refused() -> None:
+    with pytest.raises(ValueError, match="96 inputs"):
+        TinyRecipe(intermediate_size=96)
+    with pytest.raises(ValueError, match="k_proj would have 16 outputs"):
+        TinyRecipe(num_attention_heads=8, num_key_value_heads=1, head_dim=16)
+
+
+@given(text=st.text())
+@settings(max_examples=150, deadline=None)
+def test_any_text_survives_the_tokenizer(text, tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@given(number=st.integers(0, 10**12))
+@settings(max_examples=50, deadline=None)
+def test_every_digit_is_one_token(number, tokenizer) -> None:
+    ids = tokenizer.encode(f"{number}", add_special_tokens=False)
+    assert [tokenizer.decode([token]) for token in ids] == list(str(number))
+
+
+def test_no_token_holds_a_digit_and_anything_else(tokenizer) -> None:
+    assert all(len(token) == 1 for token in tokenizer.get_vocab() if set(token) & set(string.digits))
+
+
+def test_the_chat_template_is_chatml_and_prompts_are_short(tokenizer) -> None:
+    (problem,) = load_task("chain_sum", {}).problems("train", 0, 1, 0)
+    chat = [{"role": "user", "content": problem.question}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer.encode(text, add_special_tokens=False)) <= 16
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert len(tokenizer) == SMALL.vocab_size
+
+
+def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
+    problems = load_task("chain_sum", {}).problems("train", 0, 20, 0)
+    ids, labels = encode_problems(tokenizer, problems)
+    assert ids.shape == labels.shape and ids.dtype == labels.dtype == torch.int64
+    for problem, row, label in zip(problems, ids, labels, strict=True):
+        kept = label != IGNORED
+        assert tokenizer.decode(label[kept]) == problem.answer + "<|im_end|>"
+        assert torch.equal(row[kept], label[kept])
+
+
+def test_an_intact_cache_is_not_rebuilt(cache) -> None:
+    messages: list[str] = []
+    folder = ensure_recipe("small", SMALL, cache, messages.append)
+    assert folder.parent == cache and not messages
+
+
+def test_damage_is_named_and_repaired(cache, built) -> None:
+    folder = cache / built.name
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").unlink()
+    messages: list[str] = []
+    assert ensure_recipe("small", SMALL, cache, messages.append) == folder
+    assert "model.safetensors is damaged" in messages[0] and "config.json is missing" in messages[0]
+    assert find_faults(folder, SMALL) == []
+
+
+@pytest.mark.parametrize(
+    ("manifest", "fault"),
+    [
+        (None, "unreadable"),
+        ("{", "unreadable"),
+        ('{"recipe": {"version": 0}, "files": {}}', "another recipe"),
+    ],
+)
+def test_faulty_manifests_are_noticed(manifest, fault, cache, built) -> None:
+    folder = cache / built.name
+    (folder / MANIFEST).unlink()
+    if manifest is not None:
+        (folder / MANIFEST).write_text(manifest)
+    (found,) = find_faults(folder, SMALL)
+    assert MANIFEST in found and fault in found
+
+
+def test_a_stale_folder_is_rebuilt_and_a_dead_builds_leftover_removed(cache, built) -> None:
+    folder = cache / built.name
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["recipe"]["versions"]["torch"] = "0.1"
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    leftover = folder.with_suffix(".building")
+    leftover.mkdir()
+    (leftover / "junk").touch()
+    messages: list[str] = []
+    ensure_recipe("small", SMALL, cache, messages.append)
+    assert "another recipe" in messages[0] and find_faults(folder, SMALL) == []
+    assert not leftover.exists() and not (folder / "junk").exists()
+
+
+def test_two_recipes_never_share_a_folder(cache, built) -> None:
+    other = ensure_recipe("small", replace(SMALL, warm_start_steps=0), cache, silent)
+    assert other != cache / built.name and find_faults(cache / built.name, SMALL) == []
+
+
+def test_two_at_once_build_once(tmp_path) -> None:
+    """Threads stand in for processes: flock excludes by open file, whichever process or thread opened it."""
+    messages: list[str] = []
+    with ThreadPoolExecutor(2) as racers:
+        folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path, messages.append), range(2)))
+    assert folders[0] == folders[1] and find_faults(folders[0], SMALL) == []
+    assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
+
+
+def test_unknown_names_are_refused_with_the_known_ones(tmp_path) -> None:
+    with pytest.raises(ValueError, match="unknown embedded policy 'tiny'; known: tiny-qwen3"):
+        ensure_tiny("tiny", tmp_path)
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path))
+    assert default_cache() == tmp_path
+    monkeypatch.delenv("QARL_CACHE")
+    assert default_cache() == Path.home() / ".cache" / "qarl"
