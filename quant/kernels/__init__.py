@@ -1,0 +1,11 @@
+"""How a low-bit product is computed. Each module makes `Product`s from a `LowBitWeight`:
+
+`vllm`       the layer object vLLM itself builds for that scheme, shape and platform
+`torch`      torch's own low-bit products
+`reference`  dequantize, then multiply in the compute dtype (fake-quant arithmetic)
+`plain`      the master cast to the compute dtype, nothing quantized (the unaligned baseline)
+"""
+
+from quant.kernels.select import KERNELS, KernelError, Product, ProductFactory, make_factory
+
+__all__ = ["KERNELS", "KernelError", "Product", "ProductFactory", "make_factory"]

@@ -1,0 +1,31 @@
+"""Fake-quant arithmetic: dequantize weight and activation, multiply in the compute dtype."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quant.activations import quantize_activation
+from quant.materialize import LowBitWeight
+
+
+@dataclass(frozen=True)
+class DequantizedProduct:
+    """y = dequant(x) · dequant(W)ᵀ + b, all in the compute dtype. weight: compute dtype [O, I]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    source: LowBitWeight
+    name: str = "dequantized"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [N, I] → compute dtype [N, O]."""
+        if self.source.scheme.activations is not None:
+            x = quantize_activation(x, self.source.scheme).dequantized(x.dtype)
+        return F.linear(x, self.weight, self.bias)
+
+
+def reference_product(layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> DequantizedProduct:
+    """A dequantized product; the compute dtype is that of the scales (or of the unquantized weight)."""
+    dtype = weight.codes.dtype if weight.scale is None else weight.scale.dtype
+    return DequantizedProduct(weight.dequantized(dtype), bias, weight)

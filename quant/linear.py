@@ -1,0 +1,111 @@
+"""A linear layer whose forward is the engine's low-bit product and whose backward is straight-through.
+
+Forward:  y = kernel(x, codes(W)), the codes being those that are published.
+Backward: gradients in full precision through the dequantized weight and activation actually used,
+          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity.
+
+Axes: N tokens, O output rows, I input columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.activations import LowBitActivation, quantize_activation
+from quant.kernels.select import Product, ProductFactory
+from quant.materialize import LowBitWeight, materialize
+from quant.schemes import Scheme
+
+
+class LowBitLinear(nn.Module):
+    """Replaces one `nn.Linear`.
+
+    master: fp32 or bf16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
+    aligned: multiply the low-bit codes (True), or the master cast to the compute dtype (False, the plain
+    quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        master: nn.Parameter,
+        bias: nn.Parameter | None,
+        scheme: Scheme,
+        factory: ProductFactory,
+        dtype: torch.dtype,
+        aligned: bool = True,
+    ):
+        super().__init__()
+        self.layer = layer
+        self.master = master
+        self.bias = bias
+        self.scheme = scheme
+        self.dtype = dtype
+        self.aligned = aligned
+        self._factory = factory
+        self.low_bit: LowBitWeight | None = None
+        self.product: Product | None = None
+
+    def refresh(self) -> None:
+        """Materialize the master's present value and prepare the kernel for it."""
+        self.low_bit = materialize(self.master, self.scheme, self.dtype)
+        bias = None if self.bias is None else self.bias.detach().to(self.dtype)
+        self.product = (
+            self._factory(self.layer, self.low_bit, bias) if self.aligned else _Plain(self.master, bias, self)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [..., I] → compute dtype [..., O]."""
+        if self.product is None:
+            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
+        flat = x.reshape(-1, x.shape[-1])
+        y = _StraightThrough.apply(flat, self.master, self.bias, self)
+        return y.view(*x.shape[:-1], -1)
+
+    def weight_used(self) -> torch.Tensor:
+        """The weight the forward multiplied with, dequantized exactly, fp32 [O, I]."""
+        assert self.low_bit is not None
+        if self.aligned:
+            return self.low_bit.dequantized(torch.float32)
+        return self.master.detach().to(self.dtype).to(torch.float32)
+
+
+class _Plain:
+    """The master cast to the compute dtype: an unaligned learner."""
+
+    name = "plain"
+
+    def __init__(self, master: torch.Tensor, bias: torch.Tensor | None, linear: LowBitLinear):
+        self._weight = master.detach().to(linear.dtype)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self._weight, self._bias)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, master: torch.Tensor, bias: torch.Tensor | None, linear: LowBitLinear
+    ) -> torch.Tensor:
+        assert linear.product is not None
+        ctx.linear = linear
+        if linear.aligned and linear.scheme.activations is not None:
+            low_bit = quantize_activation(x, linear.scheme)
+            ctx.save_for_backward(low_bit.codes, low_bit.scale)
+        else:
+            ctx.save_for_backward(x)
+        return linear.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        linear: LowBitLinear = ctx.linear
+        dy = grad_outputs[0].to(torch.float32)
+        saved = ctx.saved_tensors
+        x_used = LowBitActivation(*saved).dequantized(torch.float32) if len(saved) == 2 else saved[0].to(torch.float32)
+        need_x, need_master, need_bias, _ = ctx.needs_input_grad
+        dx = (dy @ linear.weight_used()).to(linear.dtype) if need_x else None
+        dw = (dy.t() @ x_used).to(linear.master.dtype) if need_master else None
+        db = dy.sum(0).to(linear.master.dtype) if need_bias else None
+        return dx, dw, db, None

@@ -1,0 +1,66 @@
+"""A transformers model folder or hub id → a causal LM whose parameters are the masters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+class ModelError(ValueError):
+    """A model that is missing, incomplete, already quantized, or of a kind that cannot be trained."""
+
+
+def resolve_model(name: str) -> Path:
+    """The local folder of a model: `name` itself, or the hub's snapshot of that id (downloaded if needed)."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(f"model folder {name!r} does not exist; give a transformers folder, or a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r} is no folder here and could not be had from the hub: {error}; check the id, your "
+            "network, and HF_TOKEN for gated models"
+        ) from error
+
+
+def check_model(folder: Path) -> None:
+    """Raise `ModelError` for a folder without a readable config.json, or a checkpoint that is already quantized."""
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"model folder {str(folder)!r} has no config.json; give a transformers model folder")
+    try:
+        written = json.loads(config_file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{str(config_file)!r} is not JSON: {error}") from error
+    if written.get("quantization_config"):
+        method = written["quantization_config"].get("quant_method", "unknown method")
+        raise ModelError(
+            f"model {str(folder)!r} is already quantized ({method}); training needs full-precision masters: give the "
+            "original checkpoint"
+        )
+
+
+def load_masters(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for `LowBitModel`.
+
+    Raises `ModelError` for what `check_model` refuses, and for truncated or missing tensors.
+    """
+    check_model(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, info = loaded
+    except Exception as error:
+        raise ModelError(f"model {str(folder)!r} could not be loaded, its files may be truncated: {error}") from error
+    if info["missing_keys"] or info.get("mismatched_keys"):
+        missing = sorted(info["missing_keys"]) or [str(k) for k in info["mismatched_keys"]]
+        raise ModelError(
+            f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; copy it again"
+        )
+    return model.eval()

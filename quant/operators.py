@@ -1,0 +1,137 @@
+"""Norms, rotary embedding and attention rounded where the engine rounds them.
+
+Low-bit activations amplify upstream noise: a value that lands on the other side of a rounding boundary flips a
+code. What is left of the mismatch once the products agree comes from three places where transformers rounds to the
+compute dtype and vLLM does not:
+
+- vLLM's fused add + RMSNorm normalizes the fp32 sum of residual and branch; transformers the rounded sum;
+- vLLM's rotary kernel computes in fp32 and rounds once; transformers rounds after every operation;
+- vLLM's CPU attention keeps scores and probabilities in fp32.
+
+Here a pre-norm decoder's modules are replaced by ones that do as vLLM does. Autograd goes through all of them.
+
+Axes: B sequences, T tokens, H heads, D head size, C hidden columns.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+OPERATORS = ("auto", "engine", "transformers")
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class OperatorError(ValueError):
+    """Engine operators were asked for a model they are not written for."""
+
+
+class EngineRMSNorm(nn.Module):
+    """x / rms(x) in fp32, rounded to the compute dtype, times the weight (vLLM `ir.ops.rms_norm`)."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
+        self.epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype or fp32 [..., C] → the weight's dtype [..., C]."""
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return x.to(self.weight.dtype) * self.weight
+
+
+class EngineAttention(nn.Module):
+    """Causal self-attention of Llama, Mistral, Qwen2 and Qwen3: rotary embedding in fp32, rounded once; on CPUs
+    scores and probabilities in fp32 as well."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.q_proj: nn.Module = attention.get_submodule("q_proj")
+        self.k_proj: nn.Module = attention.get_submodule("k_proj")
+        self.v_proj: nn.Module = attention.get_submodule("v_proj")
+        self.o_proj: nn.Module = attention.get_submodule("o_proj")
+        self.q_norm = _norm_or_identity(attention, "q_norm")
+        self.k_norm = _norm_or_identity(attention, "k_norm")
+        self.head_dim: int = attention.head_dim  # type: ignore[assignment]
+        self.scaling: float = attention.scaling  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [B, T, C]; cos, sin: compute dtype [B, T, D] → compute dtype [B, T, C]."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
+        v = self.v_proj(x).view(heads)
+        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scaling)
+        return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+def _norm_or_identity(attention: nn.Module, name: str) -> nn.Module:
+    norm = getattr(attention, name, None)
+    return nn.Identity() if norm is None else EngineRMSNorm(norm)
+
+
+class EngineDecoderLayer(nn.Module):
+    """A pre-norm decoder layer whose residual stream crosses layers as the unrounded fp32 sum."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.self_attn = EngineAttention(layer.self_attn)  # type: ignore[arg-type]
+        self.mlp: nn.Module = layer.get_submodule("mlp")
+        self.input_layernorm = EngineRMSNorm(layer.input_layernorm)  # type: ignore[arg-type]
+        self.post_attention_layernorm = EngineRMSNorm(layer.post_attention_layernorm)  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **unused: object,
+    ) -> torch.Tensor:
+        """hidden_states: compute dtype (first layer) or fp32 sums [B, T, C] → fp32 sums [B, T, C].
+
+        The other keywords of a transformers decoder layer (mask, cache) do not apply to whole causal sequences.
+        """
+        residual = hidden_states.to(self.dtype)
+        branch = self.self_attn(self.input_layernorm(hidden_states), *position_embeddings)
+        total = branch.to(torch.float32) + residual.to(torch.float32)
+        branch = self.mlp(self.post_attention_layernorm(total))
+        return branch.to(torch.float32) + total.to(self.dtype).to(torch.float32)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (half-split pairs). x: compute dtype [B, T, H, D]; cos, sin: compute dtype [B, T, D]."""
+    wide = x.to(torch.float32)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * cos.float().unsqueeze(2) + turned * sin.float().unsqueeze(2)).to(x.dtype)
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q: [B, H, T, D], k, v: [B, H/g, T, D] in the compute dtype → [B, H, T, D], rounded once on CPUs."""
+    compute = torch.float32 if q.device.type == "cpu" else q.dtype
+    q32, k32, v32 = (t.to(compute) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q32, k32, v32, is_causal=True, scale=scale, enable_gqa=True).to(q.dtype)
+
+
+def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Replace the decoder's modules in place; parameter names stay. Raises `OperatorError` for other models."""
+    reason = why_not(model)
+    if reason:
+        raise OperatorError(f"engine operators: {reason}; set learner.operators to 'transformers' or 'auto'")
+    decoder = model.base_model
+    decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, dtype) for layer in decoder.layers)  # type: ignore[union-attr]
+    decoder.norm = EngineRMSNorm(decoder.norm)  # type: ignore[arg-type]
+
+
+def why_not(model: PreTrainedModel) -> str:
+    """Why engine operators do not fit this model; "" where they do."""
+    config = model.config
+    if config.model_type not in _MODEL_TYPES:
+        return f"model type {config.model_type!r} is none of {', '.join(_MODEL_TYPES)}"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
+        config.model_type == "mistral" and getattr(config, "sliding_window", None)
+    ):
+        return "sliding-window attention is not covered"
+    return ""
