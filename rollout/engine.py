@@ -1,0 +1,52 @@
+"""What the rest of the code may ask of an engine."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quant.model import LayerReport, LowBitTensor
+from rollout.types import Completion, Prompt, Sampling
+
+
+class EngineError(RuntimeError):
+    """The engine could not start, died, or refused what it was given."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What an engine did with a published stream.
+
+    digest: SHA-256 (hex) over what arrived. consumed: tensors taken. unconsumed: sent names no layer took.
+    missing: names of engine layers that expected tensors and got none or not all.
+    """
+
+    digest: str
+    consumed: int
+    unconsumed: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+class Engine(Protocol):
+    """A sampler holding one weight version."""
+
+    weight_version: int
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """`sampling.samples` completions of each prompt, in the prompts' order."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """fp32 log-probs of tokens 1… of each sequence given those before, in nats."""
+        ...
+
+    def layers(self) -> list[LayerReport]:
+        """The engine's side of the audit, one entry a checkpoint layer (fused layers are listed by their parts)."""
+        ...
+
+    def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
+        """Take a published stream into the running engine; later completions carry `version`."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine. A closed engine is not used again."""
+        ...

@@ -1,0 +1,47 @@
+"""What passes between sampling and learning. Imports neither torch nor vllm."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """id: of the problem it states. token_ids: chat-templated prompt, int."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    token_ids: generated tokens, the end token included when sampled. logprobs: the sampler's log-prob of each,
+    in nats, computed in fp32. weight_version: of the weights that sampled it. finish_reason: "stop" or "length".
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    weight_version: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt's completions and their rewards, in the same order."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy. max_new_tokens bounds each completion. seed: of the whole call; sample k of prompt
+    j draws from a stream that depends on (seed, j, k) only."""
+
+    samples: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    seed: int = 0

@@ -1,0 +1,130 @@
+"""The worker's side of a publish: take a checkpoint-named stream into the loaded model, layer by layer.
+
+vLLM 0.32's own `reload_weights` is silently wrong on CPU in two ways that concern dense models, both undone here:
+- it copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers to what they
+  were built from (W8A8 then multiplies with freed scales). Here the new processed tensors stay.
+- a tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
+tests/test_publish.py holds the outcome against freshly loaded engines; remove both when vLLM's own reload passes it.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from quant.kernels.describe import kernel_name
+from quant.model import LayerReport, LowBitTensor
+from quant.schemes import scheme_of_args
+from rollout.digest import StreamDigest
+from rollout.engine import LoadReport
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; `self` is the worker. Methods are called with `collective_rpc`."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+
+    def qarl_load(self, stream: Iterable[LowBitTensor]) -> LoadReport:
+        """Load a published stream into the running model and report what was consumed."""
+        model: nn.Module = self.model_runner.get_model()
+        digest, sent = StreamDigest(), []
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for item in stream:
+                digest.update(item)
+                sent.append(item.name)
+                yield item.name, item.tensor
+
+        expected = _checkpoint_layers(model)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(model)
+            keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
+            model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
+            partial = [name for name, module in keep if get_layerwise_info(module).can_load()]
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if current_platform.is_cpu():
+                _prepare_heads(model)
+        self.model_runner.reset_encoder_cache()
+        got = {name.rpartition(".")[0] for name in sent}
+        missing = sorted((expected - got) | set(partial))
+        return LoadReport(digest.hexdigest(), len(sent), tuple(sorted(got - expected)), tuple(missing))
+
+    def qarl_layers(self) -> list[LayerReport]:
+        """Every linear layer of the model, fused ones by their checkpoint names."""
+        model: nn.Module = self.model_runner.get_model()
+        dtype = str(self.vllm_config.model_config.dtype)
+        packed = getattr(model, "packed_modules_mapping", {})
+        reports = []
+        for name, module in model.named_modules():
+            if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
+                scheme, group = _scheme_of(module, name, self.vllm_config)
+                for part in _parts(name, packed):
+                    reports.append(LayerReport(part, scheme, group, dtype, kernel_name(module)))
+        return reports
+
+
+def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Make reprocessed tensors stay in every layer that has its own weight processing; returns those layers.
+
+    Embeddings and output heads are copied in place instead, so that tied ones stay one tensor.
+    """
+    kept = []
+    for name, module in model.named_modules():
+        processed = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+        in_place = is_deferred_attention_layer(module) or isinstance(module, VocabParallelEmbedding)
+        if processed and not in_place and _own_parameters(module):
+            get_layerwise_info(module).kernel_tensors = None
+            kept.append((name, module))
+    return kept
+
+
+def _own_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _prepare_heads(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _checkpoint_layers(model: nn.Module) -> set[str]:
+    """Checkpoint names of all modules that own parameters; a tied head has none of its own."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    names: set[str] = set()
+    for name, module in model.named_modules():
+        if _own_parameters(module) and not (tied and isinstance(module, ParallelLMHead)):
+            names.update(_parts(name, packed))
+    return names
+
+
+def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
+    """Checkpoint names of a possibly fused vLLM module: "…qkv_proj" → q_proj, k_proj, v_proj."""
+    parent, _, leaf = name.rpartition(".")
+    return [f"{parent}.{part}" if parent else part for part in packed.get(leaf, [leaf])]
+
+
+def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:
+    """Name and group size of the scheme vLLM resolved for a layer, by the arguments vLLM parsed."""
+    quantization = config.quant_config
+    if quantization is None or isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return "bf16", None
+    parsed = quantization.get_scheme_dict(module, name)  # pyright: ignore[reportAttributeAccessIssue]
+    scheme = scheme_of_args(parsed["weights"], parsed["input_activations"])
+    return (scheme.name, scheme.group_size) if scheme else (f"unknown ({parsed['weights']})", None)
