@@ -1,0 +1,1 @@
+"""Learning: groups of completions in, stepped master weights out."""

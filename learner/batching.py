@@ -1,0 +1,72 @@
+"""Completions → padded tensors, and how a batch is cut into mini- and micro-batches.
+
+Axes: B sequences, T tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from learner.advantages import group_advantages
+from rollout.types import Group
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences padded on the right.
+
+    tokens: int64 [B, T], prompt then response then padding. length: int64 [B], prompt + response.
+    response: bool [B, T-1], True where tokens[:, 1:] is a response token (position t predicts token t + 1).
+    sampler_logprobs: fp32 [B, T-1], the sampler's, zero outside the response. advantages: fp32 [B].
+    group: int64 [B], which prompt each sequence answers.
+    """
+
+    tokens: torch.Tensor
+    length: torch.Tensor
+    response: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    group: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> "Batch":
+        """The sequences at `index` (int64 [n]), with padding no longer than their longest."""
+        longest = int(self.length[index].max())
+        cut = {"tokens": longest, "response": longest - 1, "sampler_logprobs": longest - 1}
+        picked = {f.name: getattr(self, f.name)[index] for f in fields(self)}
+        return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
+
+
+def make_batch(groups: Sequence[Group], pad_token: int) -> Batch:
+    """Every completion of every group as one row, in order; advantages are normalized within each group."""
+    rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float32)
+    advantages = group_advantages(rewards).flatten()
+    pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
+    longest = max(len(p) + len(c.token_ids) for _, p, c in pairs)
+    tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)
+    response = torch.zeros((len(pairs), longest - 1), dtype=torch.bool)
+    sampler = torch.zeros((len(pairs), longest - 1), dtype=torch.float32)
+    for row, (_, prompt, completion) in enumerate(pairs):
+        start, end = len(prompt), len(prompt) + len(completion.token_ids)
+        tokens[row, :end] = torch.tensor([*prompt, *completion.token_ids])
+        response[row, start - 1 : end - 1] = True
+        sampler[row, start - 1 : end - 1] = torch.tensor(completion.logprobs)
+    length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
+    return Batch(tokens, length, response, sampler, advantages, torch.tensor([i for i, _, _ in pairs]))
+
+
+def mini_batches(batch: Batch, count: int, seed: int) -> list[torch.Tensor]:
+    """Row indices of `count` mini-batches: whole groups, shuffled by `seed`, sizes as equal as possible."""
+    groups = int(batch.group.max()) + 1
+    order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed))
+    return [torch.isin(batch.group, part).nonzero().flatten() for part in order.tensor_split(count) if len(part)]
+
+
+def micro_batches(batch: Batch, index: torch.Tensor, max_tokens: int) -> Iterator[torch.Tensor]:
+    """Cut `index` into runs of similar length whose padded size stays within `max_tokens`."""
+    by_length = index[torch.argsort(batch.length[index], stable=True, descending=True)]
+    start = 0
+    while start < len(by_length):
+        rows = max(1, max_tokens // int(batch.length[by_length[start]]))
+        yield by_length[start : start + rows]
+        start += rows

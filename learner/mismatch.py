@@ -1,0 +1,41 @@
+"""How far two policies' log-probs of the same tokens are apart.
+
+Axes: B sequences, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from learner.corrections import sequence_log_ratio
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Over the response tokens of a batch, in nats. mean_abs, max_abs: of log π_learner - log π_sampler.
+    k3: mean of exp(d) - 1 - d with d that difference, an unbiased estimate of KL(sampler ‖ learner).
+    mean_log_w, mean_abs_log_w, log_w_low, log_w_high: of the sequences' log mismatch weights (token means)."""
+
+    mean_abs: float
+    max_abs: float
+    k3: float
+    mean_log_w: float
+    mean_abs_log_w: float
+    log_w_low: float
+    log_w_high: float
+
+
+def measure_mismatch(learner: torch.Tensor, sampler: torch.Tensor, response: torch.Tensor) -> Mismatch:
+    """learner, sampler: fp32 [B, T]; response: bool [B, T] with at least one True."""
+    difference = (learner - sampler)[response].double()
+    log_w = sequence_log_ratio(learner, sampler, response)
+    k3 = (difference.expm1() - difference).mean()
+    return Mismatch(
+        float(difference.abs().mean()),
+        float(difference.abs().max()),
+        float(k3),
+        float(log_w.mean()),
+        float(log_w.abs().mean()),
+        float(log_w.min()),
+        float(log_w.max()),
+    )
