@@ -1,0 +1,54 @@
+"""Before step 0: what the learner will multiply with, against what the engine reports, layer by layer."""
+
+from dataclasses import dataclass
+
+from quant.model import LayerReport
+
+
+class AuditError(RuntimeError):
+    """Learner and engine disagree about a layer; training would optimize another policy than it samples."""
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """One layer on both sides; a side is None where it does not know the layer. problem: "" where they agree."""
+
+    name: str
+    learner: LayerReport | None
+    engine: LayerReport | None
+    problem: str
+
+
+def audit(learner: list[LayerReport], engine: list[LayerReport], same_kernels: bool) -> list[AuditRow]:
+    """Pair the reports by layer name.
+
+    same_kernels: whether a different kernel is a disagreement (it is when the learner claims the engine's kernels).
+    """
+    ours, theirs = ({layer.name: layer for layer in side} for side in (learner, engine))
+    names = list(ours) + [name for name in theirs if name not in ours]
+    return [_compare(name, ours.get(name), theirs.get(name), same_kernels) for name in names]
+
+
+def require_agreement(rows: list[AuditRow]) -> None:
+    """Raise `AuditError` naming the layers that disagree, and how."""
+    wrong = [row for row in rows if row.problem]
+    if wrong:
+        shown = "\n".join(f"  {row.name}: {row.problem}" for row in wrong[:8])
+        more = f"\n  … and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise AuditError(
+            f"learner and engine disagree about {len(wrong)} of {len(rows)} layers:\n{shown}{more}\n"
+            "check that both were given the same scheme, and that vLLM did not fall back for these shapes"
+        )
+
+
+def _compare(name: str, ours: LayerReport | None, theirs: LayerReport | None, same_kernels: bool) -> AuditRow:
+    problem = ""
+    if ours is None or theirs is None:
+        problem = f"known to the {'engine' if ours is None else 'learner'} only"
+    else:
+        fields = ["scheme", "group_size", "dtype", *(["kernel"] if same_kernels else [])]
+        differing = [f for f in fields if getattr(ours, f) != getattr(theirs, f)]
+        problem = ", ".join(
+            f"{f} {getattr(ours, f)!r} (learner) and {getattr(theirs, f)!r} (engine)" for f in differing
+        )
+    return AuditRow(name, ours, theirs, problem)

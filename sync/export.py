@@ -1,0 +1,24 @@
+"""The deployable checkpoint of a policy: config, tokenizer, and the published tensors."""
+
+from pathlib import Path
+from typing import Any
+
+from quant.model import LowBitModel
+from rollout.digest import StreamDigest
+from sync.transports.directory import write_checkpoint
+
+
+def export_checkpoint(model: LowBitModel, source: Path, folder: Path) -> StreamDigest:
+    """Write the model's present weight version to `folder`; `source` gives tokenizer and generation config."""
+    return write_checkpoint(model.low_bit_tensors(), checkpoint_config(model), source, folder)
+
+
+def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
+    """config.json of the exported model: the architecture's, the compute dtype, the scheme's quantization."""
+    config = model.config.to_dict()
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    config.pop("quantization_config", None)
+    quantization = model.quantization_config()
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    return config

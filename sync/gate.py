@@ -1,0 +1,21 @@
+"""The step-0 gate: on the first batch, before any update, learner and sampler must be the same policy."""
+
+from learner.mismatch import Mismatch
+
+
+class GateError(RuntimeError):
+    """The first batch shows two policies; training would start off-policy."""
+
+
+def require_same_policy(found: Mismatch, bound: float, k3_bound: float) -> None:
+    """Raise `GateError` unless mean |log w| ≤ bound and |k3| ≤ k3_bound (both in nats; NaN fails)."""
+    for name, value, limit in (
+        ("mean |log w|", found.mean_abs_log_w, bound),
+        ("k3-KL", abs(found.k3), k3_bound),
+    ):
+        if not value <= limit:
+            raise GateError(
+                f"step-0 gate: {name} between learner and sampler is {value:.4g}, above the bound {limit:.4g}; they "
+                "are not the same policy. See the audit table for a differing kernel, or raise sync.gate_bound / "
+                "sync.gate_k3_bound if this mismatch is intended (learner.aligned false skips the gate)"
+            )

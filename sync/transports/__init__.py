@@ -1,0 +1,1 @@
+"""Ways a stream of low-bit tensors can travel."""

@@ -1,0 +1,90 @@
+"""Publish into a folder: a checkpoint that vLLM and transformers load."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from quant.model import LowBitTensor
+from rollout.digest import StreamDigest
+
+_SHARD_BYTES = 4 * 2**30
+_COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+class ExportError(RuntimeError):
+    """A checkpoint folder that could not be written, or does not hold what was published."""
+
+
+def write_checkpoint(
+    stream: Iterable[LowBitTensor],
+    config: dict[str, Any],
+    source: Path,
+    folder: Path,
+    shard_bytes: int = _SHARD_BYTES,
+) -> StreamDigest:
+    """Write a stream as safetensors beside config and tokenizer; the folder appears complete or not at all.
+
+    config: contents of config.json. source: folder whose tokenizer and generation config are copied. Returns the
+    digest of what was written. Raises `ExportError` where the folder exists or the disk refuses.
+    """
+    if folder.exists():
+        raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
+    building = folder.with_name(folder.name + ".part")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+        digest = _write_shards(stream, building, shard_bytes)
+        (building / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for name in _COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, building / name)
+        os.replace(building, folder)
+    except OSError as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise ExportError(f"cannot write checkpoint {str(folder)!r}: {error.strerror or error}") from error
+    return digest
+
+
+def _write_shards(stream: Iterable[LowBitTensor], folder: Path, shard_bytes: int) -> StreamDigest:
+    digest = StreamDigest()
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    size = 0
+    for item in stream:
+        digest.update(item)
+        pending[item.name] = item.tensor.detach().contiguous()
+        size += item.tensor.numel() * item.tensor.element_size()
+        if size >= shard_bytes:
+            flush()
+            size = 0
+    if pending or not shards:
+        flush()
+    _name_shards(folder, shards, digest.bytes)
+    return digest
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    if len(shards) == 1:
+        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, name in enumerate(names):
+        (folder / f"shard-{i}.safetensors").rename(folder / name)
+    index = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    written = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(written, indent=2) + "\n")
