@@ -1,0 +1,1 @@
+"""Benchmarks: `qarl bench NAME`. Each prints a table and, with --json, writes its data."""

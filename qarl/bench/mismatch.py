@@ -1,0 +1,175 @@
+"""`qarl bench mismatch`: how far learner and sampler are apart, per scheme and compute dtype.
+
+One engine a scheme and dtype samples completions; three learners score the same tokens: plain (the master cast to
+the compute dtype), fake-quant (dequantized product) and aligned (the engine's kernels on the published codes, the
+engine's rounding in norms, rotary embedding and attention). The floor is an unquantized engine against an unquantized
+transformers model, same run, same dtype.
+"""
+
+import dataclasses
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from learner.batching import make_batch
+from learner.logprobs import token_logprobs
+from learner.mismatch import Mismatch, measure_mismatch
+from qarl.config import ConfigError
+from qarl.session import model_folder
+from qarl.tiny import RECIPES, ensure_recipe
+from quant.kernels import make_factory
+from quant.load import load_masters
+from quant.model import LowBitModel
+from quant.schemes import COMPUTE_DTYPES, get_scheme
+from rollout.types import Group, Prompt, Sampling
+from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
+from sync.export import export_checkpoint
+
+
+@dataclass(frozen=True)
+class LearnerKind:
+    """kernel, aligned, operators: as `LowBitModel` takes them."""
+
+    kernel: str
+    aligned: bool
+    operators: str
+
+
+FLOOR = LearnerKind("reference", False, "transformers")
+LEARNERS = {
+    "plain": FLOOR,
+    "fake-quant": LearnerKind("reference", True, "transformers"),
+    "aligned": LearnerKind("auto", True, "auto"),
+}
+
+
+@dataclass(frozen=True)
+class MismatchOptions:
+    """schemes, dtypes: what is compared ("bf16" is always run, as the floor). prompts × tokens completions of one
+    sample each. peak: factor on the output head's weights, so that a random model's distributions are peaky."""
+
+    folder: Path
+    schemes: tuple[str, ...] = ("w4a16", "w8a8", "fp8")
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    prompts: int = 32
+    tokens: int = 64
+    prompt_tokens: int = 16
+    peak: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MismatchRow:
+    """One learner on one scheme's completions. over_floor: mean |Δ log p| over that of the dtype's floor."""
+
+    dtype: str
+    scheme: str
+    learner: str
+    found: Mismatch
+    over_floor: float
+
+
+def measure(options: MismatchOptions) -> list[MismatchRow]:
+    """All rows, floor rows first within each dtype."""
+    prepare_environment(VllmOptions())
+    rows: list[MismatchRow] = []
+    for dtype in options.dtypes:
+        unquantized = _measure_scheme(options, dtype, "bf16", {"floor": FLOOR, "aligned": LEARNERS["aligned"]})
+        floor = unquantized["floor"]
+        rows += [MismatchRow(dtype, "bf16", k, m, m.mean_abs / floor.mean_abs) for k, m in unquantized.items()]
+        for scheme in options.schemes:
+            found = _measure_scheme(options, dtype, scheme, LEARNERS)
+            rows += [MismatchRow(dtype, scheme, k, m, m.mean_abs / floor.mean_abs) for k, m in found.items()]
+    return rows
+
+
+def run(
+    model: str | None, schemes: tuple[str, ...], dtypes: tuple[str, ...], prompts: int, tokens: int, peak: float | None,
+    seed: int,
+) -> list[MismatchRow]:  # fmt: skip
+    """As `measure`, from the command's words. model None: a random 2-layer Qwen3, its output head times 12."""
+    for scheme in schemes:
+        get_scheme(scheme)
+    for dtype in dtypes:
+        if dtype not in COMPUTE_DTYPES:
+            raise ConfigError(f"unknown dtype {dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
+    if model is None:
+        recipe = dataclasses.replace(RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
+        folder = ensure_recipe("random-qwen3", recipe)
+    else:
+        folder = model_folder(model)
+    peak = peak or (12.0 if model is None else 1.0)
+    quantized = tuple(s for s in schemes if s != "bf16")
+    return measure(MismatchOptions(folder, quantized, dtypes, prompts, tokens, peak=peak, seed=seed))
+
+
+def table(rows: list[MismatchRow]) -> Table:
+    """Rows for a person."""
+    shown = Table("dtype", "engine", "learner", title="learner against sampler, nats", title_justify="left")
+    for column in ("mean |Δ log p|", "max |Δ log p|", "k3-KL", "sequence weight", "× floor"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        m = row.found
+        weights = f"{math.exp(m.log_w_low):.4f} … {math.exp(m.log_w_high):.4f}"
+        shown.add_row(
+            row.dtype, row.scheme, row.learner, f"{m.mean_abs:.2e}", f"{m.max_abs:.2e}", f"{m.k3:.1e}", weights,
+            f"{row.over_floor:.2f}", end_section=row.learner == "aligned",
+        )  # fmt: skip
+    return shown
+
+
+def rows_as_data(rows: list[MismatchRow]) -> list[dict]:
+    """Rows as JSON-ready dictionaries."""
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _measure_scheme(
+    options: MismatchOptions, dtype: str, scheme: str, learners: dict[str, LearnerKind]
+) -> dict[str, Mismatch]:
+    model = _low_bit(options, dtype, scheme, LEARNERS["fake-quant"])
+    with tempfile.TemporaryDirectory() as temporary:
+        checkpoint = Path(temporary) / "checkpoint"
+        export_checkpoint(model, options.folder, checkpoint)
+        longest = options.prompt_tokens + options.tokens
+        engine = VllmEngine(checkpoint, VllmOptions(dtype=dtype, max_model_len=longest))
+        groups = _sample(engine, options, model.config.vocab_size)
+        engine.close()
+    batch = make_batch(groups, pad_token=0)
+    found = {}
+    for name, kind in learners.items():
+        learner = _low_bit(options, dtype, scheme, kind)
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(learner, batch.tokens, batch.response)
+        found[name] = measure_mismatch(logprobs, batch.sampler_logprobs, batch.response)
+    return found
+
+
+def _low_bit(options: MismatchOptions, dtype: str, scheme: str, kind: LearnerKind) -> LowBitModel:
+    masters = load_masters(options.folder, torch.float32)
+    if options.peak != 1.0:
+        _untie(masters)
+        with torch.no_grad():
+            masters.get_parameter("lm_head.weight").mul_(options.peak)
+    compute = COMPUTE_DTYPES[dtype]
+    factory = make_factory(kind.kernel, compute)
+    return LowBitModel(masters, get_scheme(scheme), compute, factory, kind.aligned, kind.operators)
+
+
+def _untie(model) -> None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+
+
+def _sample(engine: VllmEngine, options: MismatchOptions, vocabulary: int) -> list[Group]:
+    generator = torch.Generator().manual_seed(options.seed)
+    low = min(16, vocabulary // 2)  # special tokens sit at the start of most vocabularies
+    drawn = torch.randint(low, vocabulary, (options.prompts, options.prompt_tokens), generator=generator)
+    prompts = [Prompt(str(i), "", tuple(row)) for i, row in enumerate(drawn.tolist())]
+    completions = engine.generate(prompts, Sampling(1, options.tokens, seed=options.seed))
+    return [Group(p, tuple(c), (0.0,)) for p, c in zip(prompts, completions, strict=True)]

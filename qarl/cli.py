@@ -1,0 +1,296 @@
+"""`qarl`: train, export, eval, bench, schemes. Heavy imports wait until a command needs them."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from qarl.config import ConfigError, RunConfig, field_paths, load_config
+from qarl.shipped import config_file, default_config
+
+# Short flags for the common things; every field has its dotted name as well.
+_SHORT = {
+    "model": "model", "scheme": "scheme", "dtype": "dtype", "task": "task.name", "steps": "steps", "seed": "seed",
+    "output": "output", "lr": "learner.optimizer.lr", "optimizer": "learner.optimizer.name",
+    "objective": "learner.objective.name", "aligned": "learner.aligned", "kernel": "learner.kernel",
+    "master-dtype": "learner.master_dtype", "mini-batches": "learner.mini_batches", "prompts": "rollout.prompts",
+    "samples": "rollout.samples", "max-new-tokens": "rollout.max_new_tokens", "reward": "task.reward",
+    "eval-every": "eval.every", "checkpoint-every": "checkpoint.every",
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130 interrupted)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    known, rest = parser.parse_known_args(arguments)
+    console = Console()
+    errors = Console(stderr=True)
+    try:
+        return known.run(known, rest, console)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return 130
+    except Exception as error:
+        kind = _expected(error)
+        if kind is None:
+            raise
+        errors.print(f"[bold red]{kind}:[/] ", end="")
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def _expected(error: Exception) -> str | None:
+    """A heading for errors whose message says all a user needs; None for the rest, which keep their traceback."""
+    from qarl.checkpoint import CheckpointError
+    from qarl.tasks import RewardError, TaskError
+    from quant.kernels import KernelError
+    from quant.load import ModelError
+    from quant.operators import OperatorError
+    from quant.schemes import SchemeError
+    from rollout.engine import EngineError
+    from sync.audit import AuditError
+    from sync.gate import GateError
+    from sync.publisher import PublishError
+    from sync.transports.directory import ExportError
+
+    headings: dict[type[Exception], str] = {
+        ConfigError: "configuration", TaskError: "task", RewardError: "reward", SchemeError: "scheme",
+        ModelError: "model", OperatorError: "operators", KernelError: "kernel", EngineError: "engine",
+        AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
+        CheckpointError: "checkpoint",
+    }  # fmt: skip
+    return next((heading for kind, heading in headings.items() if isinstance(error, kind)), None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qarl", description="Reinforcement learning where sampler and learner share one low-bit tensor."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_export(commands)
+    _add_eval(commands)
+    _add_bench(commands)
+    schemes = commands.add_parser("schemes", help="list the low-bit schemes")
+    schemes.set_defaults(run=_schemes)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a policy",
+        description="Train a policy. Without --model and --config: the embedded default, minutes on a CPU.",
+        epilog=_field_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    train.add_argument("--config", metavar="FILE", help="YAML file, or the name of a shipped one (tiny-qwen3, paper)")
+    train.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
+    fields = field_paths()
+    for flag, path in _SHORT.items():
+        train.add_argument(
+            f"--{flag}", metavar="VALUE", dest=f"short:{path}", help=f"{fields[path].description} [{path}]"
+        )
+    train.set_defaults(run=_train)
+
+
+def _field_help() -> str:
+    defaults = RunConfig()
+    lines = ["every field, as --dotted.name VALUE:"]
+    for path, info in field_paths().items():
+        value: Any = defaults
+        for key in path.split("."):
+            value = getattr(value, key)
+        lines.append(f"  --{path} ({value})\n        {info.description}")
+    return "\n".join(lines)
+
+
+def _overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
+    """Dotted overrides from the short flags and from what argparse left over (`--a.b VALUE` or `--a.b=VALUE`)."""
+    found = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
+    items = iter(rest)
+    for item in items:
+        if not item.startswith("--"):
+            raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE")
+        name, equals, value = item[2:].partition("=")
+        if not equals:
+            value = next(items, None)
+            if value is None:
+                raise ConfigError(f"option --{name} needs a value")
+        found[name] = value
+    return found
+
+
+def _refuse_rest(rest: list[str]) -> None:
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see --help")
+
+
+def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    from qarl.run_folder import RunFolder, resumed_config
+
+    overrides = _overrides(known, rest)
+    if known.resume:
+        if known.config:
+            raise ConfigError("--resume continues with the run's own configuration; --config does not apply")
+        folder = RunFolder.open(Path(known.resume))
+        started = folder.config()
+        config = resumed_config(started, load_config(folder.path / "config.yaml", overrides))
+    else:
+        file = config_file(known.config) if known.config else default_config(overrides.get("model"))
+        config = load_config(file, overrides)
+    if known.dry_run:
+        console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
+        return 0
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.session import check_input
+
+    check_input(config)
+    if not known.resume:
+        folder = RunFolder.create(config)
+    return _run(config, folder, bool(known.resume), console)
+
+
+def _run(config: RunConfig, folder: Any, resume: bool, console: Console) -> int:
+    from qarl.progress import Dashboard
+    from qarl.train import train
+
+    console.print(f"run folder: {folder.path}", soft_wrap=True)
+    try:
+        with Dashboard(config, console) as dashboard:
+            outcome = train(config, folder, dashboard, resume)
+    except Exception as error:
+        if _expected(error) is not None and any(folder.checkpoints.glob("step-*")):
+            console.print(f"the last checkpoint is intact: qarl train --resume {folder.path}", soft_wrap=True)
+        raise
+    if outcome.steps < config.steps:
+        console.print(
+            f"stopped at step {outcome.steps}; continue with: qarl train --resume {folder.path}",
+            soft_wrap=True,
+        )
+        return 130
+    if outcome.first_accuracy is not None and outcome.export_accuracy is not None:
+        gain = outcome.export_accuracy - outcome.first_accuracy
+        console.print(
+            f"held-out accuracy, {config.scheme}: {outcome.first_accuracy:.1%} before, "
+            f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)"
+        )
+    if outcome.export is not None:
+        console.print(f"deployable checkpoint: {outcome.export}  (vllm serve {outcome.export})", soft_wrap=True)
+    return 0
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser("export", help="write a run's deployable checkpoint and prove it in a fresh engine")
+    export.add_argument("folder", metavar="RUN", help="run folder; its newest checkpoint is exported")
+    export.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write (must not exist)")
+    export.set_defaults(run=_export)
+
+
+def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.export import export_run
+
+    exported = export_run(Path(known.folder), Path(known.output))
+    console.print(
+        f"wrote step {exported.step} to {known.output}: {exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, "
+        f"SHA-256 {exported.digest[:16]}…; loaded in a fresh engine, mean |Δ log p| against the learner "
+        f"{exported.canary.mean_abs:.2e} nats",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval", help="held-out greedy accuracy of a run, an export or any checkpoint, through vLLM"
+    )
+    evaluate.add_argument("target", help="run folder (its export), checkpoint folder, hub id, or embedded name")
+    evaluate.add_argument("--task", help="task name (default: the run's, else chain_sum)")
+    evaluate.add_argument("--problems", type=int, default=512, help="held-out problems (default 512)")
+    evaluate.add_argument("--max-new-tokens", type=int, help="default: the run's, else 64")
+    evaluate.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: the checkpoint's own")
+    evaluate.add_argument("--json", metavar="FILE", help="write the result as JSON too")
+    evaluate.set_defaults(run=_eval)
+
+
+def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.evaluate import evaluate_target
+
+    result = evaluate_target(known.target, known.task, known.problems, known.max_new_tokens, known.dtype)
+    console.print(f"{result['accuracy']:.1%} of {result['problems']} held-out {result['task']} problems, greedy")
+    _write_json(known.json, result)
+    return 0
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="benchmarks")
+    names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
+    mismatch = names.add_parser("mismatch", help="learner against sampler, per scheme and dtype")
+    mismatch.add_argument("--model", metavar="PATH", help="default: a random tiny Qwen3 with a peaky output head")
+    mismatch.add_argument("--schemes", default="w4a16,w8a8,fp8", help="comma-separated")
+    mismatch.add_argument("--dtypes", default="bfloat16,float16", help="comma-separated")
+    mismatch.add_argument("--prompts", type=int, default=32)
+    mismatch.add_argument("--tokens", type=int, default=64, help="sampled tokens a prompt")
+    mismatch.add_argument(
+        "--peak", type=float, help="factor on the output head (default 12 for the random model, else 1)"
+    )
+    mismatch.add_argument("--seed", type=int, default=0)
+    mismatch.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
+    mismatch.set_defaults(run=_bench_mismatch)
+
+
+def _bench_mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.bench import mismatch
+
+    rows = mismatch.run(
+        known.model, tuple(known.schemes.split(",")), tuple(known.dtypes.split(",")), known.prompts, known.tokens,
+        known.peak, known.seed,
+    )  # fmt: skip
+    console.print(mismatch.table(rows))
+    _write_json(known.json, mismatch.rows_as_data(rows))
+    return 0
+
+
+def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from rich.table import Table
+
+    from quant.schemes import SCHEMES, describe_activations, describe_weights
+
+    table = Table("scheme", "weights", "activations", "checkpoint format")
+    for scheme in SCHEMES.values():
+        stored = scheme.format.value if scheme.format else "unquantized"
+        table.add_row(scheme.name, describe_weights(scheme), describe_activations(scheme), stored)
+    console.print(table)
+    return 0
+
+
+def _write_json(file: str | None, data: Any) -> None:
+    import json
+
+    if file:
+        Path(file).write_text(json.dumps(data, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

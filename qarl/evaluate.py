@@ -1,0 +1,67 @@
+"""Held-out greedy accuracy through an engine."""
+
+from pathlib import Path
+from typing import Any
+
+from qarl.config import ConfigError
+from qarl.prompts import Prompter
+from qarl.tasks import Task, load_task
+from rollout.engine import Engine
+from rollout.types import Sampling
+
+
+def heldout_accuracy(
+    engine: Engine, task: Task, prompter: Prompter, problems: int, max_new_tokens: int, seed: int = 0
+) -> float:
+    """Share of the first `problems` held-out problems (of `seed`) answered correctly, greedily, in [0, 1]."""
+    asked = task.problems("heldout", 0, problems, seed)
+    prompts = [prompter.prompt(problem) for problem in asked]
+    answers = engine.generate(prompts, Sampling(samples=1, max_new_tokens=max_new_tokens, temperature=0.0))
+    right = [task.correct(problem, answer[0].text) for problem, answer in zip(asked, answers, strict=True)]
+    return sum(right) / len(right)
+
+
+def evaluate_target(
+    target: str, task_name: str | None, problems: int, max_new_tokens: int | None, dtype: str | None
+) -> dict[str, Any]:
+    """Accuracy of a run's export, a checkpoint folder, a hub id or an embedded policy, in a fresh engine.
+
+    task_name, max_new_tokens, dtype: None takes the run's, else "chain_sum", 64 and the checkpoint's own dtype
+    (bfloat16 where that is float32). Returns accuracy in [0, 1] with what it was measured on.
+    """
+    from qarl.run_folder import RunFolder
+    from qarl.session import engine_options, model_folder
+    from rollout.vllm_engine import VllmEngine, VllmOptions
+
+    if (Path(target) / "config.yaml").is_file():
+        folder = RunFolder.open(Path(target))
+        config = folder.config()
+        if not folder.export.is_dir():
+            raise ConfigError(f"run {target!r} has no export yet; finish it, or: qarl export {target} -o DIR")
+        checkpoint, options = folder.export, engine_options(config)
+        task = load_task(config.task.name, config.task.options, config.task.reward)
+        longest, new = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+    else:
+        checkpoint = model_folder(target)
+        longest, new = 448, 64
+        options = VllmOptions(dtype=dtype or _own_dtype(checkpoint), max_model_len=longest + (max_new_tokens or new))
+        task = load_task(task_name or "chain_sum", {})
+    if task_name:
+        task = load_task(task_name, {})
+    engine = VllmEngine(checkpoint, options)
+    accuracy = heldout_accuracy(engine, task, Prompter(checkpoint, longest), problems, max_new_tokens or new)
+    engine.close()
+    return {
+        "target": target,
+        "task": task.name,
+        "problems": problems,
+        "accuracy": accuracy,
+        "dtype": options.dtype,
+    }
+
+
+def _own_dtype(checkpoint: Path) -> str:
+    import json
+
+    written = json.loads((checkpoint / "config.json").read_text())
+    return "float16" if (written.get("dtype") or written.get("torch_dtype")) == "float16" else "bfloat16"

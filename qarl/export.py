@@ -1,0 +1,39 @@
+"""`qarl export`: a run's newest checkpoint as a deployable folder, proven in a fresh engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.mismatch import Mismatch
+from qarl.checkpoint import load_checkpoint
+from qarl.run_folder import RunFolder
+from qarl.session import canary_sequences, engine_options, open_policy
+from rollout.vllm_engine import VllmEngine
+from sync.export import export_checkpoint
+from sync.publisher import Publisher
+
+
+@dataclass(frozen=True)
+class Exported:
+    """step: of the checkpoint exported. digest: SHA-256 of the stream written. canary: fresh engine against learner."""
+
+    step: int
+    digest: str
+    tensors: int
+    bytes: int
+    canary: Mismatch
+
+
+def export_run(run: Path, output: Path) -> Exported:
+    """Write `output` through the publish stream, load it in a fresh engine, and compare its log-probs with the
+    learner's; raises `PublishError` beyond the scheme's bound."""
+    folder = RunFolder.open(run)
+    config = folder.config()
+    step, state = load_checkpoint(folder.checkpoints)
+    policy = open_policy(config)
+    policy.learner.load_state_dict(state["learner"])
+    written = export_checkpoint(policy.model, policy.folder, output)
+    engine = VllmEngine(output, engine_options(config))
+    bound = config.sync.canary_bound or policy.model.scheme.bound
+    canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
+    engine.close()
+    return Exported(step, written.hexdigest(), written.tensors, written.bytes, canary)

@@ -1,0 +1,48 @@
+"""The end of a run: export what was sampled from, and prove it in a fresh engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl.config import RunConfig
+from qarl.evaluate import heldout_accuracy
+from qarl.run_folder import RunFolder
+from qarl.session import Session, canary_sequences, engine_options
+from rollout.vllm_engine import VllmEngine
+from sync.export import export_checkpoint
+from sync.transports.directory import ExportError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """steps done; export: folder of the deployable checkpoint (None if none was asked for or the run was
+    interrupted); accuracies: held-out greedy, of the policy before training and of the export reloaded in a fresh
+    engine."""
+
+    steps: int
+    export: Path | None
+    first_accuracy: float | None
+    export_accuracy: float | None
+
+
+def finish(session: Session, config: RunConfig, folder: RunFolder, steps: int, first: float | None) -> Outcome:
+    """Export the policy, load it in a fresh engine, compare bit for bit with the engine that sampled, evaluate."""
+    if steps < config.steps or not config.export:
+        session.engine.close()
+        return Outcome(steps, None, first, None)
+    policy = session.policy
+    export_checkpoint(policy.model, policy.folder, folder.export)
+    sequences = canary_sequences(policy, config)
+    sampled_from = session.engine.score(sequences)
+    session.engine.close()
+    engine = VllmEngine(folder.export, engine_options(config))
+    if engine.score(sequences) != sampled_from:
+        raise ExportError(
+            f"the export {str(folder.export)!r}, loaded in a fresh engine, gives other log-probs than the engine "
+            "it was sampled from; do not deploy it"
+        )
+    accuracy = None
+    if config.eval.problems:
+        r = config.rollout
+        accuracy = heldout_accuracy(engine, policy.task, policy.prompter, config.eval.problems, r.max_new_tokens)
+    engine.close()
+    return Outcome(steps, folder.export, first, accuracy)

@@ -1,0 +1,125 @@
+"""What a step reports, and where it is written: JSON lines and TensorBoard."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from learner.learner import LearnStats
+from rollout.types import Group
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step. reward, response_tokens: batch means. distinct: share of groups whose rewards differ (the others
+    teach nothing). accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were equal.
+    seconds: wall time by phase, and tokens_per_second of sampling; the only fields that two equal runs differ in.
+    """
+
+    step: int
+    weight_version: int
+    reward: float
+    response_tokens: float
+    truncated: float
+    distinct: float
+    skipped_batches: int
+    learn: LearnStats | None
+    accuracy: float | None
+    digest: str | None
+    seconds: dict[str, float]
+
+    def flat(self) -> dict[str, Any]:
+        """Nested fields joined with "/", None left out."""
+        return dict(_flatten("", dataclasses.asdict(self)))
+
+
+def batch_metrics(groups: list[Group]) -> dict[str, float]:
+    """reward, response_tokens, truncated and distinct of a batch."""
+    rewards = [r for g in groups for r in g.rewards]
+    completions = [c for g in groups for c in g.completions]
+    return {
+        "reward": sum(rewards) / len(rewards),
+        "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
+        "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "distinct": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
+    }
+
+
+@dataclass
+class Stopwatch:
+    """Wall seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time spent in this context to `phase`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, samples.jsonl and TensorBoard; lines after `resume_step` are dropped first."""
+
+    def __init__(self, metrics: Path, samples: Path, board: Path, resume_step: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        for file in (metrics, samples):
+            if resume_step is not None and file.exists():
+                _drop_after(file, resume_step)
+        self._metrics = metrics.open("a")
+        self._samples = samples.open("a")
+        self._board = SummaryWriter(str(board), purge_step=None if resume_step is None else resume_step + 1)
+
+    def write(self, metrics: StepMetrics, groups: list[Group], shown: int = 2) -> None:
+        """One step's metrics, and the completions of its first `shown` groups."""
+        flat = metrics.flat()
+        self._metrics.write(json.dumps(flat) + "\n")
+        self._metrics.flush()
+        for name, value in flat.items():
+            if isinstance(value, int | float) and name != "step":
+                self._board.add_scalar(name, value, metrics.step)
+        for group in groups[:shown]:
+            texts = [{"text": c.text, "reward": r} for c, r in zip(group.completions, group.rewards, strict=True)]
+            line = {"step": metrics.step, "prompt": group.prompt.text, "completions": texts}
+            self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._samples.flush()
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._metrics.close()
+        self._samples.close()
+        self._board.close()
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _drop_after(file: Path, step: int) -> None:
+    """Keep the complete lines up to `step`; a line cut short by a crash goes too."""
+    kept = []
+    for line in file.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    file.write_text("".join(line + "\n" for line in kept))
+
+
+def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _flatten(name + "/", value)
+        elif value is not None:
+            yield name, value

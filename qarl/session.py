@@ -1,0 +1,120 @@
+"""Assembling a run: model, learner, engine, publisher, and the audit that lets it start."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.learner import Learner
+from qarl.config import RunConfig
+from qarl.prompts import Prompter
+from qarl.run_folder import RunFolder
+from qarl.tasks import Task, load_task
+from quant.kernels import make_factory
+from quant.load import check_model, load_masters, resolve_model
+from quant.model import LowBitModel
+from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
+from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
+from sync.audit import AuditRow, audit, require_agreement
+from sync.export import export_checkpoint
+from sync.publisher import Publisher
+
+_CANARY_SEQUENCES = 8
+
+
+def model_folder(name: str) -> Path:
+    """The folder of an embedded policy (built now if needed), a local model, or a hub snapshot."""
+    from qarl.tiny import ensure_tiny, tiny_names
+
+    return ensure_tiny(name) if name in tiny_names() else resolve_model(name)
+
+
+def engine_options(config: RunConfig) -> VllmOptions:
+    """vLLM's options for a run."""
+    r = config.rollout
+    return VllmOptions(
+        dtype=config.dtype,
+        max_model_len=r.max_prompt_tokens + r.max_new_tokens,
+        max_num_seqs=r.max_num_seqs,
+        kv_cache_gib=r.kv_cache_gib,
+        memory_share=r.memory_share,
+        prefix_caching=r.prefix_caching,
+        enforce_eager=r.enforce_eager,
+        logging_level=r.logging_level,
+    )
+
+
+def check_input(config: RunConfig) -> None:
+    """Everything that can be found wrong with scheme, task and model before a run folder is made.
+
+    Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`).
+    """
+    get_scheme(config.scheme)
+    load_task(config.task.name, config.task.options, config.task.reward)
+    check_model(model_folder(config.model))
+
+
+@dataclass
+class Policy:
+    """What is trained, without an engine. folder: where tokenizer and architecture came from."""
+
+    folder: Path
+    task: Task
+    prompter: Prompter
+    model: LowBitModel
+    learner: Learner
+
+
+def open_policy(config: RunConfig) -> Policy:
+    """Load masters and wrap them in the run's scheme."""
+    scheme = get_scheme(config.scheme)
+    task = load_task(config.task.name, config.task.options, config.task.reward)
+    prepare_environment(engine_options(config))
+    if config.learner.threads:
+        import torch
+
+        torch.set_num_threads(config.learner.threads)
+    folder = model_folder(config.model)
+    dtype = COMPUTE_DTYPES[config.dtype]
+    prompter = Prompter(folder, config.rollout.max_prompt_tokens)
+    masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype])
+    factory = make_factory(config.learner.kernel, dtype)
+    model = LowBitModel(masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators)
+    return Policy(folder, task, prompter, model, Learner(model, config.learner))
+
+
+@dataclass
+class Session:
+    """A policy with its running engine. audited: the layer table both sides agreed on."""
+
+    policy: Policy
+    engine: VllmEngine
+    publisher: Publisher
+    audited: list[AuditRow]
+
+
+def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Session:
+    """Start the engine on the policy's present tensors and audit it.
+
+    Raises `AuditError` where learner and engine disagree about a layer.
+    """
+    shutil.rmtree(folder.engine_start, ignore_errors=True)
+    export_checkpoint(policy.model, policy.folder, folder.engine_start)
+    engine = VllmEngine(folder.engine_start, engine_options(config))
+    same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
+    rows = audit(policy.model.layers(), engine.layers(), same_kernels)
+    require_agreement(rows)
+    bound = config.sync.canary_bound or policy.model.scheme.bound
+    sequences = canary_sequences(policy, config)
+    publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every)
+    return Session(policy, engine, publisher, rows)
+
+
+def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
+    """Fixed token sequences: held-out prompts with their reference answers."""
+    problems = policy.task.problems("heldout", 0, _CANARY_SEQUENCES, config.seed)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - 1
+    sequences = []
+    for problem in problems:
+        answer = policy.prompter.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
+        sequences.append([*policy.prompter.prompt(problem).token_ids, *answer][:longest])
+    return sequences
