@@ -60,18 +60,21 @@ class Learner:
             entropy += float(entropies.sum())
         return logprobs, entropy / int(batch.response.sum())
 
-    def learn(self, batch: Batch, seed: int, gate: Callable[[Mismatch], None] | None = None) -> LearnStats:
+    def learn(
+        self, batch: Batch, seed: int, gate: Callable[[Mismatch], None] | None = None, lr_factor: float = 1.0
+    ) -> LearnStats:
         """Step over the batch in shuffled mini-batches (by `seed`), materializing a weight version after each.
 
-        gate: called with the batch's mismatch before anything is updated; it may raise. A mini-batch with a
-        non-finite gradient is skipped and counted; masters then stay as they were.
+        gate: called with the batch's mismatch before anything is updated; it may raise. lr_factor: of the learning
+        rate, see `learner.optim.lr_factor`. A mini-batch with a non-finite gradient is skipped and counted; masters
+        then stay as they were.
         """
         old, entropy = self.logprobs(batch)
         mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response)
         if gate is not None:
             gate(mismatch)
         taught = [i for i in mini_batches(batch, self.config.mini_batches, seed) if batch.advantages[i].any()]
-        updates = [self._update(batch, old, index) for index in taught]
+        updates = [self._update(batch, old, index, lr_factor) for index in taught]
         done = [u for u in updates if u.applied]
 
         def mean(name: str) -> float:
@@ -89,7 +92,7 @@ class Learner:
             self.loss_scale.scale,
         )
 
-    def _update(self, batch: Batch, old: torch.Tensor, index: torch.Tensor) -> "_Update":
+    def _update(self, batch: Batch, old: torch.Tensor, index: torch.Tensor, lr_factor: float) -> "_Update":
         self.optimizer.zero_grad()
         loss = clipped = log_ratio = 0.0
         for micro in micro_batches(batch, index, self.config.micro_batch_tokens):
@@ -108,17 +111,17 @@ class Learner:
             loss += float(share.detach())
             clipped += float(result.clipped.sum()) / len(index)
             log_ratio += float(result.log_ratio.abs().sum()) / len(index)
-        norm, applied = self._apply()
+        norm, applied = self._apply(lr_factor)
         return _Update(loss, norm, clipped, log_ratio, applied)
 
-    def _apply(self) -> tuple[float, bool]:
+    def _apply(self, lr_factor: float) -> tuple[float, bool]:
         """Unscale, clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
         norm = self.optimizer.gradient_norm() / self.loss_scale.scale
         finite = math.isfinite(norm)
         if finite:
             clip = min(1.0, self.config.optimizer.grad_clip / (norm + 1e-6))
             self.optimizer.scale_gradients(clip / self.loss_scale.scale)
-            self.optimizer.step()
+            self.optimizer.step(lr_factor)
             self.model.refresh()
         self.loss_scale.update(finite)
         self.optimizer.zero_grad()

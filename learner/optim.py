@@ -1,6 +1,5 @@
 """Optimizers over the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the rest."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from qarl.config import OptimizerConfig
 
 
 class MasterOptimizer:
-    """One optimizer step over all masters, with linear warm-up. State is that of the torch optimizers inside."""
+    """One optimizer step over all masters. State is that of the torch optimizers inside."""
 
     def __init__(self, masters: dict[str, nn.Parameter], matrices: set[str], config: OptimizerConfig):
         """masters: name → parameter. matrices: names of 2-D linear weights that Muon may take."""
@@ -28,7 +27,6 @@ class MasterOptimizer:
         if rest:
             self._optimizers.append(torch.optim.AdamW(rest, lr=lr, weight_decay=decay, betas=config.betas))
         self._masters = list(masters.values())
-        self.steps = 0
 
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
@@ -41,12 +39,11 @@ class MasterOptimizer:
             if p.grad is not None:
                 p.grad.mul_(factor)
 
-    def step(self) -> None:
-        """Step every optimizer at the warmed-up learning rate."""
-        self.steps += 1
-        warm = min(1.0, self.steps / (self._config.warmup_steps + 1)) if self._config.warmup_steps else 1.0
-        self._each_group(lambda group: group.update(lr=self._config.lr * warm))
+    def step(self, lr_factor: float = 1.0) -> None:
+        """Step every optimizer at `lr_factor` times the configured learning rate."""
         for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._config.lr * lr_factor
             optimizer.step()
 
     def zero_grad(self) -> None:
@@ -56,15 +53,15 @@ class MasterOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs."""
-        return {"steps": self.steps, "optimizers": [o.state_dict() for o in self._optimizers]}
+        return {"optimizers": [o.state_dict() for o in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a `state_dict` of the same masters."""
-        self.steps = state["steps"]
         for optimizer, inner in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(inner)
 
-    def _each_group(self, change: Callable[[dict[str, Any]], None]) -> None:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                change(group)
+
+def lr_factor(step: int, steps: int, warmup: int, decay: int) -> float:
+    """The share of the learning rate used in training step `step` (from 0) of `steps`: linear from 1/warmup up to 1
+    over the first `warmup` steps, linear down to 1/decay over the last `decay`."""
+    return min(1.0, (step + 1) / max(warmup, 1), (steps - step) / max(decay, 1))

@@ -74,7 +74,8 @@ class OptimizerConfig(Section):
     lr: float = Field(default=1e-6, gt=0, description="learning rate (Muon's is scaled to match AdamW's update size)")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay")
     grad_clip: float = Field(default=1.0, gt=0, description="bound on the global gradient norm")
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="first training steps, over which the rate rises linearly")
+    decay_steps: int = Field(default=0, ge=0, description="last training steps, over which the rate falls linearly")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon")
 

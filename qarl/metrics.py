@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.learner import LearnStats
+from qarl.run_folder import RunFolder
 from rollout.types import Group
 
 
@@ -68,15 +69,18 @@ class Stopwatch:
 class MetricsWriter:
     """Appends to metrics.jsonl, samples.jsonl and TensorBoard; lines after `resume_step` are dropped first."""
 
-    def __init__(self, metrics: Path, samples: Path, board: Path, resume_step: int | None):
+    def __init__(self, folder: RunFolder, resume_step: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
+        metrics, samples = folder.metrics, folder.samples
         for file in (metrics, samples):
             if resume_step is not None and file.exists():
                 _drop_after(file, resume_step)
         self._metrics = metrics.open("a")
         self._samples = samples.open("a")
-        self._board = SummaryWriter(str(board), purge_step=None if resume_step is None else resume_step + 1)
+        self._board = SummaryWriter(
+            str(folder.path / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1
+        )
 
     def write(self, metrics: StepMetrics, groups: list[Group], shown: int = 2) -> None:
         """One step's metrics, and the completions of its first `shown` groups."""

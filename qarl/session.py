@@ -1,10 +1,12 @@
 """Assembling a run: model, learner, engine, publisher, and the audit that lets it start."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from learner.learner import Learner
+from learner.mismatch import Mismatch
 from qarl.config import RunConfig
 from qarl.prompts import Prompter
 from qarl.run_folder import RunFolder
@@ -16,6 +18,7 @@ from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
+from sync.gate import require_same_policy
 from sync.publisher import Publisher
 
 _CANARY_SEQUENCES = 8
@@ -83,13 +86,29 @@ def open_policy(config: RunConfig) -> Policy:
 
 
 @dataclass
+class Position:
+    """Where a run stands: what a checkpoint holds besides the learner.
+
+    step: training steps done. version: of the weights in the engine. skipped_batches: whose rewards were all equal.
+    first_accuracy: held-out, before step 1; None where it was not measured.
+    """
+
+    step: int = 0
+    version: int = 0
+    skipped_batches: int = 0
+    first_accuracy: float | None = None
+
+
+@dataclass
 class Session:
-    """A policy with its running engine. audited: the layer table both sides agreed on."""
+    """A policy with its running engine. audited: the layer table both sides agreed on. gate: refuses a first batch
+    whose mismatch is beyond the bounds; None for an unaligned learner, whose mismatch is intended."""
 
     policy: Policy
     engine: VllmEngine
     publisher: Publisher
     audited: list[AuditRow]
+    gate: Callable[[Mismatch], None] | None
 
 
 def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Session:
@@ -106,7 +125,13 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Sessio
     bound = config.sync.canary_bound or policy.model.scheme.bound
     sequences = canary_sequences(policy, config)
     publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every)
-    return Session(policy, engine, publisher, rows)
+    return Session(policy, engine, publisher, rows, _gate(config, policy) if config.learner.aligned else None)
+
+
+def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:
+    scheme = policy.model.scheme
+    bound, k3_bound = config.sync.gate_bound or scheme.bound, config.sync.gate_k3_bound or scheme.k3_bound
+    return lambda found: require_same_policy(found, bound, k3_bound)
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:

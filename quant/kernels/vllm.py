@@ -65,6 +65,11 @@ class VllmProductFactory:
             if bias is not None:
                 linear.bias.weight_loader(linear.bias, bias.detach())  # pyright: ignore[reportAttributeAccessIssue]
             linear.quant_method.process_weights_after_loading(linear)
+        # Parameters point back at their layer through their loaders: a cycle that would keep each weight version's
+        # tensors until Python's collector comes by.
+        for parameter in linear.parameters():
+            if hasattr(parameter, "weight_loader"):
+                del parameter.weight_loader
         return VllmProduct(linear)
 
     def _quant_config(self, scheme: Scheme) -> CompressedTensorsConfig | None:

@@ -1,0 +1,29 @@
+"""Fixtures: small random policies, built once a session."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qarl.quiet import quiet_libraries
+
+quiet_libraries()
+
+from qarl.tiny import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
+from rollout.vllm_engine import VllmOptions, prepare_environment  # noqa: E402
+
+# Before any test imports vLLM: it reads these once.
+prepare_environment(VllmOptions())
+
+
+@pytest.fixture(scope="session")
+def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """folder = random_policy(tied): a randomly initialized tiny Qwen3 with tied or untied embeddings."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def build(tied: bool) -> Path:
+        recipe = dataclasses.replace(RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=tied)
+        return ensure_recipe("tied" if tied else "untied", recipe, cache, progress=lambda message: None)
+
+    return build

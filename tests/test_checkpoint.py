@@ -1,0 +1,79 @@
+"""Checkpoints and metrics files: complete or absent, damage is noticed, resuming drops what came after."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
+from qarl.config import ConfigError
+from qarl.metrics import _drop_after
+
+
+def test_newest_are_kept_and_read_back(tmp_path: Path):
+    for step in range(1, 5):
+        save_checkpoint(tmp_path, step, {"x": torch.arange(step)}, keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000003", "step-000004"]
+    step, state = load_checkpoint(tmp_path)
+    assert step == 4
+    assert torch.equal(state["x"], torch.arange(4))
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_checkpoint(tmp_path, 1, {"x": torch.ones(3)}, keep=1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"step-000002.*No space left.*older checkpoints are intact"):
+        save_checkpoint(tmp_path, 2, {"x": torch.zeros(3)}, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert load_checkpoint(tmp_path)[0] == 1
+
+
+def test_a_file_size_limit_leaves_the_old_checkpoint(tmp_path: Path):
+    """The same with a real limit of the operating system, in a process of its own."""
+    import subprocess
+    import sys
+
+    code = f"""
+import resource, signal, torch
+from pathlib import Path
+from qarl.checkpoint import *
+folder = Path({str(tmp_path)!r})
+save_checkpoint(folder, 1, {{"x": torch.ones(10)}}, keep=1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save_checkpoint(folder, 2, {{"x": torch.ones(1_000_000)}}, keep=1)
+except CheckpointError as error:
+    print("refused", load_checkpoint(folder)[0], [p.name for p in folder.iterdir()])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "refused 1 ['step-000001']", out.stderr
+
+
+def test_damage_is_noticed(tmp_path: Path):
+    target = save_checkpoint(tmp_path, 1, {"x": torch.ones(100)}, keep=1)
+    raw = bytearray((target / "state.pt").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (target / "state.pt").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_checkpoint(tmp_path)
+
+
+def test_nothing_to_resume_from(tmp_path: Path):
+    (tmp_path / ".step-000003.part").mkdir()
+    with pytest.raises(ConfigError, match="holds no checkpoint yet"):
+        load_checkpoint(tmp_path)
+
+
+def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3, 4)) + '{"step": 5, "rew')
+    _drop_after(file, 3)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]

@@ -1,0 +1,282 @@
+"""Whole runs through the command line, with the real engine: learning, resuming, refusing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "32", "--eval-every", "2",
+         "--checkpoint-every", "2", "--mini-batches", "2"]  # fmt: skip
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
+
+
+def qarl(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **environment}
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env=env, timeout=600, check=False)
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Metrics without wall times: all that two equal runs must share."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "more"),
+    [
+        ("w4a16", "bfloat16", []),
+        ("w8a8", "float16", ["--master-dtype", "bfloat16"]),
+        ("fp8", "bfloat16", ["--objective", "grpo", "--optimizer", "adamw", "--lr", "1e-4"]),
+        ("bf16", "float16", []),
+        ("w4a16", "float16", ["--learner.kernel", "torch"]),
+        ("w4a16", "bfloat16", ["--aligned", "false"]),
+    ],
+)
+def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, more: list[str]):
+    run = tmp_path / "run"
+    done = qarl("train", "--scheme", scheme, "--dtype", dtype, "--output", run, *SMALL, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of the exported checkpoint in a fresh engine" in done.stdout
+    metrics = lines(run)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert [m["weight_version"] for m in metrics] == [1, 2, 3, 4]
+    assert len({m["digest"] for m in metrics}) == 4
+    aligned = "false" not in more
+    for m in metrics:
+        assert m["learn/updates"] == 2
+        assert (m["learn/mismatch/mean_abs"] < 0.005) or not aligned
+    written = json.loads((run / "export" / "config.json").read_text())
+    assert ("quantization_config" in written) == (scheme != "bf16")
+    for name in ("config.yaml", "environment.json", "samples.jsonl", "tensorboard", "export/tokenizer.json"):
+        assert (run / name).exists(), name
+
+
+@pytest.mark.slow
+def test_kill_and_resume_gives_the_uninterrupted_run(tmp_path: Path):
+    """kill -9 in the middle of a step; after --resume every metric but wall time equals, to the last bit, those of a
+    run that was never killed."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    flags = [*SMALL, "--steps", "6", "--export", "false"]
+    done = qarl("train", *flags, "--output", whole)
+    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command("train", *flags, "--output", cut), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for_lines(process, cut / "metrics.jsonl", 3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 3 <= len((cut / "metrics.jsonl").read_text().splitlines()) < 6
+    resumed = qarl("train", "--resume", cut)
+    assert resumed.returncode == 0, resumed.stderr
+    assert lines(cut) == lines(whole)
+
+
+@pytest.mark.slow
+def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
+    run = tmp_path / "run"
+    flags = [*SMALL, "--steps", "400", "--checkpoint-every", "400", "--eval.problems", "0", "--export", "false"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command("train", *flags, "--output", run), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_lines(process, run / "metrics.jsonl", 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    stopped = len(lines(run))
+    assert f"stopped at step {stopped}; continue with: qarl train --resume" in out
+    resumed = qarl("train", "--resume", run, "--steps", str(stopped + 2))
+    assert resumed.returncode == 0, resumed.stderr
+    assert [m["step"] for m in lines(run)] == list(range(1, stopped + 3))
+
+
+def wait_for_lines(process: subprocess.Popen[Any], file: Path, count: int) -> None:
+    for _ in range(1800):
+        if file.exists() and len(file.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, "the run ended early"
+        time.sleep(0.05)
+    raise AssertionError(f"{file} never had {count} lines")
+
+
+@pytest.mark.slow
+def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
+    (tmp_path / "flat.py").write_text("def reward(problem, text):\n    return 1.0\n")
+    run = tmp_path / "run"
+    done = qarl(
+        "train", *SMALL, "--steps", "2", "--reward", "flat:reward", "--output", run, "--export", "false",
+        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    metrics = lines(run)
+    assert [m["skipped_batches"] for m in metrics] == [1, 2]
+    assert [m["weight_version"] for m in metrics] == [0, 0]
+    assert not any("digest" in m for m in metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('boom')", "raised KeyError: 'boom'"),
+        ("return float('nan')", "returned nan (float); a reward must be a finite number"),
+    ],
+)
+def test_a_broken_reward_stops_with_its_problem(tmp_path: Path, body: str, message: str):
+    (tmp_path / "broken.py").write_text(f"def reward(problem, text):\n    {body}\n")
+    done = qarl(
+        "train", *SMALL, "--reward", "broken:reward", "--output", tmp_path / "run",
+        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "problem id:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path):
+    """The engine's model runner is broken at step 3 by a fault injected from outside the code under test."""
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    run = tmp_path / "run"
+    done = qarl("train", *SMALL, "--output", run, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 1, done.stderr
+    assert "vLLM failed in 'generate' at weight version 2: the device fell off" in done.stderr
+    assert f"the last checkpoint is intact: qarl train --resume {run}" in done.stdout
+    resumed = qarl("train", "--resume", run)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [m["step"] for m in lines(run)] == [1, 2, 3, 4]
+
+
+FAULT = """
+import sys, importlib.abc, importlib.util
+class Break(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "rollout.vllm_plugin.worker":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            load = module.WorkerExtension.qarl_load
+            def broken(self, stream):
+                broken.loads += 1
+                report = load(self, stream)
+                if broken.loads == 3:
+                    def fail(*a, **k):
+                        raise RuntimeError("the device fell off")
+                    self.model_runner.execute_model = fail
+                return report
+            broken.loads = 0
+            module.WorkerExtension.qarl_load = broken
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Break())
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    done = qarl("train", *SMALL, "--steps", "2", "--output", run)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.mark.slow
+def test_export_and_eval_commands(finished: Path, tmp_path: Path):
+    """`qarl export` writes the same bytes the run's own export holds, and `qarl eval` reads both."""
+    exported = qarl("export", finished, "-o", tmp_path / "out")
+    assert exported.returncode == 0, exported.stderr
+    assert "loaded in a fresh engine" in exported.stdout
+    ours, theirs = (d / "model.safetensors" for d in (tmp_path / "out", finished / "export"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    results = []
+    for target in (finished, tmp_path / "out"):
+        done = qarl("eval", target, "--problems", "64", "--max-new-tokens", "8", "--json", tmp_path / "eval.json")
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads((tmp_path / "eval.json").read_text())["accuracy"])
+    assert "64 held-out chain_sum problems" in done.stdout
+    again = qarl("export", finished, "-o", tmp_path / "out")
+    assert again.returncode == 1
+    assert "exists; choose another or remove it" in again.stderr
+
+
+@pytest.mark.slow
+def test_what_a_finished_run_refuses(finished: Path):
+    taken = qarl("train", *SMALL, "--output", finished)
+    assert taken.returncode == 2
+    assert f"run folder {str(finished)!r} exists; continue it with --resume" in taken.stderr
+    other = qarl("train", "--resume", finished, "--scheme", "w8a8")
+    assert other.returncode == 2
+    assert "started with scheme 'w4a16' and cannot be resumed with 'w8a8'" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "w4a17"], "unknown scheme 'w4a17': known are 'bf16', 'w4a16'"),
+        (["--task", "chain_sums"], "unknown task 'chain_sums'; did you mean chain_sum"),
+        (["--model", "./nowhere"], "model folder './nowhere' does not exist"),
+        (["--learner.optimiser.lr", "1"], "unknown option --learner.optimiser.lr; did you mean 'learner.optimizer.lr'"),
+        (["--rollout.max_prompt_tokens", "5"], "above rollout.max_prompt_tokens 5; raise the limit"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(tmp_path: Path, arguments: list[str], message: str):
+    done = qarl("train", *SMALL, "--output", tmp_path / "run", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["quantized", "truncated", "incomplete", "narrow"])
+def test_unusable_models_are_refused(tmp_path: Path, random_policy, damage: str):
+    """An already quantized checkpoint, a cut file, a missing tensor, and inputs that no group divides."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(random_policy(True), folder)
+    weights = folder / "model.safetensors"
+    messages = {
+        "quantized": "is already quantized (compressed-tensors)",
+        "truncated": "could not be loaded, its files may be truncated",
+        "incomplete": "lacks 1 tensors, the first being 'model.layers.0.mlp.up_proj.weight'",
+        "narrow": "no multiple of the group size 128",
+    }
+    if damage == "quantized":
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "compressed-tensors"}
+        (folder / "config.json").write_text(json.dumps(config))
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "incomplete":
+        tensors = load_file(weights)
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    else:
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        config = Qwen3Config(hidden_size=96, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3,
+                             num_key_value_heads=1, head_dim=32, vocab_size=512)  # fmt: skip
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    done = qarl("train", "--config", "tiny-qwen3", *SMALL, "--model", folder, "--output", tmp_path / "run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert messages[damage] in done.stderr
+    assert "Traceback" not in done.stderr
