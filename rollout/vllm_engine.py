@@ -47,8 +47,10 @@ def prepare_environment(options: VllmOptions) -> None:
 class VllmEngine:
     """One vLLM engine over a checkpoint folder.
 
-    Raises `EngineError` with vLLM's reason and a remedy where it cannot start.
+    Raises `EngineError` with vLLM's reason and a remedy where it cannot start, and where one is open already.
     """
+
+    _open = False
 
     def __init__(self, checkpoint: Path, options: VllmOptions):
         prepare_environment(options)
@@ -56,7 +58,10 @@ class VllmEngine:
 
         # On an error vLLM logs its whole schedule, thousands of lines; the exception says what went wrong.
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+        if VllmEngine._open:
+            raise EngineError("vLLM's groups and contexts are global: one engine a process; close the open one first")
         self.weight_version = 0
+        self._half_loaded = False
         try:
             self._llm = LLM(
                 str(checkpoint),
@@ -77,10 +82,13 @@ class VllmEngine:
                 "rollout.memory_share and the scheme's support on this machine"
             ) from error
 
+        VllmEngine._open = True
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`. Log-probs are of the raw logits (temperature 1), which is also what is sampled."""
         from vllm import SamplingParams
 
+        self._refuse_half_loaded()
         inputs, params = [], []
         for j, prompt in enumerate(prompts):
             for k in range(sampling.samples):
@@ -112,6 +120,7 @@ class VllmEngine:
         """See `Engine.score`."""
         from vllm import SamplingParams
 
+        self._refuse_half_loaded()
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._call("generate", inputs, params, use_tqdm=False)
@@ -126,7 +135,9 @@ class VllmEngine:
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         """See `Engine.load`. The prefix cache is reset: nothing computed with the old weights is reused."""
+        self._half_loaded = True
         report: LoadReport = self._call("collective_rpc", "qarl_load", args=(stream,))[0]
+        self._half_loaded = False
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM refused to reset its prefix cache after a publish; requests are still running")
         self.weight_version = version
@@ -142,6 +153,11 @@ class VllmEngine:
         del self._llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        VllmEngine._open = False
+
+    def _refuse_half_loaded(self) -> None:
+        if self._half_loaded:
+            raise EngineError("a publish broke off half way: the engine holds parts of two weight versions; restart it")
 
     def _call(self, method: str, *args, **kwargs):
         """One call into vLLM; whatever breaks there is an `EngineError` naming the call."""

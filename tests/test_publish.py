@@ -112,17 +112,6 @@ def test_transformers_loads_the_export(random_policy: Callable[[bool], Path], tm
     assert (theirs[0] - ours).abs().mean() < 0.01
 
 
-@pytest.fixture(scope="module")
-def running(
-    random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[LowBitModel, VllmEngine]]:
-    folder = random_policy(True)
-    model = make_model(folder, "w4a16", "bfloat16")
-    engine = start_engine(model, folder, tmp_path_factory.mktemp("run") / "start", "bfloat16")
-    yield model, engine
-    engine.close()
-
-
 class Tampered:
     """An engine whose transport changes what arrives; everything else is the real engine's."""
 
@@ -136,6 +125,32 @@ class Tampered:
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
+
+
+def test_a_tensor_too_many_is_refused(random_policy: Callable[[bool], Path], tmp_path: Path):
+    """vLLM finds the surplus in mid-stream; an engine that took half a publish then refuses to answer."""
+    folder = random_policy(True)
+    model = make_model(folder, "w8a8", "bfloat16")
+    engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
+    extra = LowBitTensor("model.layers.7.mlp.up_proj.weight", torch.zeros(2, 2, dtype=torch.int8))
+    with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
+        Publisher(model, Tampered(engine, lambda items: [*items, extra]), SEQUENCES, 0.05, 50).publish(1)
+    with pytest.raises(EngineError, match="parts of two weight versions"):
+        engine.score(SEQUENCES)
+    with pytest.raises(EngineError, match="one engine a process"):
+        VllmEngine(tmp_path / "start", VllmOptions())
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def running(
+    random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LowBitModel, VllmEngine]]:
+    folder = random_policy(True)
+    model = make_model(folder, "w4a16", "bfloat16")
+    engine = start_engine(model, folder, tmp_path_factory.mktemp("run") / "start", "bfloat16")
+    yield model, engine
+    engine.close()
 
 
 def test_changed_bytes_are_caught(running: tuple[LowBitModel, VllmEngine]):
@@ -161,14 +176,6 @@ def test_a_tensor_left_out_is_named(running: tuple[LowBitModel, VllmEngine]):
     assert report(one_part).missing == ("model.layers.1.mlp.gate_up_proj",)
     whole = "model.layers.0.input_layernorm.weight"
     assert report(whole).missing == ("model.layers.0.input_layernorm",)
-    assert engine.load(model.low_bit_tensors(), 1).missing == ()
-
-
-def test_a_tensor_too_many_is_refused(running: tuple[LowBitModel, VllmEngine]):
-    model, engine = running
-    extra = LowBitTensor("model.layers.7.mlp.up_proj.weight_packed", torch.zeros(2, 2, dtype=torch.int32))
-    with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
-        Publisher(model, Tampered(engine, lambda items: [*items, extra]), SEQUENCES, 0.05, 50).publish(1)
     assert engine.load(model.low_bit_tensors(), 1).missing == ()
 
 
