@@ -27,7 +27,7 @@ help: ## list the targets
 env: ## create or update the environment from its lock (under 1 s when it matches)
 	@$(MAKE_ENV) --$(DEVICE)
 
-train: env ## train: make train ARGS="configs/<name>.yaml key=value ..."
+train: env ## train the embedded default, or: make train ARGS="--scheme w8a8 --seed 1"
 	@"$(BIN)/qarl" train $(ARGS)
 
 test: env ## the whole test suite: make test PYTEST_ARGS="-k pattern"

@@ -29,6 +29,10 @@ class Batch:
     advantages: torch.Tensor
     group: torch.Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on a device."""
+        return Batch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (int64 [n]), with padding no longer than their longest."""
         longest = int(self.length[index].max())

@@ -54,9 +54,9 @@ class Learner:
         logprobs = torch.zeros_like(batch.sampler_logprobs)
         entropy = 0.0
         for index in micro_batches(batch, torch.arange(len(batch.tokens)), self.config.micro_batch_tokens):
-            rows = batch.rows(index)
+            rows = batch.rows(index).to(self.model.device)
             values, entropies = token_logprobs(self.model, rows.tokens, rows.response)
-            logprobs[index, : values.shape[1]] = values
+            logprobs[index, : values.shape[1]] = values.cpu()
             entropy += float(entropies.sum())
         return logprobs, entropy / int(batch.response.sum())
 

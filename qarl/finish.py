@@ -1,5 +1,6 @@
 """The end of a run: export what was sampled from, and prove it in a fresh engine."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def finish(session: Session, config: RunConfig, folder: RunFolder, steps: int, f
         session.engine.close()
         return Outcome(steps, None, first, None)
     policy = session.policy
+    shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
     export_checkpoint(policy.model, policy.folder, folder.export)
     sequences = canary_sequences(policy, config)
     sampled_from = session.engine.score(sequences)

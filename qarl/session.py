@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from learner.learner import Learner
 from learner.mismatch import Mismatch
 from qarl.config import RunConfig
@@ -73,13 +75,12 @@ def open_policy(config: RunConfig) -> Policy:
     task = load_task(config.task.name, config.task.options, config.task.reward)
     prepare_environment(engine_options(config))
     if config.learner.threads:
-        import torch
-
         torch.set_num_threads(config.learner.threads)
     folder = model_folder(config.model)
     dtype = COMPUTE_DTYPES[config.dtype]
     prompter = Prompter(folder, config.rollout.max_prompt_tokens)
-    masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
     factory = make_factory(config.learner.kernel, dtype)
     model = LowBitModel(masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators)
     return Policy(folder, task, prompter, model, Learner(model, config.learner))

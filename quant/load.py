@@ -47,8 +47,10 @@ def check_model(folder: Path) -> None:
         )
 
 
-def load_masters(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_masters(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
     """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for `LowBitModel`.
+
+    device: where the masters live and the learner computes; None is the CPU.
 
     Raises `ModelError` for what `check_model` refuses, and for truncated or missing tensors.
     """
@@ -63,4 +65,4 @@ def load_masters(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise ModelError(
             f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; copy it again"
         )
-    return model.eval()
+    return model.eval() if device is None else model.eval().to(device)

@@ -78,6 +78,11 @@ class LowBitModel(nn.Module):
         self.module = model
         self.refresh()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the masters are, and so the forward."""
+        return next(iter(self.masters.values())).device
+
     def _replace_linears(
         self, model: nn.Module, linears: dict[str, nn.Linear], factory: ProductFactory, aligned: bool
     ) -> dict[str, LowBitLinear]:

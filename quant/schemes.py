@@ -50,7 +50,7 @@ class Scheme:
     format: CompressionFormat | None = None
     ignore: tuple[str, ...] = field(default=ALWAYS_IGNORED)
     bound: float = 0.05
-    k3_bound: float = 0.02
+    k3_bound: float = 0.005
 
     @property
     def weights(self) -> QuantizationArgs | None:
@@ -118,7 +118,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("bf16", None),
         Scheme("w4a16", _preset("W4A16"), CompressionFormat.pack_quantized),
         Scheme("w8a8", _preset("W8A8"), CompressionFormat.int_quantized),
-        Scheme("fp8", _preset("FP8_DYNAMIC"), CompressionFormat.float_quantized),
+        Scheme("fp8", _preset("FP8_DYNAMIC"), CompressionFormat.float_quantized, bound=0.1, k3_bound=0.01),
     )
 }
 

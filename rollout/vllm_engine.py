@@ -75,6 +75,7 @@ class VllmEngine:
                 distributed_executor_backend="uni",
                 worker_extension_cls=_WORKER_EXTENSION,
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
             )
         except Exception as error:
             raise EngineError(

@@ -79,8 +79,9 @@ class Publisher:
         for row, logprobs in enumerate(scored):
             sampler[row, : len(logprobs)] = torch.tensor(logprobs)
         with torch.no_grad(), self._model.published_forward():
-            learner, _ = token_logprobs(self._model, tokens, response)
-        found = measure_mismatch(learner, sampler, response)
+            device = self._model.device
+            learner, _ = token_logprobs(self._model, tokens.to(device), response.to(device))
+        found = measure_mismatch(learner.cpu(), sampler, response)
         within = found.mean_abs <= self._bound  # False for NaN too
         self._check(
             within,

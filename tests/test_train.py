@@ -217,6 +217,20 @@ def test_export_and_eval_commands(finished: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_finished_run_can_be_continued(finished: Path, tmp_path: Path):
+    """More steps after the end: the run goes on and its export is written anew."""
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    done = qarl("train", "--resume", run, "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert [m["step"] for m in lines(run)] == [1, 2, 3]
+    before, after = (d / "export" / "model.safetensors" for d in (finished, run))
+    assert before.read_bytes() != after.read_bytes()
+
+
+@pytest.mark.slow
 def test_what_a_finished_run_refuses(finished: Path):
     taken = qarl("train", *SMALL, "--output", finished)
     assert taken.returncode == 2

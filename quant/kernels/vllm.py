@@ -48,7 +48,8 @@ class VllmProductFactory:
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmProduct:
         """See `ProductFactory`."""
-        with set_current_vllm_config(self._config), _default_dtype(self._dtype), _single_rank():
+        device = weight.codes.device
+        with set_current_vllm_config(self._config), _default_dtype(self._dtype), _single_rank(), device:
             linear = ReplicatedLinear(
                 weight.shape[1],
                 weight.shape[0],

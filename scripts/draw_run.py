@@ -1,0 +1,42 @@
+"""Draw a finished run's dashboard as an SVG: python scripts/draw_run.py RUN FILE.svg"""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from learner.learner import LearnStats
+from learner.mismatch import Mismatch
+from qarl.metrics import StepMetrics, read_metrics
+from qarl.progress import Dashboard
+from qarl.run_folder import RunFolder
+
+
+def restored(flat: dict[str, Any]) -> StepMetrics:
+    """A `StepMetrics` from a line of metrics.jsonl."""
+
+    def part(prefix: str) -> dict[str, Any]:
+        found = {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
+        return {k: v for k, v in found.items() if "/" not in k}
+
+    learn = part("learn/")
+    stats = LearnStats(mismatch=Mismatch(**part("learn/mismatch/")), **learn) if learn else None
+    optional = {"accuracy": None, "digest": None}
+    return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))
+
+
+def main(run: str, file: str) -> None:
+    """Replay the run's metrics into a dashboard and save its last view."""
+    folder = RunFolder.open(Path(run))
+    console = Console(record=True, width=96, file=io.StringIO())
+    dashboard = Dashboard(folder.config(), Console(file=io.StringIO()))
+    for line in read_metrics(folder.metrics):
+        dashboard.stepped(restored(line))
+    console.print(dashboard.panel())
+    console.save_svg(file, title="qarl train")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,349 @@
+"""The learner on a tiny random model: log-probs, accumulation, skipped updates, resuming."""
+
+import dataclasses
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from learner.batching import Batch, make_batch
+from learner.learner import Learner
+from learner.logprobs import token_logprobs
+from learner.mismatch import Mismatch
+from qarl.config import LearnerConfig
+from quant.kernels import make_factory
+from quant.model import LowBitModel
+from quant.schemes import SCHEMES, get_scheme
+from rollout.types import Completion, Group, Prompt
+
+VOCABULARY = 96
+PROMPTS, SAMPLES = 6, 4
+
+
+def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
+    """Two layers with weights large enough that logits are far from uniform."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.12 if parameter.ndim > 1 else 1 + 0.3 * noise)
+    return model.eval()
+
+
+def make_learner(
+    scheme: str = "w4a16",
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str = "reference",
+    seed: int = 0,
+    operators: str = "auto",
+    **config: Any,
+) -> Learner:
+    factory = make_factory(kernel, dtype)
+    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), dtype, factory, operators=operators)
+    optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
+    return Learner(model, LearnerConfig.model_validate({"mini_batches": 2, "optimizer": optimizer, **config}))
+
+
+def make_groups(seed: int = 0) -> list[Group]:
+    """Prompts of 1–7 tokens, responses of 1–12, uneven rewards; the last group's are equal and teach nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(low, high, (count,), generator=generator).tolist())
+
+    groups = []
+    for p in range(PROMPTS):
+        completions = []
+        for _ in range(SAMPLES):
+            n = integers(1, 13, 1)[0]
+            logprobs = torch.rand(n, generator=generator).mul(-14).tolist()
+            completions.append(Completion(integers(0, VOCABULARY, n), tuple(logprobs), "", 0, "stop"))
+        rewards = (1.0,) * SAMPLES if p == PROMPTS - 1 else (1.0, *map(float, integers(0, 2, SAMPLES - 2)), 0.0)
+        groups.append(
+            Group(Prompt(str(p), "", integers(0, VOCABULARY, integers(1, 8, 1)[0])), tuple(completions), rewards)
+        )
+    return groups
+
+
+def batch_of(seed: int = 0) -> Batch:
+    return make_batch(make_groups(seed), pad_token=VOCABULARY - 1)
+
+
+def masters_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.model.masters.items()}
+
+
+def all_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.0)])
+def test_token_logprobs_are_a_full_softmax_of_transformers_logits(tied: bool, dtype: torch.dtype, tolerance: float):
+    """Contract: log_softmax over the vocabulary of transformers' logits at position t, read at token t + 1; zero
+    outside the response; entropy -Σ p log p of the same distribution, in nats. In bfloat16 bit for bit with
+    transformers' operators and nothing quantized: same logits, then fp32."""
+    plain = random_model(tied)
+    factory = make_factory("reference", dtype)
+    model = LowBitModel(random_model(tied), get_scheme("bf16"), dtype, factory, operators="transformers")
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(dtype)
+    batch = batch_of()
+    with torch.no_grad():
+        full = plain(input_ids=batch.tokens).logits.float().log_softmax(-1)[:, :-1]
+        ours, entropy = token_logprobs(model, batch.tokens, batch.response)
+    expected = full.gather(-1, batch.tokens[:, 1:, None])[..., 0] * batch.response
+    expected_entropy = -(full.exp() * full).sum(-1) * batch.response
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=0, atol=max(tolerance, 1e-5))
+    assert (ours[batch.response] < 0).all() and entropy[batch.response].max() < math.log(VOCABULARY)
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_log_probs_do_not_depend_on_padding_or_company(scheme: str):
+    """Contract: a sequence's log-probs are those it has alone, unpadded. In float32, with weights quantized; 8-bit
+    activations may flip a code where sums run in another order, hence their wider tolerance."""
+    learner = make_learner(scheme, torch.float32)
+    batch = batch_of()
+    together, _ = learner.logprobs(batch)
+    tolerance = 1e-4 if get_scheme(scheme).activations is None else 0.05
+    for row in range(0, len(batch.tokens), 5):
+        alone = batch.rows(torch.tensor([row]))
+        single, _ = learner.logprobs(alone)
+        torch.testing.assert_close(single[0], together[row, : single.shape[1]], rtol=0, atol=tolerance)
+    changed = dataclasses.replace(batch, tokens=batch.tokens.clone())
+    positions = torch.arange(batch.tokens.shape[1])[None] >= batch.length[:, None]
+    changed.tokens[positions] = 3
+    assert positions.any()
+    torch.testing.assert_close(learner.logprobs(changed)[0], together, rtol=0, atol=tolerance)
+
+
+def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], Any]:
+    """What the optimizer is given in each update, unclipped and unscaled; it does not step."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def record(lr_factor: float = 1.0) -> None:
+        seen.append({n: p.grad.clone() for n, p in learner.model.masters.items() if p.grad is not None})
+
+    learner.optimizer.step = record
+    return seen, learner.learn(batch, seed=3)
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize("mini_batches", [1, 3])
+def test_accumulation_changes_nothing(objective: str, mini_batches: int):
+    """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the gradients and the mean
+    statistics of one forward over all of it. Derivation: each sequence's loss is divided by the mini-batch's size,
+    wherever it is computed. Float32 and no steps, so that only the order of sums differs."""
+
+    def run(budget: int):
+        settings = {"objective": {"name": objective}, "optimizer": {"grad_clip": 1e9}}
+        learner = make_learner(dtype=torch.float32, micro_batch_tokens=budget, mini_batches=mini_batches, **settings)
+        return gradients_of_learning(learner, batch_of())
+
+    whole, stats = run(10**6)
+    assert len(whole) == stats.updates == mini_batches and stats.grad_norm > 0
+    for budget in (1, 37, 150):
+        parts, other = run(budget)
+        for ours, theirs in zip(parts, whole, strict=True):
+            assert ours.keys() == theirs.keys() and len(ours) == len(make_learner().model.masters)
+            for name, gradient in ours.items():
+                assert (gradient - theirs[name]).norm() <= 1e-4 * theirs[name].norm() + 1e-9, name
+        for field in ("loss", "grad_norm", "clipped", "entropy", "update_log_ratio"):
+            assert getattr(other, field) == pytest.approx(getattr(stats, field), rel=1e-4, abs=1e-5), field
+        assert dataclasses.astuple(other.mismatch) == pytest.approx(dataclasses.astuple(stats.mismatch), rel=1e-4)
+
+
+def test_the_gradient_is_the_objectives_by_hand():
+    """Contract: on the first update the policy is the old one, r = 1, so TBPO's gradient is that of
+    -(1/B) Σ_b w̃_b A_b mean_t log π(token). Autograd of that sum, through the same model, is the expectation; w̃ is
+    computed here from the log-probs. The norm reported is that gradient's, and grad_clip scales it."""
+    learner = make_learner(dtype=torch.float32, mini_batches=1, optimizer={"grad_clip": 0.01})
+    batch = batch_of()
+    (given,), stats = gradients_of_learning(learner, batch)
+    logprobs, _ = token_logprobs(learner.model, batch.tokens, batch.response)
+    lengths = batch.response.sum(-1)
+    w = ((logprobs.detach() - batch.sampler_logprobs).sum(-1) / lengths).exp().clamp(0.5, 2.0)
+    assert (w == 0.5).any() and ((w > 0.5) & (w < 2.0)).any()
+    loss = -(w * batch.advantages * logprobs.sum(-1) / lengths).mean()
+    loss.backward()
+    gradients = {n: p.grad for n, p in learner.model.masters.items() if p.grad is not None}
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    assert norm > 0.01 and stats.grad_norm == pytest.approx(norm, rel=1e-4)
+    for name, gradient in gradients.items():
+        expected = gradient * (0.01 / norm)
+        assert (given[name] - expected).norm() <= 1e-3 * expected.norm(), name
+    assert stats.loss == pytest.approx(float(-(w * batch.advantages).mean()), abs=1e-5)
+    assert stats.clipped == 0.0 and stats.update_log_ratio < 1e-6
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_learning_raises_what_was_rewarded(scheme: str):
+    """Repeated on one batch, with its sampler's log-probs taken from the policy, the log-probs of better completions
+    rise against those of worse ones. Every update steps every master and makes a new weight version."""
+    wide = {"epsilon_high": 10.0, "delta_high": 10.0, "delta_low": 0.99}
+    learner = make_learner(scheme, objective=wide, optimizer={"lr": 2e-3})
+    batch = batch_of()
+    old, entropy = learner.logprobs(batch)
+    batch = dataclasses.replace(batch, sampler_logprobs=old)
+    before = masters_of(learner)
+    first = learner.learn(batch, seed=0)
+    assert (first.updates, first.skipped) == (2, 0) and first.entropy == pytest.approx(entropy, rel=1e-5)
+    assert first.mismatch.mean_abs == 0.0 and first.mismatch.k3 == 0.0
+    assert not any(torch.equal(before[n], after) for n, after in masters_of(learner).items())
+    for seed in range(1, 4):
+        learner.learn(batch, seed=seed)
+    new, _ = learner.logprobs(batch)
+    lengths = batch.response.sum(-1)
+    gain = ((new - old).sum(-1) / lengths * batch.advantages).mean()
+    assert gain > 0.05
+
+
+def poison(learner: Learner, name: str, value: float):
+    """One element of one master's gradient becomes `value`; returns the hook's handle."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[7] = value
+        return gradient
+
+    return learner.model.masters[name].register_hook(spoil)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
+    """Contract: masters, optimizer state and weight version stay as they were, bit for bit; the skip is counted and
+    the loss scale (float16 only) halves for each. The next batch learns as if nothing had been."""
+    spoiled = make_learner(dtype=dtype, loss_scale=1024.0)
+    clean = make_learner(dtype=dtype, loss_scale=256.0)
+    batch = batch_of()
+    before, stream = masters_of(spoiled), [i.tensor.clone() for i in spoiled.model.low_bit_tensors()]
+    handle = poison(spoiled, "model.layers.1.mlp.down_proj.weight", value)
+    stats = spoiled.learn(batch, seed=0)
+    assert (stats.updates, stats.skipped) == (0, 2) and math.isfinite(stats.grad_norm)
+    assert all_equal(masters_of(spoiled), before)
+    assert all(torch.equal(i.tensor, s) for i, s in zip(spoiled.model.low_bit_tensors(), stream, strict=True))
+    assert stats.loss_scale == spoiled.loss_scale.scale == (256.0 if dtype == torch.float16 else 1.0)
+    assert not any(state["state"] for state in spoiled.optimizer.state_dict()["optimizers"])
+    assert all(p.grad is None for p in spoiled.model.masters.values())
+    handle.remove()
+    for learner in (spoiled, clean):
+        stats = learner.learn(batch, seed=1)
+        assert (stats.updates, stats.skipped) == (2, 0)
+    assert all_equal(masters_of(spoiled), masters_of(clean)) and not all_equal(masters_of(spoiled), before)
+
+
+def test_a_skip_amid_good_updates_leaves_those_alone(monkeypatch: pytest.MonkeyPatch):
+    """Three mini-batches, the second one poisoned: two updates, one skip, and the masters move."""
+    learner = make_learner(mini_batches=3)
+    calls = iter((False, True, False))
+    apply = learner._apply
+
+    def spoiled_apply(*args: Any) -> tuple[float, bool]:
+        if next(calls):
+            gradient = learner.model.masters["model.norm.weight"].grad
+            assert gradient is not None
+            gradient[0] = math.inf
+        return apply(*args)
+
+    monkeypatch.setattr(learner, "_apply", spoiled_apply)
+    before = masters_of(learner)
+    stats = learner.learn(batch_of(), seed=0)
+    assert (stats.updates, stats.skipped) == (2, 1)
+    assert not all_equal(masters_of(learner), before) and all(m.isfinite().all() for m in masters_of(learner).values())
+
+
+def test_the_float16_loss_scale_cancels_out():
+    """Contract: gradients the optimizer sees do not depend on the loss scale, as long as nothing over- or underflows;
+    powers of two scale exactly in every dtype in between."""
+    given = []
+    for scale in (64.0, 1024.0):
+        learner = make_learner(dtype=torch.float16, loss_scale=scale, optimizer={"grad_clip": 1e9})
+        (first, *_), stats = gradients_of_learning(learner, batch_of())
+        assert stats.loss_scale == scale
+        given.append(first)
+    for name, gradient in given[0].items():
+        assert (gradient - given[1][name]).norm() <= 2e-2 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_restored_learner_continues_bit_for_bit(scheme: str, optimizer: str, dtype: torch.dtype):
+    """Contract: learn, save, learn on = learn, save, load into another learner, learn on: masters, published bytes,
+    statistics and loss scale equal bit for bit, through torch.save and from other initial weights."""
+    options = {"optimizer": {"name": optimizer}, "loss_scale": 64.0, "loss_scale_growth": 3}
+    learner = make_learner(scheme, dtype, **options)
+    learner.learn(batch_of(0), seed=0)
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    file.seek(0)
+    other = make_learner(scheme, dtype, seed=5, **options)
+    assert not all_equal(masters_of(learner), masters_of(other))
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(learner.logprobs(batch_of(1))[0], other.logprobs(batch_of(1))[0])
+    for seed in (1, 2):
+        assert learner.learn(batch_of(seed), seed=seed) == other.learn(batch_of(seed), seed=seed)
+    assert all_equal(masters_of(learner), masters_of(other))
+    assert learner.loss_scale == other.loss_scale
+    for a, b in zip(learner.model.low_bit_tensors(), other.model.low_bit_tensors(), strict=True):
+        assert a.name == b.name and torch.equal(a.tensor.view(torch.uint8), b.tensor.view(torch.uint8))
+
+
+def test_the_gate_comes_before_any_update():
+    """It sees the batch's mismatch, by hand from the log-probs, and what it raises leaves the masters as they were."""
+    learner = make_learner()
+    batch = batch_of()
+    seen: list[Mismatch] = []
+
+    def gate(mismatch: Mismatch) -> None:
+        seen.append(mismatch)
+        raise RuntimeError("closed")
+
+    before = masters_of(learner)
+    with pytest.raises(RuntimeError, match="closed"):
+        learner.learn(batch, seed=0, gate=gate)
+    assert all_equal(masters_of(learner), before)
+    difference = (learner.logprobs(batch)[0] - batch.sampler_logprobs)[batch.response]
+    assert seen[0].mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-5)
+
+
+def test_a_batch_without_reward_differences_teaches_nothing():
+    """Equal rewards in every group: no update, no skip, no decay of weights, statistics that are numbers."""
+    groups = [dataclasses.replace(g, rewards=(0.5,) * SAMPLES) for g in make_groups()]
+    learner = make_learner(optimizer={"weight_decay": 0.5})
+    before = masters_of(learner)
+    stats = learner.learn(make_batch(groups, 0), seed=0)
+    assert (stats.updates, stats.skipped, stats.loss, stats.grad_norm) == (0, 0, 0.0, 0.0)
+    assert stats.entropy > 0 and all_equal(masters_of(learner), before)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.25])
+def test_the_learning_rate_factor_scales_the_step(factor: float):
+    """AdamW's first step is lr · factor · sign-like(g), without weight decay linear in the factor."""
+    optimizer = {"name": "adamw", "weight_decay": 0.0}
+    moved = []
+    for value in (1.0, factor):
+        learner = make_learner(mini_batches=1, optimizer=optimizer)
+        before = masters_of(learner)
+        learner.learn(batch_of(), seed=0, lr_factor=value)
+        moved.append({n: after - before[n] for n, after in masters_of(learner).items()})
+    for name, step in moved[0].items():
+        assert step.any()
+        torch.testing.assert_close(moved[1][name], step * factor, rtol=1e-2, atol=1e-6)

@@ -1,0 +1,445 @@
+"""A whole model over low-bit tensors: its stream of names and bytes, its masters' gradients, its operators."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from safetensors import safe_open
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from quant.kernels import make_factory
+from quant.model import LayerReport, LowBitModel
+from quant.operators import OperatorError, install_engine_operators, why_not
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+LINEARS = [
+    f"model.layers.{layer}.{part}"
+    for layer in range(2)
+    for part in (
+        *(f"self_attn.{p}_proj" for p in "qkvo"),
+        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+    )
+]
+tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
+
+
+def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Every parameter drawn anew: matrices that keep the scale of their input, norms around one, biases around zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5 * 1.5)
+            else:
+                parameter.copy_(noise * 0.3 + (0.0 if name.endswith("bias") else 1.0))
+    return model.eval()
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As `from_pretrained(dtype=...)` would load it: parameters alone, the rotary frequencies stay float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return randomize(Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": tied, **changes})), seed)
+
+
+def wrap(
+    model: PreTrainedModel,
+    scheme: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str = "reference",
+    operators: str = "auto",
+    aligned: bool = True,
+) -> LowBitModel:
+    return LowBitModel(model, get_scheme(scheme), dtype, make_factory(kernel, dtype), aligned, operators)
+
+
+def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
+    return model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).view(*tokens.shape, -1)
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    logp = logits[:, :-1].float().log_softmax(-1)
+    return -logp.gather(-1, tokens[:, 1:, None]).sum() / tokens.numel()
+
+
+def gradients(model: LowBitModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By master name, of a fresh backward pass."""
+    for master in model.masters.values():
+        master.grad = None
+    loss_of(all_logits(model, tokens), tokens).backward()
+    return {name: m.grad.clone() for name, m in model.masters.items() if m.grad is not None}
+
+
+def plain_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss_of(model(input_ids=tokens).logits, tokens).backward()
+    return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative(given: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((given.double() - expected.double()).norm() / expected.double().norm())
+
+
+@tied_or_not
+@schemes
+def test_the_stream_is_what_a_checkpoint_holds(tied: bool, scheme: str, tmp_path: Path):
+    """Contract: names are those `save_pretrained` writes, with `weight` of each quantized linear replaced by the
+    names compressed-tensors' compressor of that format gives; a tied head is left out; no name comes twice; what is
+    not quantized is the master in the compute dtype."""
+    model = qwen3(tied)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        saved = set(file.keys())
+    assert ("lm_head.weight" in saved) != tied
+    suffixes: tuple[str, ...] = ("weight",)
+    quantization = get_scheme(scheme).quantization
+    if quantization is not None:
+        compressor = PackedQuantizationCompressor if scheme == "w4a16" else NaiveQuantizationCompressor
+        suffixes = compressor.compression_param_names(quantization)
+    quantized = {f"{name}.weight" for name in LINEARS}
+    expected = (saved - quantized) | {f"{name}.{suffix}" for name in LINEARS for suffix in suffixes}
+    wrapped = wrap(model, scheme)
+    stream = list(wrapped.low_bit_tensors())
+    assert len({item.name for item in stream}) == len(stream)
+    assert {item.name for item in stream} == expected
+    for item in stream:
+        if item.name in wrapped.masters and (scheme == "bf16" or item.name not in quantized):
+            assert torch.equal(item.tensor, wrapped.masters[item.name].detach().bfloat16())
+
+
+@tied_or_not
+@schemes
+def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
+    """Contract: nothing is copied on the way out. By address for codes, scales, embeddings and norms; and by effect:
+    with torch's 8-bit products, and unquantized, writing into a streamed code changes the logits."""
+    model = wrap(qwen3(tied), scheme, kernel="reference" if scheme == "w4a16" else "torch")
+    streamed = {item.name: item.tensor for item in model.low_bit_tensors()}
+    in_module = dict(model.module.named_parameters())
+    for name, linear in model.linears.items():
+        assert linear.low_bit is not None
+        if tied and name == "lm_head":
+            continue
+        for suffix, tensor in linear.low_bit.tensors():
+            if suffix != "weight_shape":
+                assert streamed[f"{name}.{suffix}"].data_ptr() == tensor.data_ptr()
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_norm.weight"):
+        assert streamed[name].data_ptr() == in_module[name].data_ptr()
+        assert streamed[name].dtype == torch.bfloat16
+    if scheme != "w4a16":
+        before = all_logits(model, some_tokens()).detach()
+        streamed["model.layers.0.mlp.up_proj.weight"].view(torch.uint8).fill_(0)
+        assert not torch.equal(all_logits(model, some_tokens()), before)
+
+
+@tied_or_not
+@schemes
+@pytest.mark.parametrize("operators", ["engine", "transformers"])
+def test_every_master_gets_a_gradient(tied: bool, scheme: str, operators: str):
+    """No parameter is left out of training, in the master's dtype and shape, finite and not all zero."""
+    model = wrap(qwen3(tied), scheme, operators=operators)
+    found = gradients(model, some_tokens())
+    assert found.keys() == model.masters.keys()
+    assert len(found) == 2 + 2 * 11 + (not tied)
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32 and gradient.shape == model.masters[name].shape
+        assert gradient.isfinite().all() and gradient.any(), name
+
+
+@tied_or_not
+@pytest.mark.parametrize("operators", ["engine", "transformers"])
+def test_gradients_are_plain_autograds_without_quantization(tied: bool, operators: str):
+    """Contract: with nothing quantized and float32 compute, logits and gradients are those of the transformers model
+    itself, whichever operators; only the order of sums differs."""
+    plain = qwen3(tied)
+    model = wrap(copy.deepcopy(plain), "bf16", torch.float32, operators=operators)
+    tokens = some_tokens()
+    torch.testing.assert_close(all_logits(model, tokens), plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
+    expected = plain_gradients(plain, tokens)
+    for name, gradient in gradients(model, tokens).items():
+        assert relative(gradient, expected[name]) < 1e-4, name
+
+
+@tied_or_not
+def test_gradients_through_compute_copies_are_bfloat16_autograds(tied: bool):
+    """Contract: float32 masters with bfloat16 copies train as the model cast to bfloat16 would: logits are its logits
+    bit for bit, embedding and norm gradients agree within a few roundings, with the masters' own dtype."""
+    plain = qwen3(tied)
+    model = wrap(copy.deepcopy(plain), "bf16", operators="transformers")
+    tokens = some_tokens()
+    plain = cast(plain, torch.bfloat16)
+    assert torch.equal(all_logits(model, tokens), plain(input_ids=tokens).logits)
+    expected = plain_gradients(plain, tokens)
+    for name, gradient in gradients(model, tokens).items():
+        assert relative(gradient, expected[name]) < 4 * torch.finfo(torch.bfloat16).eps, name
+
+
+def test_a_tied_embedding_master_collects_both_gradients():
+    """Contract: the tied gradient is that of the embedding plus that of the head of an untied model with the same
+    weights, both of which count. It crosses two ways: the head's backward and the copy's hook."""
+    tied, untied = qwen3(True), qwen3(False)
+    state = tied.state_dict()
+    untied.load_state_dict(state)
+    for scheme in ("w4a16", "bf16"):
+        both = gradients(wrap(copy.deepcopy(tied), scheme, operators="engine"), some_tokens())
+        apart = gradients(wrap(copy.deepcopy(untied), scheme, operators="engine"), some_tokens())
+        name = "model.embed_tokens.weight"
+        assert relative(both[name], apart[name] + apart["lm_head.weight"]) < 1e-6
+        assert relative(both[name], apart[name]) > 0.1 and relative(both[name], apart["lm_head.weight"]) > 0.1
+
+
+@tied_or_not
+@schemes
+def test_gradients_of_micro_batches_add_up(tied: bool, scheme: str):
+    """Contract: two backward passes before a step leave the sum of their gradients in every master, copies and tied
+    masters included; nothing is overwritten or counted twice."""
+    model = wrap(qwen3(tied), scheme)
+    first, second = some_tokens(2, 7, seed=1), some_tokens(3, 12, seed=2)
+    one, two = gradients(model, first), gradients(model, second)
+    gradients(model, first)
+    loss_of(all_logits(model, second), second).backward()
+    for name, master in model.masters.items():
+        assert master.grad is not None
+        assert relative(master.grad, one[name] + two[name]) < 1e-6, name
+        assert relative(master.grad, two[name]) > 0.01, name
+
+
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
+def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.dtype):
+    """Any master dtype with any compute dtype: gradients arrive in the master's, streams carry the compute dtype."""
+    model = wrap(cast(qwen3(), master), "w8a8", dtype)
+    found = gradients(model, some_tokens())
+    assert found.keys() == model.masters.keys() and {g.dtype for g in found.values()} == {master}
+    dtypes = {item.name.rpartition(".")[2]: item.tensor.dtype for item in model.low_bit_tensors()}
+    assert dtypes["weight_scale"] == dtype
+    assert {i.tensor.dtype for i in model.low_bit_tensors() if "norm" in i.name or "embed" in i.name} == {dtype}
+
+
+@tied_or_not
+@schemes
+def test_a_new_weight_version_is_made_by_refresh_alone(tied: bool, scheme: str):
+    """Contract: masters may move, forward and stream stay at the version of the last refresh; after refresh both are
+    those of a model built from the new masters."""
+    model, other = wrap(qwen3(tied), scheme), wrap(qwen3(tied, seed=1), scheme)
+    tokens = some_tokens()
+    before = all_logits(model, tokens).detach()
+    held = [item.tensor.clone().view(torch.uint8) for item in model.low_bit_tensors()]
+    with torch.no_grad():
+        for name, master in model.masters.items():
+            master.copy_(other.masters[name])
+    assert torch.equal(all_logits(model, tokens), before)
+    streamed = [item.tensor.view(torch.uint8) for item in model.low_bit_tensors()]
+    assert all(torch.equal(a, b) for a, b in zip(streamed, held, strict=True))
+    model.refresh()
+    assert torch.equal(all_logits(model, tokens), all_logits(other, tokens))
+    for ours, theirs in zip(model.low_bit_tensors(), other.low_bit_tensors(), strict=True):
+        assert ours.name == theirs.name
+        assert torch.equal(ours.tensor.view(torch.uint8), theirs.tensor.view(torch.uint8))
+
+
+def test_logits_are_of_the_wanted_positions_in_order():
+    """Row-major order, for ragged choices; the other positions' logits are not computed but would be the same."""
+    model = wrap(qwen3(), "w4a16", torch.float32)
+    tokens = some_tokens(4, 9)
+    wanted = torch.rand(4, 9, generator=torch.Generator().manual_seed(3)) < 0.4
+    assert wanted.any() and not wanted.all()
+    torch.testing.assert_close(model.logits(tokens, wanted), all_logits(model, tokens)[wanted], rtol=1e-5, atol=1e-5)
+
+
+def test_an_unaligned_model_multiplies_masters_and_publishes_codes():
+    """The plain baseline streams the aligned model's bytes but computes with the masters; within
+    `published_forward` it computes what the aligned model does, and afterwards what it did before."""
+    plain = qwen3()
+    aligned = wrap(copy.deepcopy(plain), "w4a16", operators="transformers")
+    model = wrap(copy.deepcopy(plain), "w4a16", aligned=False)
+    assert model.operators == "transformers"
+    tokens = some_tokens()
+    for ours, theirs in zip(model.low_bit_tensors(), aligned.low_bit_tensors(), strict=True):
+        assert torch.equal(ours.tensor.view(torch.uint8), theirs.tensor.view(torch.uint8))
+    unquantized = cast(plain, torch.bfloat16)(input_ids=tokens).logits
+    assert torch.equal(all_logits(model, tokens), unquantized)
+    with model.published_forward():
+        assert torch.equal(all_logits(model, tokens), all_logits(aligned, tokens))
+    assert torch.equal(all_logits(model, tokens), unquantized)
+
+
+def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
+    """A canary that raises must not turn the plain baseline into the aligned method."""
+    model = wrap(qwen3(), "w4a16", aligned=False)
+    before = all_logits(model, some_tokens())
+    with pytest.raises(KeyError), model.published_forward():
+        raise KeyError
+    assert {report.kernel for report in model.layers()} == {"plain"}
+    assert torch.equal(all_logits(model, some_tokens()), before)
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
+
+
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
+
+
+@pytest.mark.parametrize("build", [llama, mistral, qwen2, qwen3])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2.5e-2)])
+def test_engine_operators_compute_the_same_function(
+    build: Callable[[], PreTrainedModel], dtype: torch.dtype, bound: float
+):
+    """Contract: parameter names and order stay; in float32 logits are transformers' up to the order of sums; in 16
+    bits they are within three roundings of it (relative Frobenius error), being rounded in other places. Gradients
+    reach every parameter and in float32 are transformers' own."""
+    plain = cast(randomize(build()), dtype)
+    engine = copy.deepcopy(plain)
+    names = [name for name, _ in plain.named_parameters()]
+    install_engine_operators(engine, dtype)
+    assert [name for name, _ in engine.named_parameters()] == names
+    assert engine.state_dict().keys() == plain.state_dict().keys()
+    tokens = some_tokens()
+    theirs = plain(input_ids=tokens).logits
+    ours = engine.get_output_embeddings()(engine.base_model(input_ids=tokens, use_cache=False).last_hidden_state)  # type: ignore[misc]
+    assert ours.dtype == dtype
+    assert relative(ours, theirs) < bound
+    loss_of(ours, tokens).backward()
+    expected = plain_gradients(plain, tokens)
+    for name, parameter in engine.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+        if dtype == torch.float32:
+            assert relative(parameter.grad, expected[name]) < 1e-4, name
+
+
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
+def test_engine_operators_are_closer_to_exact_arithmetic(dtype: torch.dtype):
+    """Why they exist: fewer roundings. Against the same 16-bit weights in float32 their error is the smaller one."""
+    plain = cast(qwen3(), dtype)
+    exact = cast(copy.deepcopy(plain), torch.float32)
+    engine = copy.deepcopy(plain)
+    install_engine_operators(engine, dtype)
+    tokens = some_tokens(8, 32)
+    with torch.no_grad():
+        reference = exact.base_model(input_ids=tokens).last_hidden_state
+        theirs = plain.base_model(input_ids=tokens).last_hidden_state
+        ours = engine.base_model(input_ids=tokens).last_hidden_state
+    assert relative(ours, reference) < relative(theirs, reference)
+
+
+def test_engine_operators_say_why_they_do_not_fit():
+    """Other architectures and sliding windows are refused with a reason and the setting to change; "auto" falls back
+    to transformers' operators and the model says so."""
+    assert why_not(qwen3()) == ""
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY))
+    assert "'gpt2' is none of llama" in why_not(gpt2)
+    with pytest.raises(OperatorError, match=r"'gpt2'.*learner\.operators.*'transformers'"):
+        install_engine_operators(gpt2, torch.bfloat16)
+    windowed = qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert "sliding-window" in why_not(windowed)
+    assert "sliding-window" in why_not(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)))
+    assert wrap(windowed, "w8a8").operators == "transformers"
+    assert wrap(qwen3(), "w8a8").operators == "engine"
+    with pytest.raises(OperatorError, match="sliding-window"):
+        wrap(qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1), "w8a8", operators="engine")
+
+
+def is_untouched(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> bool:
+    """Same parameters in the same plain torch modules."""
+    now = dict(model.named_parameters())
+    plain = not any(type(m).__module__.startswith("quant.") for m in model.modules())
+    return plain and now.keys() == before.keys() and all(now[k] is before[k] for k in before)
+
+
+@pytest.mark.parametrize("hidden", [96, 192, 136])
+def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden: int):
+    """Every layer is checked first: the error names the first, counts the others, and the model is as it was."""
+    model = qwen3(hidden_size=hidden)
+    before: dict[str, torch.Tensor] = dict(model.named_parameters())
+    with pytest.raises(SchemeError, match=rf"'model\.layers\.0\.self_attn\.q_proj' has {hidden} input.*and 9 more"):
+        wrap(model, "w4a16", operators="engine")
+    assert is_untouched(model, before)
+    assert all(isinstance(m, nn.Linear) for n, m in model.named_modules() if n.endswith("_proj"))
+    assert wrap(model, "w8a8").operators == "engine"
+
+
+def test_logits_changed_after_the_head_are_refused():
+    """`LowBitModel.logits` stops at the head; a model that caps logits there would be learned wrongly."""
+    sizes = {**SIZES, "final_logit_softcapping": 30.0}
+    model = randomize(Gemma2ForCausalLM(Gemma2Config(**sizes)))
+    before: dict[str, torch.Tensor] = dict(model.named_parameters())
+    with pytest.raises(SchemeError, match=r"final_logit_softcapping = 30\.0"):
+        wrap(model, "w8a8")
+    assert is_untouched(model, before)
+
+
+def test_fused_experts_are_refused():
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    with pytest.raises(SchemeError, match=r"experts.*fused experts.*dense model"):
+        wrap(model, "w8a8")
+
+
+@tied_or_not
+@schemes
+def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
+    """The learner's side of the audit lists every linear layer once with what it really is, and config.json ignores
+    exactly the layers reported unquantized, tied head included."""
+    model = wrap(qwen3(tied), scheme, kernel="torch")
+    kernel = {"bf16": "linear", "w4a16": "_weight_int4pack_mm_for_cpu", "w8a8": "_int_mm", "fp8": "_scaled_mm"}[scheme]
+    group = 128 if scheme == "w4a16" else None
+    expected = [LayerReport(name, scheme, group, "torch.bfloat16", kernel) for name in LINEARS]
+    expected.append(LayerReport("lm_head", "bf16", None, "torch.bfloat16", "linear"))
+    assert model.layers() == expected
+    config = model.quantization_config()
+    if scheme == "bf16":
+        assert config is None
+        return
+    assert config is not None and config["ignore"] == ["lm_head"] == model.ignored
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (4 if scheme == "w4a16" else 8, group)
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert (config["config_groups"]["group_0"]["input_activations"] is None) == (scheme == "w4a16")
