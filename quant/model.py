@@ -134,12 +134,16 @@ class LowBitModel(nn.Module):
     def published_forward(self) -> Iterator[None]:
         """Within this context an unaligned model multiplies the published codes too; the canary needs it."""
         plain = [linear for linear in self.linears.values() if not linear.aligned]
-        for aligned in (True, False):
-            for linear in plain:
-                linear.aligned = aligned
-                linear.refresh()
-            if aligned:
-                yield
+        self._align(plain, True)
+        try:
+            yield
+        finally:
+            self._align(plain, False)
+
+    def _align(self, linears: list[LowBitLinear], aligned: bool) -> None:
+        for linear in linears:
+            linear.aligned = aligned
+            linear.refresh()
 
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
         """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
