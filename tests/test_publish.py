@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from quant.load import load_masters
 from quant.model import LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.digest import StreamDigest
-from rollout.engine import EngineError
+from rollout.engine import Engine, EngineError
 from rollout.vllm_engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement
 from sync.export import export_checkpoint
@@ -133,8 +134,10 @@ def test_a_tensor_too_many_is_refused(random_policy: Callable[[bool], Path], tmp
     model = make_model(folder, "w8a8", "bfloat16")
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
     extra = LowBitTensor("model.layers.7.mlp.up_proj.weight", torch.zeros(2, 2, dtype=torch.int8))
+    tampered = cast(Engine, Tampered(engine, lambda items: [*items, extra]))
+    publisher = Publisher(model, tampered, SEQUENCES, 0.05, 50)
     with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
-        Publisher(model, Tampered(engine, lambda items: [*items, extra]), SEQUENCES, 0.05, 50).publish(1)
+        publisher.publish(1)
     with pytest.raises(EngineError, match="parts of two weight versions"):
         engine.score(SEQUENCES)
     with pytest.raises(EngineError, match="one engine a process"):
@@ -161,7 +164,7 @@ def test_changed_bytes_are_caught(running: tuple[LowBitModel, VllmEngine]):
         changed.view(torch.uint8).view(-1)[0] ^= 1
         return [*items[:5], LowBitTensor(items[5].name, changed), *items[6:]]
 
-    publisher = Publisher(model, Tampered(engine, flip), SEQUENCES, 0.05, 50)
+    publisher = Publisher(model, cast(Engine, Tampered(engine, flip)), SEQUENCES, 0.05, 50)
     with pytest.raises(PublishError, match="other bytes than were sent"):
         publisher.publish(7)
 

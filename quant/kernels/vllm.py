@@ -70,7 +70,7 @@ class VllmProductFactory:
         # tensors until Python's collector comes by.
         for parameter in linear.parameters():
             if hasattr(parameter, "weight_loader"):
-                del parameter.weight_loader
+                del parameter.weight_loader  # pyright: ignore[reportAttributeAccessIssue]
         return VllmProduct(linear)
 
     def _quant_config(self, scheme: Scheme) -> CompressedTensorsConfig | None:
