@@ -77,7 +77,7 @@ class _Plain:
     name = "plain"
 
     def __init__(self, master: torch.Tensor, bias: torch.Tensor | None, linear: LowBitLinear):
-        self._weight = master.detach().to(linear.dtype)
+        self._weight = master.detach().to(linear.dtype, copy=True)
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

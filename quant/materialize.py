@@ -69,13 +69,14 @@ def materialize(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Low
     """Quantize one master weight.
 
     weight: fp32 or bf16 [O, I]. dtype: compute dtype, the one scales are stored in.
-    Raises `SchemeError` for a shape the scheme cannot hold and `ValueError` for non-finite weights.
+    Raises `SchemeError` for a shape the scheme cannot hold, `ValueError` for weights that are not finite or whose scale
+    overflows `dtype`.
     Source: compressed-tensors 0.17 `calculate_qparams`, `_quantize`, `pack_to_int32`.
     """
     shape = (weight.shape[0], weight.shape[1])
     args = scheme.weights
     if args is None:
-        return LowBitWeight(scheme, weight.to(dtype), None, shape)
+        return LowBitWeight(scheme, weight.detach().to(dtype, copy=True), None, shape)
     scheme.check_layer("weight", shape)
     groups = scheme.group_size or shape[1]
     assert args.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
@@ -99,7 +100,12 @@ def _stored_scale(grouped: torch.Tensor, half_range: float, dtype: torch.dtype) 
     scale = absmax / half_range
     eps = torch.finfo(scale.dtype).eps
     scale = scale.masked_fill(scale == 0, eps).to(dtype)
-    # A group this small vanished in the cast (float16 ends at 6e-8): its codes are zero either way.
+    if not torch.isfinite(scale).all():
+        raise ValueError(
+            f"a master weight of magnitude {float(absmax.max()):.3g} has a scale beyond {dtype}'s range; use bfloat16 "
+            "as the compute dtype (--dtype bfloat16)"
+        )
+    # A scale that vanished in the cast (float16 ends at 6e-8) becomes the smallest the library itself would store.
     return scale.masked_fill(scale == 0, torch.finfo(torch.float32).eps)
 
 

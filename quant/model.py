@@ -103,9 +103,7 @@ class LowBitModel(nn.Module):
                 continue
             for key, master in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{key}" if prefix else key
-                if master.dtype == self.dtype:
-                    continue
-                copy = nn.Parameter(master.detach().to(self.dtype))
+                copy = nn.Parameter(master.detach().to(self.dtype, copy=True))
                 copy.register_post_accumulate_grad_hook(_gradient_to(master))
                 setattr(module, key, copy)
                 copies[name] = copy
@@ -154,16 +152,13 @@ class LowBitModel(nn.Module):
             layer, _, key = name.rpartition(".")
             linear = self.linears.get(layer)
             if linear is None:
-                yield LowBitTensor(name, self._compute_tensor(name))
+                yield LowBitTensor(name, self._copies[name].detach())
             elif key == "bias":
                 yield LowBitTensor(name, self.masters[name].detach().to(self.dtype))
             else:
                 assert linear.low_bit is not None
                 for suffix, tensor in linear.low_bit.tensors():
                     yield LowBitTensor(f"{layer}.{suffix}", tensor)
-
-    def _compute_tensor(self, name: str) -> torch.Tensor:
-        return (self._copies[name] if name in self._copies else self.masters[name]).detach()
 
     def quantization_config(self) -> dict[str, Any] | None:
         """What config.json says of this model's quantization; None for the unquantized scheme."""

@@ -287,3 +287,17 @@ def test_a_layer_never_materialized_raises_with_its_name():
     linear = LowBitLinear("model.layers.9.k_proj", master, None, get_scheme("fp8"), factory, torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"'model\.layers\.9\.k_proj' was never materialized.*refresh"):
         linear(torch.ones(2, 128, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_master_of_the_compute_dtype_is_copied_too(aligned: bool):
+    """Until refresh() the forward is that of the last weight version, also where no rounding separates the two."""
+    master = nn.Parameter(torch.randn(32, 128).bfloat16())
+    factory = make_factory("torch", torch.bfloat16)
+    linear = LowBitLinear("layer", master, None, get_scheme("bf16"), factory, torch.bfloat16, aligned)
+    linear.refresh()
+    x = torch.randn(2, 128).bfloat16()
+    before = linear(x)
+    with torch.no_grad():
+        master.add_(1)
+    assert torch.equal(linear(x), before)

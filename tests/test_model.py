@@ -120,7 +120,8 @@ def plain_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, t
 
 
 def relative(given: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((given.double() - expected.double()).norm() / expected.double().norm())
+    given, expected = given.detach().double(), expected.detach().double()
+    return float((given - expected).norm() / expected.norm())
 
 
 @tied_or_not
