@@ -43,8 +43,7 @@ class Learner:
     def __init__(self, model: LowBitModel, config: LearnerConfig):
         self.model = model
         self.config = config
-        matrices = {f"{name}.weight" for name in model.linears if name != "lm_head"}
-        self.optimizer = MasterOptimizer(model.masters, matrices, config.optimizer)
+        self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer)
         self.loss_scale = LossScale(model.dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
         self._objective = OBJECTIVES[config.objective.name]
 

@@ -51,9 +51,10 @@ class LowBitLinear(nn.Module):
         """Materialize the master's present value and prepare the kernel for it."""
         self.low_bit = materialize(self.master, self.scheme, self.dtype)
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
-        self.product = (
-            self._factory(self.layer, self.low_bit, bias) if self.aligned else _Plain(self.master, bias, self)
-        )
+        if self.aligned:
+            self.product = self._factory(self.layer, self.low_bit, bias)
+        else:
+            self.product = PlainProduct(self.master.detach().to(self.dtype, copy=True), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]."""
@@ -71,16 +72,17 @@ class LowBitLinear(nn.Module):
         return self.master.detach().to(self.dtype).to(torch.float32)
 
 
-class _Plain:
-    """The master cast to the compute dtype: an unaligned learner."""
+class PlainProduct:
+    """The master cast to the compute dtype: an unaligned learner. weight: compute dtype [O, I]."""
 
     name = "plain"
 
-    def __init__(self, master: torch.Tensor, bias: torch.Tensor | None, linear: LowBitLinear):
-        self._weight = master.detach().to(linear.dtype, copy=True)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._weight = weight
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [N, I] → compute dtype [N, O]."""
         return nn.functional.linear(x, self._weight, self._bias)
 
 

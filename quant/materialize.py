@@ -48,6 +48,11 @@ class LowBitWeight:
             yield "weight", self.codes
             yield "weight_scale", self.scale
 
+    def rows(self, start: int, stop: int) -> "LowBitWeight":
+        """The weight of output rows start … stop-1, as views of the same storage."""
+        scale = None if self.scale is None else self.scale[start:stop]
+        return LowBitWeight(self.scheme, self.codes[start:stop], scale, (stop - start, self.shape[1]))
+
     def unpacked(self) -> torch.Tensor:
         """Codes one per element, [O, I]: int8 for int4 and int8 schemes, else `codes` itself."""
         args = self.scheme.weights

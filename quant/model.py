@@ -1,12 +1,11 @@
 """A transformers causal LM over low-bit tensors: master weights in, checkpoint-named low-bit tensors out.
 
-Every parameter has one master. Linear layers become `LowBitLinear`; everything else (embeddings, norms) keeps a
-compute-dtype copy whose gradient flows to its master. `refresh()` makes a weight version; forward, publish and
-export all read what it made.
+Every parameter has one master. Linear layers become `LowBitLinear`, fused experts `RoutedLowBitExperts`; everything
+else (embeddings, norms) keeps a compute-dtype copy whose gradient flows to its master. `refresh()` makes a weight
+version; forward, publish and export all read what it made.
 """
 
 import contextlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
+from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear
 from quant.operators import install_engine_operators, why_not
 from quant.schemes import Scheme, SchemeError, get_scheme
+from quant.weights import router_names, weight_shapes
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class LowBitTensor:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer as one side of the audit sees it. group_size None: a scale per row, or unquantized."""
+    """One linear layer, or all experts of one layer, as one side of the audit sees it. group_size None: a scale per
+    row, or unquantized."""
 
     name: str
     scheme: str
@@ -65,15 +68,22 @@ class LowBitModel(nn.Module):
         self.config = model.config
         self._order = [name for name, _ in model.named_parameters()]
         self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        linears = _linear_layers(model)
-        self.ignored = [name for name in linears if scheme.leaves_alone(name)]
-        _check_layers(linears, scheme)
+        self._layout = expert_layout(model.config.model_type)
+        experts = dict(fused_experts(model))
         if operators == "auto":
             operators = "engine" if aligned and not why_not(model) else "transformers"
         self.operators = operators
+        shapes = weight_shapes(model)
+        _check_layers(shapes, scheme)
+        self.ignored = [name for name in shapes if scheme.leaves_alone(name)]
+        self._routers = router_names(experts)
+        self._not_matrices = {"lm_head", *map(self._layout.checkpoint_name, self._routers)}
+        self._buffers_kept = [n for n, _ in model.named_buffers() if n in model.state_dict()]
         if operators == "engine":
             install_engine_operators(model, dtype)
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         self.linears = self._replace_linears(model, linears, factory, aligned)
+        self.experts = self._replace_experts(model, experts, factory, aligned)
         self._copies = self._detach_copies(model)
         self.module = model
         self.refresh()
@@ -87,19 +97,40 @@ class LowBitModel(nn.Module):
         self, model: nn.Module, linears: dict[str, nn.Linear], factory: ProductFactory, aligned: bool
     ) -> dict[str, LowBitLinear]:
         replaced = {}
-        unquantized = get_scheme("bf16")
         for name, linear in linears.items():
-            scheme = unquantized if self.scheme.leaves_alone(name) else self.scheme
+            layer = self._layout.checkpoint_name(name)
             assert isinstance(linear.weight, nn.Parameter)
-            replaced[name] = LowBitLinear(name, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
-            model.set_submodule(name, replaced[name])
+            replaced[layer] = LowBitLinear(
+                layer, linear.weight, linear.bias, self._scheme_of(layer), factory, self.dtype, aligned
+            )
+            model.set_submodule(name, replaced[layer])
         return replaced
 
+    def _replace_experts(
+        self, model: PreTrainedModel, experts: dict[str, Any], factory: ProductFactory, aligned: bool
+    ) -> dict[str, RoutedLowBitExperts]:
+        replaced = {}
+        for name, fused in experts.items():
+            layer = self._layout.checkpoint_name(name)
+            count, merged, hidden = fused.gate_up_proj.shape
+            shape = ExpertsShape(
+                count, model.config.num_experts_per_tok, hidden, merged // 2, model.config.hidden_act, self._layout
+            )
+            scheme = self._scheme_of(f"{layer}.0.{self._layout.down}")
+            replaced[layer] = RoutedLowBitExperts(
+                layer, fused.gate_up_proj, fused.down_proj, shape, scheme, factory, self.dtype, aligned
+            )
+            model.set_submodule(name, replaced[layer])
+        return replaced
+
+    def _scheme_of(self, layer: str) -> Scheme:
+        return get_scheme("bf16") if self.scheme.leaves_alone(layer) else self.scheme
+
     def _detach_copies(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Swap the parameters outside linear layers for compute-dtype copies; name → copy."""
+        """Swap the parameters outside linear layers and experts for compute-dtype copies; name → copy."""
         copies: dict[str, nn.Parameter] = {}
         for prefix, module in model.named_modules():
-            if isinstance(module, LowBitLinear):
+            if isinstance(module, LowBitLinear | RoutedLowBitExperts):
                 continue
             for key, master in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{key}" if prefix else key
@@ -112,8 +143,8 @@ class LowBitModel(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Materialize every master: a new weight version, used by all forwards, the publish and the export."""
-        for linear in self.linears.values():
-            linear.refresh()
+        for layer in self._multiplied():
+            layer.refresh()
         for name, copy in self._copies.items():
             copy.copy_(self.masters[name])
 
@@ -131,17 +162,21 @@ class LowBitModel(nn.Module):
     @contextlib.contextmanager
     def published_forward(self) -> Iterator[None]:
         """Within this context an unaligned model multiplies the published codes too; the canary needs it."""
-        plain = [linear for linear in self.linears.values() if not linear.aligned]
+        plain = [layer for layer in self._multiplied() if not layer.aligned]
         self._align(plain, True)
         try:
             yield
         finally:
             self._align(plain, False)
 
-    def _align(self, linears: list[LowBitLinear], aligned: bool) -> None:
-        for linear in linears:
-            linear.aligned = aligned
-            linear.refresh()
+    def _align(self, layers: list[LowBitLinear | RoutedLowBitExperts], aligned: bool) -> None:
+        for layer in layers:
+            layer.aligned = aligned
+            layer.refresh()
+
+    def _multiplied(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
+        yield from self.linears.values()
+        yield from self.experts.values()
 
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
         """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
@@ -149,32 +184,53 @@ class LowBitModel(nn.Module):
         Tied output heads are left out, as transformers leaves them out. Nothing is copied or requantized.
         """
         for name in self._order:
-            layer, _, key = name.rpartition(".")
-            linear = self.linears.get(layer)
-            if linear is None:
-                yield LowBitTensor(name, self._copies[name].detach())
+            written = self._layout.checkpoint_name(name)
+            layer, _, key = written.rpartition(".")
+            if layer in self.experts:
+                yield from self._expert_tensors(layer) if key == "gate_up_proj" else ()
+            elif layer not in self.linears:
+                yield LowBitTensor(written, self._copies[name].detach())
             elif key == "bias":
-                yield LowBitTensor(name, self.masters[name].detach().to(self.dtype))
+                yield LowBitTensor(written, self.masters[name].detach().to(self.dtype))
             else:
-                assert linear.low_bit is not None
-                for suffix, tensor in linear.low_bit.tensors():
+                low_bit = self.linears[layer].low_bit
+                assert low_bit is not None
+                for suffix, tensor in low_bit.tensors():
                     yield LowBitTensor(f"{layer}.{suffix}", tensor)
+        for name in self._buffers_kept:
+            yield LowBitTensor(self._layout.checkpoint_name(name), self.module.get_buffer(name))
+
+    def _expert_tensors(self, layer: str) -> Iterator[LowBitTensor]:
+        low_bit = self.experts[layer].low_bit
+        assert low_bit is not None
+        for suffix, tensor in low_bit.tensors(self._layout):
+            yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
     def quantization_config(self) -> dict[str, Any] | None:
         """What config.json says of this model's quantization; None for the unquantized scheme."""
         return self.scheme.quantization_config(self.ignored)
 
     def layers(self) -> list[LayerReport]:
-        """The learner's side of the audit: every linear layer, with the kernel that multiplies it."""
-        return [
-            LayerReport(name, linear.scheme.name, linear.scheme.group_size, str(self.dtype), _kernel(linear))
-            for name, linear in self.linears.items()
+        """The learner's side of the audit: every linear layer and every layer's experts, with the kernel that
+        multiplies them."""
+        reports = [
+            LayerReport(name, layer.scheme.name, layer.scheme.group_size, str(self.dtype), _kernel(layer))
+            for name, layer in (self.linears | self.experts).items()
         ]
+        routers = [name for name in map(self._layout.checkpoint_name, self._routers) if name not in self.linears]
+        return reports + [LayerReport(name, "bf16", None, str(self.dtype), "unquantized") for name in routers]
+
+    def matrices(self) -> set[str]:
+        """Names of the masters that are matrices of the decoder: linear layers' weights and experts, no router and no
+        output head."""
+        kept = {id(layer.master) for name, layer in self.linears.items() if name not in self._not_matrices}
+        kept |= {id(master) for layer in self.experts.values() for master in layer.masters}
+        return {name for name, master in self.masters.items() if id(master) in kept}
 
 
-def _kernel(linear: LowBitLinear) -> str:
-    assert linear.product is not None
-    return linear.product.name
+def _kernel(layer: LowBitLinear | RoutedLowBitExperts) -> str:
+    assert layer.product is not None
+    return layer.product.name
 
 
 def _gradient_to(master: nn.Parameter):
@@ -199,26 +255,16 @@ def _check_head(model: PreTrainedModel) -> None:
             )
 
 
-def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every `nn.Linear` by name. Refuses models whose experts are fused 3-D parameters (they would be missed)."""
-    fused = [n for n, p in model.named_parameters() if p.ndim == 3 and re.search(r"\.experts\.", n)]
-    if fused:
-        raise SchemeError(
-            f"{fused[0]!r} holds fused experts, which quantized training does not cover yet; use a dense model"
-        )
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
-def _check_layers(linears: dict[str, nn.Linear], scheme: Scheme) -> None:
+def _check_layers(shapes: dict[str, tuple[int, int]], scheme: Scheme) -> None:
     problems = []
-    for name, linear in linears.items():
+    for name, shape in shapes.items():
         if not scheme.leaves_alone(name):
             try:
-                scheme.check_layer(name, (linear.out_features, linear.in_features))
+                scheme.check_layer(name, shape)
             except SchemeError as error:
                 problems.append(str(error))
     if problems:
         more = f" (and {len(problems) - 1} more layers)" if len(problems) > 1 else ""
         raise SchemeError(problems[0] + more)
-    if scheme.quantization is not None and all(scheme.leaves_alone(name) for name in linears):
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(linears)} linear layers")
+    if scheme.quantization is not None and all(map(scheme.leaves_alone, shapes)):
+        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(shapes)} linear layers")

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.moe_operators import EngineMoeBlock
+
 OPERATORS = ("auto", "engine", "transformers")
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 class OperatorError(ValueError):
@@ -42,8 +44,8 @@ class EngineRMSNorm(nn.Module):
 
 
 class EngineAttention(nn.Module):
-    """Causal self-attention of Llama, Mistral, Qwen2 and Qwen3: rotary embedding in fp32, rounded once; on CPUs
-    scores and probabilities in fp32 as well."""
+    """Causal self-attention of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts: rotary embedding in fp32,
+    rounded once; on CPUs scores and probabilities in fp32 as well."""
 
     def __init__(self, attention: nn.Module):
         super().__init__()
@@ -121,6 +123,9 @@ def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype) -> None
     if reason:
         raise OperatorError(f"engine operators: {reason}; set learner.operators to 'transformers' or 'auto'")
     decoder = model.base_model
+    for layer in decoder.layers:  # type: ignore[union-attr]
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = EngineMoeBlock(layer.mlp, getattr(model.config, "norm_topk_prob", True))
     decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, dtype) for layer in decoder.layers)  # type: ignore[union-attr]
     decoder.norm = EngineRMSNorm(decoder.norm)  # type: ignore[arg-type]
 
@@ -131,7 +136,7 @@ def why_not(model: PreTrainedModel) -> str:
     if config.model_type not in _MODEL_TYPES:
         return f"model type {config.model_type!r} is none of {', '.join(_MODEL_TYPES)}"
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        config.model_type == "mistral" and getattr(config, "sliding_window", None)
+        config.model_type in ("mistral", "mixtral", "qwen3_moe") and getattr(config, "sliding_window", None)
     ):
         return "sliding-window attention is not covered"
     return ""

@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,8 +27,6 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from quant.kernels import make_factory
@@ -417,10 +417,11 @@ def test_logits_changed_after_the_head_are_refused():
     assert is_untouched(model, before)
 
 
-def test_fused_experts_are_refused():
-    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-    with pytest.raises(SchemeError, match=r"experts.*fused experts.*dense model"):
+def test_experts_of_an_unknown_layout_are_refused():
+    """Fused parameters that would be missed: GPT-OSS stores them transposed and with biases."""
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = GptOssForCausalLM(GptOssConfig(**sizes))
+    with pytest.raises(SchemeError, match=r"experts.*'gpt_oss'.*layout is not known"):
         wrap(model, "w8a8")
 
 

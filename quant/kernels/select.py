@@ -1,10 +1,14 @@
 """Choosing the kernel family. `auto` is vLLM where it is importable, else torch; the choice is always reported."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
+from quant.expert_weights import LowBitExperts
+from quant.layout import ExpertsShape
 from quant.materialize import LowBitWeight
 
 KERNELS = ("auto", "vllm", "torch", "reference")
@@ -27,12 +31,46 @@ class Product(Protocol):
         ...
 
 
+class ExpertsProduct(Protocol):
+    """One layer's routed experts, prepared. Never changes the low-bit tensors."""
+
+    @property
+    def name(self) -> str:
+        """Which kernel multiplies."""
+        ...
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [N, H]; weights: fp32 [N, K]; index: integer [N, K], experts → compute dtype [N, H]."""
+        ...
+
+
 class ProductFactory(Protocol):
     """Makes the products of a model's layers from their low-bit weights."""
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> Product:
         """layer: checkpoint name. bias: compute dtype [O] or None."""
         ...
+
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsProduct:
+        """layer: checkpoint name of the experts' module, without the number of one."""
+        ...
+
+
+@dataclass(frozen=True)
+class PerExpertFactory:
+    """Dense products by `linear`, and experts as such products one after another."""
+
+    linear: Callable[[str, LowBitWeight, torch.Tensor | None], Product]
+
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> Product:
+        """See `ProductFactory`."""
+        return self.linear(layer, weight, bias)
+
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsProduct:
+        """See `ProductFactory.experts`."""
+        from quant.kernels.per_expert import per_expert_product
+
+        return per_expert_product(self, layer, shape, weights)
 
 
 def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
@@ -48,9 +86,9 @@ def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
     if kernel == "torch":
         from quant.kernels.torch import torch_product
 
-        return torch_product
+        return PerExpertFactory(torch_product)
     if kernel == "reference":
         from quant.kernels.reference import reference_product
 
-        return reference_product
+        return PerExpertFactory(reference_product)
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

@@ -15,11 +15,15 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-    CompressedTensorsConfig,
-)
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.plugins import load_general_plugins
+from vllm.utils.torch_utils import set_default_torch_dtype
 
+from quant.expert_weights import LowBitExperts
 from quant.kernels.describe import kernel_name
+from quant.kernels.vllm_experts import VllmExpertsProduct, vllm_experts
+from quant.layout import ExpertsShape
 from quant.materialize import LowBitWeight
 from quant.schemes import Scheme
 
@@ -40,16 +44,16 @@ class VllmProductFactory:
     """Builds `VllmProduct`s for one compute dtype. Raises what vLLM raises where it has no kernel for a scheme."""
 
     def __init__(self, dtype: torch.dtype):
+        load_general_plugins()  # QaRL's own among them: the engine's processes have loaded them too
         self._dtype = dtype
         self._config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
         # vLLM's FP8 layer asks the model config for the activation dtype and for nothing else.
         self._config.model_config = SimpleNamespace(dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        self._schemes: dict[str, CompressedTensorsConfig] = {}
+        self._schemes: dict[str, QuantizationConfig] = {}
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmProduct:
         """See `ProductFactory`."""
-        device = weight.codes.device
-        with set_current_vllm_config(self._config), _default_dtype(self._dtype), _single_rank(), device:
+        with self._loading(weight.codes.device):
             linear = ReplicatedLinear(
                 weight.shape[1],
                 weight.shape[0],
@@ -73,24 +77,26 @@ class VllmProductFactory:
                 del parameter.weight_loader  # pyright: ignore[reportAttributeAccessIssue]
         return VllmProduct(linear)
 
-    def _quant_config(self, scheme: Scheme) -> CompressedTensorsConfig | None:
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExpertsProduct:
+        """See `ProductFactory.experts`."""
+        with self._loading(weights.device):
+            quant_config = self._quant_config(weights.experts[0].down.scheme)
+            return vllm_experts(layer, shape, weights, self._config, quant_config)
+
+    @contextlib.contextmanager
+    def _loading(self, device: torch.device) -> Iterator[None]:
+        """What vLLM's layers expect while a model loads; their output dtype is torch's default."""
+        with set_current_vllm_config(self._config), set_default_torch_dtype(self._dtype), _single_rank(), device:
+            yield
+
+    def _quant_config(self, scheme: Scheme) -> QuantizationConfig | None:
         written = scheme.quantization_config([])
         if written is None:
             return None
         if scheme.name not in self._schemes:
-            self._schemes[scheme.name] = CompressedTensorsConfig.from_config(written)
+            config_class = get_quantization_config("compressed-tensors")
+            self._schemes[scheme.name] = config_class.from_config(written)
         return self._schemes[scheme.name]
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """vLLM layers take their output dtype from torch's default dtype while a model loads."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

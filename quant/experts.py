@@ -1,0 +1,162 @@
+"""A layer's routed experts: low-bit products forward, straight-through backward.
+
+Forward:  y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, by the engine's experts module.
+Backward: expert after expert, the products are repeated in fp32 on the values the codes stand for and
+          differentiated, every rounding counted as identity. Nothing but the layer's input is kept between forward
+          and backward, and no more than one expert is dequantized at a time.
+
+Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from quant.activations import LowBitActivation, quantize_activation
+from quant.expert_weights import LowBitExperts, materialize_experts
+from quant.kernels.per_expert import PerExpertProduct
+from quant.kernels.select import ExpertsProduct, ProductFactory
+from quant.layout import ExpertsShape
+from quant.linear import PlainProduct
+from quant.schemes import Scheme
+
+
+class RoutedLowBitExperts(nn.Module):
+    """Replaces a module of fused experts.
+
+    layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
+    first. scheme, dtype, aligned: as `LowBitLinear` takes them.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        gate_up: nn.Parameter,
+        down: nn.Parameter,
+        shape: ExpertsShape,
+        scheme: Scheme,
+        factory: ProductFactory,
+        dtype: torch.dtype,
+        aligned: bool = True,
+    ):
+        super().__init__()
+        self.layer = layer
+        self.gate_up_proj = gate_up
+        self.down_proj = down
+        self.shape = shape
+        self.scheme = scheme
+        self.dtype = dtype
+        self.aligned = aligned
+        self.activation: nn.Module = ACT2FN[shape.activation]
+        self._factory = factory
+        self.low_bit: LowBitExperts | None = None
+        self.product: ExpertsProduct | None = None
+
+    def refresh(self) -> None:
+        """Materialize the masters' present values and prepare the kernel for them."""
+        low_bit = materialize_experts(self.gate_up_proj, self.down_proj, self.scheme, self.dtype, self.layer)
+        self.low_bit = low_bit
+        self.product = self._factory.experts(self.layer, self.shape, low_bit) if self.aligned else self._plain()
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
+        dtype [N, H]. The signature is that of the transformers modules replaced."""
+        if self.product is None:
+            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
+        return _StraightThrough.apply(
+            hidden_states, top_k_weights.to(torch.float32), self.gate_up_proj, self.down_proj, top_k_index, self
+        )
+
+    def weights_used(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
+        assert self.low_bit is not None
+        if self.aligned:
+            found = self.low_bit.experts[expert]
+            return found.gate_up.dequantized(torch.float32), found.down.dequantized(torch.float32)
+        matrices = (self.gate_up_proj.detach()[expert], self.down_proj.detach()[expert])
+        return matrices[0].to(self.dtype).to(torch.float32), matrices[1].to(self.dtype).to(torch.float32)
+
+    def _plain(self) -> ExpertsProduct:
+        """The masters cast to the compute dtype: an unaligned learner."""
+        casts = zip(*(master.detach().to(self.dtype, copy=True) for master in self.masters), strict=True)
+        return PerExpertProduct(
+            [(PlainProduct(g, None), PlainProduct(d, None)) for g, d in casts], self.shape.activation
+        )
+
+    @property
+    def masters(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Gate and up [E, 2I, H], down [E, H, I]."""
+        return self.gate_up_proj, self.down_proj
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether inputs of both products are quantized."""
+        return self.aligned and self.scheme.activations is not None
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        index: torch.Tensor,
+        experts: RoutedLowBitExperts,
+    ) -> torch.Tensor:
+        assert experts.product is not None
+        ctx.experts = experts
+        if experts.quantizes_activations:
+            low_bit = quantize_activation(x, experts.scheme)
+            ctx.save_for_backward(weights, index, low_bit.codes, low_bit.scale)
+        else:
+            ctx.save_for_backward(weights, index, x)
+        return experts.product(x, weights, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        experts: RoutedLowBitExperts = ctx.experts
+        weights, index, *saved = ctx.saved_tensors
+        x = LowBitActivation(*saved).dequantized(torch.float32) if len(saved) == 2 else saved[0].to(torch.float32)
+        dy = grad_outputs[0].to(torch.float32)
+        dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
+        needed = ctx.needs_input_grad[2:4]
+        dmasters = [torch.zeros_like(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
+        for expert in index.unique().tolist():
+            rows, slots = (index == expert).nonzero(as_tuple=True)
+            grads = _expert_backward(experts, expert, x[rows], weights[rows, slots], dy[rows])
+            dx.index_add_(0, rows, grads.x)
+            dweights[rows, slots] = grads.weights
+            for dmaster, grad in zip(dmasters, (grads.gate_up, grads.down), strict=True):
+                if dmaster is not None:
+                    dmaster[expert] = grad.to(dmaster.dtype)
+        return dx.to(experts.dtype), dweights, *dmasters, None, None
+
+
+class _Gradients:
+    """Of one expert's tokens, fp32: x [n, H], weights [n], gate_up [2I, H], down [H, I]."""
+
+    def __init__(self, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor):
+        self.x, self.weights, self.gate_up, self.down = x, weights, gate_up, down
+
+
+def _expert_backward(
+    experts: RoutedLowBitExperts, expert: int, x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor
+) -> _Gradients:
+    """x: fp32 [n, H], as multiplied; weights: fp32 [n]; dy: fp32 [n, H], of the layer's output."""
+    gate_up, down = experts.weights_used(expert)
+    with torch.enable_grad():
+        merged = (x @ gate_up.t()).to(experts.dtype).to(torch.float32).requires_grad_()
+        gate, up = merged.chunk(2, dim=-1)
+        activated = experts.activation(gate) * up
+    used = activated.detach().to(experts.dtype)
+    if experts.quantizes_activations:
+        used = quantize_activation(used, experts.scheme).dequantized(torch.float32)
+    used = used.to(torch.float32)
+    dweights = (dy * (used @ down.t())).sum(-1)
+    scaled = dy * weights[:, None]
+    (dmerged,) = torch.autograd.grad(activated, merged, scaled @ down)
+    return _Gradients(dmerged @ gate_up, dweights, dmerged.t() @ x, scaled.t() @ used)

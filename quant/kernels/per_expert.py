@@ -1,0 +1,49 @@
+"""Routed experts as dense products, one expert after another: where there is no grouped kernel.
+
+Axes: N tokens, K experts a token, H hidden columns, I expert columns.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from quant.expert_weights import LowBitExperts
+from quant.kernels.select import Product, ProductFactory
+from quant.layout import ExpertsShape
+
+
+class PerExpertProduct:
+    """y = Σ_k w_k · down(act(gate(x)) · up(x)), summed in fp32 in the order of the experts' numbers, rounded once."""
+
+    def __init__(self, pairs: Sequence[tuple[Product, Product]], activation: str):
+        """pairs: each expert's product with [2I, H] (gate rows first) and with [H, I]."""
+        self._pairs = pairs
+        self._activation: nn.Module = ACT2FN[activation]
+        self.name = f"{pairs[0][0].name}, per expert"
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """See `ExpertsProduct`."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in index.unique().tolist():
+            rows, slots = (index == expert).nonzero(as_tuple=True)
+            gate_up, down = self._pairs[expert]
+            gate, up = gate_up(x[rows]).chunk(2, dim=-1)
+            output = down(self._activation(gate) * up).to(torch.float32)
+            total.index_add_(0, rows, output * weights[rows, slots, None])
+        return total.to(x.dtype)
+
+
+def per_expert_product(
+    factory: ProductFactory, layer: str, shape: ExpertsShape, weights: LowBitExperts
+) -> PerExpertProduct:
+    """Every expert's two matrices through the dense products of `factory`."""
+    pairs = [
+        (
+            factory(f"{layer}.{e}.{shape.layout.gate}", expert.gate_up, None),
+            factory(f"{layer}.{e}.{shape.layout.down}", expert.down, None),
+        )
+        for e, expert in enumerate(weights.experts)
+    ]
+    return PerExpertProduct(pairs, shape.activation)

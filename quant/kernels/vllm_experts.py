@@ -1,0 +1,87 @@
+"""Routed experts by the very module vLLM builds: fused kernels where vLLM has them, QaRL's plugin where it has none.
+
+As `quant.kernels.vllm` for dense layers: vLLM's `RoutedExperts` gets the scheme's own `quantization_config`, takes
+the low-bit tensors by their checkpoint names through its own loader, and post-processes them.
+
+Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    get_routing_method_type,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from quant.expert_weights import LowBitExperts
+from quant.kernels.describe import kernel_name
+from quant.layout import ExpertsShape
+
+
+class VllmExpertsProduct:
+    """One layer's experts, ready to multiply."""
+
+    def __init__(self, experts: RoutedExperts):
+        self._experts = experts
+        self.name = kernel_name(experts)
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """See `ExpertsProduct`."""
+        index = index.to(self._experts.quant_method.topk_indices_dtype or torch.int32)
+        y = self._experts.forward_modular(x.contiguous(), weights.contiguous(), index.contiguous())
+        assert isinstance(y, torch.Tensor)  # vLLM defers the sum over experts only where that was asked for
+        return y
+
+
+def vllm_experts(
+    layer: str, shape: ExpertsShape, weights: LowBitExperts, config: VllmConfig, quant_config: QuantizationConfig | None
+) -> VllmExpertsProduct:
+    """Build and fill vLLM's module. To be called with `config` current and the compute dtype as torch's default."""
+    dtype, device = torch.get_default_dtype(), weights.device
+    layout = shape.layout
+    moe = FusedMoEConfig(
+        num_experts=shape.experts,
+        experts_per_token=shape.top_k,
+        hidden_dim=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_local_experts=shape.experts,
+        num_logical_experts=shape.experts,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=dtype,
+        activation=MoEActivation.from_str(shape.activation),
+        device=device,
+        routing_method=get_routing_method_type("softmax", shape.top_k, True, None, False),
+        max_num_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+    local = SimpleNamespace(
+        local_num_experts=shape.experts,
+        placement_strategy="linear",
+        expert_map=None,
+        expert_mask=None,
+        routing_tables=None,
+        num_fused_shared_experts=0,
+        map_global_to_local=lambda expert: expert,
+    )
+    experts = RoutedExperts(
+        layer,
+        dtype,
+        moe,
+        quant_config,
+        expert_map_manager=local,  # pyright: ignore[reportArgumentType]
+        ckpt_gate_proj_name=layout.gate,
+        ckpt_down_proj_name=layout.down,
+        ckpt_up_proj_name=layout.up,
+    )
+    for _ in experts.load_weights(weights.tensors(layout)):
+        pass  # the loader is a generator: it loads as it is read
+    experts.quant_method.process_weights_after_loading(experts)
+    for parameter in experts.parameters():  # loaders point back at the module: a cycle that outlives weight versions
+        if hasattr(parameter, "weight_loader"):
+            del parameter.weight_loader  # pyright: ignore[reportAttributeAccessIssue]
+    return VllmExpertsProduct(experts)

@@ -1,0 +1,57 @@
+"""A sparse mixture-of-experts block routed as the engine routes it.
+
+transformers takes a softmax over all experts, picks the K best, renormalizes them and rounds their weights to the
+compute dtype; vLLM picks the K best logits and takes a softmax over those, in fp32 to the end. Equal on paper, not in
+the last bits. The router itself stays in full precision: it is a linear layer no scheme quantizes.
+
+Axes: B sequences, T tokens, N = B·T, K experts a token, E experts, H hidden columns.
+"""
+
+import torch
+from torch import nn
+
+
+class EngineMoeBlock(nn.Module):
+    """Router and experts of one layer, for models that route by softmax over the logits.
+
+    renormalize: whether a token's K weights sum to one. replayed: experts to use instead of the K best, int64 [N, K];
+    their weights still come from this model's logits.
+    """
+
+    def __init__(self, block: nn.Module, renormalize: bool):
+        super().__init__()
+        router = block.get_submodule("gate")
+        self.gate: nn.Module = _linear(router.weight)  # type: ignore[arg-type]
+        self.experts: nn.Module = block.get_submodule("experts")
+        self.top_k: int = router.top_k  # type: ignore[assignment]
+        self.renormalize = renormalize
+        self.replayed: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [B, T, H] → the same."""
+        flat = x.reshape(-1, x.shape[-1])
+        weights, index = route(self.gate(flat), self.top_k, self.renormalize, self.replayed)
+        return self.experts(flat, index, weights).view(x.shape)
+
+
+def route(
+    logits: torch.Tensor, top_k: int, renormalize: bool, chosen: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits: compute dtype [N, E] → weights fp32 [N, K] and experts int64 [N, K].
+
+    chosen: int64 [N, K], experts that were picked elsewhere; None picks the K largest logits.
+    Source: vLLM `CPURouter` and `topk_softmax`.
+    """
+    logits = logits.to(torch.float32)
+    index = logits.topk(top_k, dim=-1).indices if chosen is None else chosen
+    picked = logits.gather(-1, index)
+    if renormalize:
+        return picked.softmax(-1), index
+    return (picked - logits.logsumexp(-1, keepdim=True)).exp(), index
+
+
+def _linear(weight: nn.Parameter) -> nn.Linear:
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = weight
+    return linear
