@@ -1,10 +1,11 @@
 """The worker's side of a publish: take a checkpoint-named stream into the loaded model, layer by layer.
 
-vLLM 0.32's own `reload_weights` is silently wrong on CPU in two ways that concern dense models, both undone here:
+vLLM 0.32's own `reload_weights` is silently wrong on CPU in three ways, all undone here:
 - it copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers to what they
   were built from (W8A8 then multiplies with freed scales). Here the new processed tensors stay.
 - a tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
-tests/test_publish.py holds the outcome against freshly loaded engines; remove both when vLLM's own reload passes it.
+- unquantized experts are prepacked at the first load only and then left raw. Here their kernel is made anew.
+tests/test_publish.py holds the outcome against freshly loaded engines; remove each when vLLM's own reload passes it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -31,6 +33,8 @@ from quant.model import LayerReport, LowBitTensor
 from quant.schemes import scheme_of_args
 from rollout.digest import StreamDigest
 from rollout.engine import LoadReport
+
+_UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
 
 class WorkerExtension:
@@ -65,7 +69,7 @@ class WorkerExtension:
         return LoadReport(digest.hexdigest(), len(sent), tuple(sorted(got - expected)), tuple(missing))
 
     def qarl_layers(self) -> list[LayerReport]:
-        """Every linear layer of the model, fused ones by their checkpoint names."""
+        """Every linear layer of the model, fused ones by their checkpoint names, and every layer's experts as one."""
         model: nn.Module = self.model_runner.get_model()
         dtype = str(self.vllm_config.model_config.dtype)
         packed = getattr(model, "packed_modules_mapping", {})
@@ -75,6 +79,10 @@ class WorkerExtension:
                 scheme, group = _scheme_of(module, name, self.vllm_config)
                 for part in _parts(name, packed):
                     reports.append(LayerReport(part, scheme, group, dtype, kernel_name(module)))
+            elif isinstance(module, RoutedExperts):
+                one = f"{module.layer_name}.0.{module.ckpt_down_proj_name}"
+                scheme, group = _scheme_of(module, one, self.vllm_config)
+                reports.append(LayerReport(module.layer_name, scheme, group, dtype, kernel_name(module)))
         return reports
 
 
@@ -87,7 +95,9 @@ def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         processed = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
         in_place = is_deferred_attention_layer(module) or isinstance(module, VocabParallelEmbedding)
-        if processed and not in_place and _own_parameters(module):
+        if processed and not in_place and (_own_parameters(module) or isinstance(module, RoutedExperts)):
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel = None
             get_layerwise_info(module).kernel_tensors = None
             kept.append((name, module))
     return kept
@@ -109,9 +119,17 @@ def _checkpoint_layers(model: nn.Module) -> set[str]:
     tied = getattr(model.config, "tie_word_embeddings", False)
     names: set[str] = set()
     for name, module in model.named_modules():
-        if _own_parameters(module) and not (tied and isinstance(module, ParallelLMHead)):
+        if isinstance(module, RoutedExperts):
+            names.update(_expert_matrices(module))
+        elif _own_parameters(module) and not (tied and isinstance(module, ParallelLMHead)):
             names.update(_parts(name, packed))
     return names
+
+
+def _expert_matrices(experts: RoutedExperts) -> Iterator[str]:
+    projections = (experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name)
+    for expert in range(experts.global_num_experts):
+        yield from (f"{experts.layer_name}.{expert}.{projection}" for projection in projections)
 
 
 def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
@@ -123,7 +141,7 @@ def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
 def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:
     """Name and group size of the scheme vLLM resolved for a layer, by the arguments vLLM parsed."""
     quantization = config.quant_config
-    if quantization is None or isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+    if quantization is None or isinstance(module.quant_method, _UNQUANTIZED):
         return "bf16", None
     parsed = quantization.get_scheme_dict(module, name)  # pyright: ignore[reportAttributeAccessIssue]
     scheme = scheme_of_args(parsed["weights"], parsed["input_activations"])

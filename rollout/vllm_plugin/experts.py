@@ -1,0 +1,176 @@
+"""Quantized mixture-of-experts on CPUs without AMX, where vLLM 0.32 has none ("No WNA16 MoE backend…").
+
+Each expert's two products go through the dense low-bit layer that vLLM itself builds for the scheme: gate and up
+projection merged into one, then the gated activation, then the down projection. Registered as the
+`compressed-tensors` config, whose other layers keep vLLM's methods. Remove it when vLLM's own method selection
+(`CompressedTensorsMoEMethod.get_moe_method`) finds a backend on such CPUs.
+
+Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+_PREFIXES = {"w13": ("w1", "w3"), "w2": ("w2",)}
+"""vLLM's names of an expert's matrices → the checkpoint shards stacked in them (gate and up; down)."""
+
+
+def register_per_expert_products() -> None:
+    """Make vLLM read `compressed-tensors` checkpoints with `PerExpertConfig`."""
+    register_quantization_config("compressed-tensors")(PerExpertConfig)
+
+
+class PerExpertConfig(CompressedTensorsConfig):
+    """vLLM's compressed-tensors config with `PerExpertMethod` for quantized experts."""
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """vLLM's hook: the method of one layer."""
+        if not isinstance(layer, RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        self._add_fused_moe_to_target_scheme_map()
+        projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        found = [self.get_scheme_dict(layer, f"{prefix}.0.{projection}") for projection in projections]
+        if any(scheme != found[0] for scheme in found):
+            raise ValueError(f"{prefix}: all projections of a layer's experts need one scheme, found {found}")
+        return UnquantizedFusedMoEMethod(layer.moe_config) if found[0] is None else PerExpertMethod(self, layer, prefix)
+
+
+class PerExpertMethod(FusedMoEMethodBase):
+    """Runs routed experts as dense low-bit products, one expert after another."""
+
+    def __init__(self, config: CompressedTensorsConfig, layer: RoutedExperts, prefix: str):
+        super().__init__(layer.moe_config)
+        if layer.moe_config.has_bias or not layer.moe_config.is_act_and_mul or layer.use_ep:
+            raise ValueError(
+                f"{prefix}: per-expert products cover gated experts without bias and without expert parallelism"
+            )
+        self._config = config
+        self._names = {
+            "w13": f"{prefix}.{{}}.{layer.ckpt_gate_proj_name}",
+            "w2": f"{prefix}.{{}}.{layer.ckpt_down_proj_name}",
+        }
+        self._experts: dict[str, list[ReplicatedLinear]] = {}
+
+    @property
+    def kernel(self) -> object:
+        """The dense kernel that multiplies, as vLLM selected it."""
+        scheme: Any = self._experts["w13"][0].scheme
+        return getattr(scheme, "kernel", None) or scheme.fp8_linear
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Checkpoint-layout parameters [E, …], shaped as the dense layer's own."""
+        self._shapes = {
+            "w13": (hidden_size, 2 * intermediate_size_per_partition),
+            "w2": (intermediate_size_per_partition, hidden_size),
+        }
+        self._dtype = params_dtype
+        for prefix, shards in _PREFIXES.items():
+            with torch.device("meta"):
+                template = self._linear(prefix, 0)
+            for name, like in template.named_parameters():
+                # Every shard brings a shape of its own; vLLM's reload counts elements and must find room for all.
+                shape = (2 * len(shards),) if name == "weight_shape" else like.shape
+                stacked = torch.empty(num_experts, *shape, dtype=like.dtype)
+                parameter = nn.Parameter(stacked, requires_grad=False)
+                parameter.weight_loader = _loader(shards)  # type: ignore[attr-defined]
+                layer.register_parameter(f"{prefix}_{name}", parameter)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Build each expert's dense layers from the loaded tensors, which are then freed."""
+        loaded = dict(layer.named_parameters(recurse=False))
+        for prefix in _PREFIXES:
+            mine = {n.removeprefix(f"{prefix}_"): p for n, p in loaded.items() if n.startswith(f"{prefix}_")}
+            experts = len(next(iter(mine.values())))
+            self._experts[prefix] = [self._filled(prefix, e, mine) for e in range(experts)]
+        for name in loaded:
+            delattr(layer, name)
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+        """None: there is no fused kernel to configure."""
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: object = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: compute dtype [N, H]; topk_weights: fp32 [N, K]; topk_ids: integer [N, K] → compute dtype [N, H].
+
+        Experts' outputs are summed in fp32, in the order of their numbers, and rounded once.
+        """
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in topk_ids.unique().tolist():
+            rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+            weights = topk_weights[rows, slots].to(torch.float32)[:, None]
+            inputs = x[rows]
+            if layer.apply_router_weight_on_input:
+                inputs, weights = (inputs * weights).to(x.dtype), torch.ones_like(weights)
+            merged = self._experts["w13"][expert](inputs)
+            hidden = torch.empty(len(rows), merged.shape[1] // 2, dtype=merged.dtype)
+            apply_moe_activation(layer.activation, hidden, merged)
+            total.index_add_(0, rows, self._experts["w2"][expert](hidden).to(torch.float32) * weights)
+        return total.to(x.dtype)
+
+    def _linear(self, prefix: str, expert: int) -> ReplicatedLinear:
+        # FP8 layers take their output dtype from torch's default, which vLLM sets for the first load only.
+        with set_default_torch_dtype(self._dtype):
+            return ReplicatedLinear(
+                *self._shapes[prefix],
+                bias=False,
+                params_dtype=self._dtype,
+                quant_config=self._config,
+                prefix=self._names[prefix].format(expert),
+                return_bias=False,
+                disable_tp=True,
+            )
+
+    def _filled(self, prefix: str, expert: int, loaded: Mapping[str, torch.Tensor]) -> ReplicatedLinear:
+        linear = self._linear(prefix, expert)
+        for name, stacked in loaded.items():
+            inputs, outputs = self._shapes[prefix]
+            value = torch.tensor((outputs, inputs)) if name == "weight_shape" else stacked[expert]
+            getattr(linear, name).data.copy_(value)
+        linear.quant_method.process_weights_after_loading(linear)
+        for parameter in linear.parameters():  # their loaders point back at the layer: a cycle that outlives reloads
+            if hasattr(parameter, "weight_loader"):
+                del parameter.weight_loader  # type: ignore[attr-defined]
+        return linear
+
+
+def _loader(shards: tuple[str, ...]) -> Callable[..., bool]:
+    """vLLM's loader of one stacked parameter: a shard fills its share of an expert's rows."""
+
+    def load(
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool:
+        target = param.data[expert_id].chunk(len(shards))[shards.index(shard_id)]
+        target.copy_(loaded_weight.view(target.shape))
+        return True
+
+    return load
