@@ -1,6 +1,6 @@
-"""The embedded default policy: a very small Qwen3, built from a recipe on first use and cached.
+"""The embedded policies: a very small Qwen3 and a very small Qwen3-MoE, built from recipes on first use and cached.
 
-It exists so that a whole RL run, real engine included, fits a laptop. It is a real transformers model folder:
+They exist so that a whole RL run, real engine included, fits a laptop. They are real transformers model folders:
 Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm start on two-term `chain_sum`
 leaves it right about half the time, which gives RL something to reward and room to improve.
 
@@ -27,11 +27,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from qarl.tasks import Problem, load_task
 
 Progress = Callable[[str], None]
+TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 PAD, START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -64,7 +72,9 @@ MANIFEST = "manifest.json"
 class TinyRecipe:
     """Everything that decides the bytes of a tiny policy, besides library versions and the CPU.
 
-    Architecture fields are `Qwen3Config`'s. `warm_start_steps=0` leaves the weights at random initialization.
+    Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the feed-forward layers
+    are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`.
+    `warm_start_steps=0` leaves the weights at random initialization.
 
     Raises:
         ValueError: a decoder Linear whose inputs are no multiple of 128 (W4A16's group size) or whose
@@ -81,6 +91,10 @@ class TinyRecipe:
     vocab_size: int = 512
     max_position_embeddings: int = 512
     tie_word_embeddings: bool = True
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 128
+    norm_topk_prob: bool = True
     seed: int = 0
     warm_start_steps: int = 150
     warm_start_batch: int = 256
@@ -90,14 +104,14 @@ class TinyRecipe:
     def __post_init__(self) -> None:
         heads_width = self.num_attention_heads * self.head_dim
         keys_width = self.num_key_value_heads * self.head_dim
-        for inputs in (self.hidden_size, self.intermediate_size, heads_width):
+        for inputs in (self.hidden_size, self.intermediate_size, self.moe_intermediate_size, heads_width):
             if inputs % 128:
                 raise ValueError(f"a Linear would have {inputs} inputs; every size must be a multiple of 128")
         if keys_width % 32:
             raise ValueError(f"k_proj would have {keys_width} outputs; it must be a multiple of 32")
 
 
-RECIPES = {"tiny-qwen3": TinyRecipe()}
+RECIPES = {"tiny-qwen3": TinyRecipe(), "tiny-qwen3-moe": TinyRecipe(num_experts=8)}
 
 
 def tiny_names() -> list[str]:
@@ -213,19 +227,18 @@ def train_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     )
 
 
-def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
     """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
     fields = dataclasses.asdict(recipe)
-    sizes: dict[str, Any] = {name: fields[name] for name in fields if hasattr(Qwen3Config, name)}
+    kind, config = (Qwen3MoeForCausalLM, Qwen3MoeConfig) if recipe.num_experts else (Qwen3ForCausalLM, Qwen3Config)
+    sizes: dict[str, Any] = {name: fields[name] for name in fields if hasattr(config, name)}
     end, pad = _token_id(tokenizer, EOS), _token_id(tokenizer, PAD)
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, eos_token_id=end, pad_token_id=pad, dtype="float32"))
+    model = kind(config(**sizes, eos_token_id=end, pad_token_id=pad, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
     return model
 
 
-def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, progress: Progress
-) -> None:
+def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, progress: Progress) -> None:
     """Supervised training in place, in fp32, on the answers (and end tokens) of fresh training problems.
 
     Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task, embeddings
@@ -276,7 +289,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[tor
     return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-def _answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy over the labelled tokens, in nats; only those are multiplied by the vocabulary."""
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
     labels = labels[:, 1:]
@@ -284,7 +297,7 @@ def _answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tenso
     return cross_entropy(model.lm_head(hidden[kept]), labels[kept])
 
 
-def _optimizers(model: Qwen3ForCausalLM, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
+def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
