@@ -7,7 +7,7 @@ export all read what it made.
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from qarl.config import LayerRule
 from quant.kernels import ProductFactory
 from quant.linear import LowBitLinear
 from quant.operators import install_engine_operators, why_not
-from quant.schemes import Scheme, SchemeError, get_scheme
+from quant.plan import Plan, make_plan
+from quant.schemes import Scheme, SchemeError
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class LowBitModel(nn.Module):
     model: transformers causal LM whose parameters become the masters. dtype: compute dtype of activations,
     embeddings and norms. factory: kernel family of the learner's products. aligned: see `LowBitLinear`.
     operators: "engine" (`quant.operators`), "transformers", or "auto": the engine's for aligned models they fit.
-    Raises `SchemeError` naming every layer the scheme cannot hold, before anything is changed.
+    rules: layers in other schemes than `scheme`; `plan` says what each layer takes.
+    Raises the `SchemeError`s of `plan_layers`, before anything is changed.
     """
 
     def __init__(
@@ -57,17 +60,16 @@ class LowBitModel(nn.Module):
         factory: ProductFactory,
         aligned: bool = True,
         operators: str = "auto",
+        rules: Sequence[LayerRule] = (),
     ):
         super().__init__()
-        _check_head(model)
+        self.plan = plan_layers(model, scheme, rules)
         self.scheme = scheme
         self.dtype = dtype
         self.config = model.config
         self._order = [name for name, _ in model.named_parameters()]
         self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
         linears = _linear_layers(model)
-        self.ignored = [name for name in linears if scheme.leaves_alone(name)]
-        _check_layers(linears, scheme)
         if operators == "auto":
             operators = "engine" if aligned and not why_not(model) else "transformers"
         self.operators = operators
@@ -87,9 +89,8 @@ class LowBitModel(nn.Module):
         self, model: nn.Module, linears: dict[str, nn.Linear], factory: ProductFactory, aligned: bool
     ) -> dict[str, LowBitLinear]:
         replaced = {}
-        unquantized = get_scheme("bf16")
         for name, linear in linears.items():
-            scheme = unquantized if self.scheme.leaves_alone(name) else self.scheme
+            scheme = self.plan.scheme(name)
             assert isinstance(linear.weight, nn.Parameter)
             replaced[name] = LowBitLinear(name, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
             model.set_submodule(name, replaced[name])
@@ -161,8 +162,8 @@ class LowBitModel(nn.Module):
                     yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """What config.json says of this model's quantization; None for the unquantized scheme."""
-        return self.scheme.quantization_config(self.ignored)
+        """What config.json says of this model's quantization; None where nothing is quantized."""
+        return self.plan.quantization_config()
 
     def layers(self) -> list[LayerReport]:
         """The learner's side of the audit: every linear layer, with the kernel that multiplies it."""
@@ -170,6 +171,19 @@ class LowBitModel(nn.Module):
             LayerReport(name, linear.scheme.name, linear.scheme.group_size, str(self.dtype), _kernel(linear))
             for name, linear in self.linears.items()
         ]
+
+
+def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
+    """Every linear layer's scheme. model: may be on the meta device, only names, kinds and shapes are read.
+
+    Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for layers whose shape
+    their scheme cannot hold.
+    """
+    _check_head(model)
+    linears = _linear_layers(model)
+    plan = make_plan(scheme, rules, list(linears), _never_quantized(model))
+    _check_shapes(linears, plan)
+    return plan
 
 
 def _kernel(linear: LowBitLinear) -> str:
@@ -209,16 +223,28 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _check_layers(linears: dict[str, nn.Linear], scheme: Scheme) -> None:
+def _never_quantized(model: PreTrainedModel) -> dict[str, str]:
+    """Modules with a weight matrix that no scheme can quantize → why not."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    reasons = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding):
+            reasons[name] = "an embedding is looked up, not multiplied, so it has no low-bit product"
+        elif module is head and head.weight is embedding.weight:
+            reasons[name] = "this output head is tied to the embedding and has no tensor of its own"
+        elif isinstance(weight, nn.Parameter) and weight.ndim == 2 and not isinstance(module, nn.Linear):
+            reasons[name] = f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"
+    return reasons
+
+
+def _check_shapes(linears: dict[str, nn.Linear], plan: Plan) -> None:
     problems = []
     for name, linear in linears.items():
-        if not scheme.leaves_alone(name):
-            try:
-                scheme.check_layer(name, (linear.out_features, linear.in_features))
-            except SchemeError as error:
-                problems.append(str(error))
+        try:
+            plan.scheme(name).check_layer(name, (linear.out_features, linear.in_features))
+        except SchemeError as error:
+            problems.append(str(error))
     if problems:
         more = f" (and {len(problems) - 1} more layers)" if len(problems) > 1 else ""
         raise SchemeError(problems[0] + more)
-    if scheme.quantization is not None and all(scheme.leaves_alone(name) for name in linears):
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(linears)} linear layers")
