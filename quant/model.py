@@ -231,7 +231,7 @@ def _never_quantized(model: PreTrainedModel) -> dict[str, str]:
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Embedding):
             reasons[name] = "an embedding is looked up, not multiplied, so it has no low-bit product"
-        elif module is head and head.weight is embedding.weight:
+        elif module is head and weight is getattr(embedding, "weight", None):
             reasons[name] = "this output head is tied to the embedding and has no tensor of its own"
         elif isinstance(weight, nn.Parameter) and weight.ndim == 2 and not isinstance(module, nn.Linear):
             reasons[name] = f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"

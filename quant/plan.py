@@ -168,13 +168,15 @@ def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule])
     for layer in schemes:
         groups.setdefault(_fused_name(layer), []).append(layer)
     for fused, parts in groups.items():
-        first = {schemes[part].name: part for part in reversed(parts)}  # the first layer of each scheme
+        first: dict[str, str] = {}  # scheme → the first layer that takes it
+        for part in parts:
+            first.setdefault(schemes[part].name, part)
         if len(first) > 1:
             told = ", ".join(f"{part!r} takes {name!r} {_by(taken.get(part))}" for name, part in first.items())
             leaves = "|".join(dict.fromkeys(re.escape(part.rpartition(".")[2]) for part in parts))
             raise SchemeError(
-                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {told}; match "
-                rf"all of them (for example re:.*\.({leaves})$) or none"
+                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {told}; "
+                rf"match all of them (for example re:.*\.({leaves})$) or none"
             )
 
 

@@ -37,7 +37,8 @@ def require_agreement(rows: list[AuditRow]) -> None:
         more = f"\n  … and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise AuditError(
             f"learner and engine disagree about {len(wrong)} of {len(rows)} layers:\n{shown}{more}\n"
-            "check that both were given the same scheme and layer rules, and that vLLM did not fall back for these shapes"
+            "check that both were given the same scheme and layer rules, and that vLLM did not fall back for these "
+            "shapes"
         )
 
 
