@@ -13,8 +13,8 @@ from qarl.shipped import config_file, default_config
 
 # Short flags for the common things; every field has its dotted name as well.
 _SHORT = {
-    "model": "model", "scheme": "scheme", "dtype": "dtype", "task": "task.name", "steps": "steps", "seed": "seed",
-    "output": "output", "lr": "learner.optimizer.lr", "optimizer": "learner.optimizer.name",
+    "model": "model", "scheme": "scheme", "layers": "layers", "dtype": "dtype", "task": "task.name", "steps": "steps",
+    "seed": "seed", "output": "output", "lr": "learner.optimizer.lr", "optimizer": "learner.optimizer.name",
     "objective": "learner.objective.name", "aligned": "learner.aligned", "kernel": "learner.kernel",
     "master-dtype": "learner.master_dtype", "mini-batches": "learner.mini_batches", "prompts": "rollout.prompts",
     "samples": "rollout.samples", "max-new-tokens": "rollout.max_new_tokens", "reward": "task.reward",

@@ -5,11 +5,12 @@ override (`--learner.optimizer.lr 3e-4`).
 """
 
 import difflib
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 Dtype = Literal["bfloat16", "float16"]
 
@@ -126,6 +127,51 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1, description="newest checkpoints kept")
 
 
+class LayerRule(Section):
+    """Some layers in a scheme of their own. Written `PATTERN=SCHEME`, or as a mapping of the two fields."""
+
+    match: str = Field(description="exact layer name, shell pattern, re:EXPRESSION, first:K or last:K decoder layers")
+    scheme: str = Field(description="their scheme; bf16 leaves them in the compute dtype")
+
+    def __str__(self) -> str:
+        return f"{self.match}={self.scheme}"
+
+    @property
+    def decoder_layers(self) -> bool:
+        """Whether the rule counts decoder layers (`first:K`, `last:K`) instead of matching names."""
+        return self.match.startswith(("first:", "last:"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        match, equals, scheme = value.strip().rpartition("=")
+        if not equals:
+            raise ValueError(f"{value!r} is no layer rule; write PATTERN=SCHEME")
+        return {"match": match, "scheme": scheme}
+
+    @model_validator(mode="after")
+    def _readable(self) -> "LayerRule":
+        if not self.match or not self.scheme:
+            raise ValueError(f"layer rule '{self}' needs a pattern and a scheme: PATTERN=SCHEME")
+        count = self.match.partition(":")[2]
+        if self.decoder_layers and not (count.isdecimal() and int(count) > 0):
+            raise ValueError(f"layer rule '{self}' counts decoder layers with {count!r}; write first:1, last:2, …")
+        if self.match.startswith("re:"):
+            try:
+                re.compile(self.match[3:])
+            except re.error as error:
+                raise ValueError(f"layer rule '{self}' is no regular expression: {error}") from error
+        return self
+
+
+def _rules_from_text(value: Any) -> Any:
+    """`PATTERN=SCHEME,PATTERN=SCHEME` → its parts. A comma ends a rule only after a scheme's name, since patterns may
+    hold commas themselves."""
+    return re.sub(r"(=[\w.-]+)\s*,\s*", r"\1\n", value).splitlines() if isinstance(value, str) else value
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -133,6 +179,9 @@ class RunConfig(Section):
         default="tiny-qwen3", description="an embedded policy's name, a transformers folder, or a hub id"
     )
     scheme: str = Field(default="w4a16", description="low-bit scheme; `qarl schemes` lists them")
+    layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
+        default=(), description="layers in other schemes, first match wins: PATTERN=SCHEME,… (docs/layers.md)"
+    )
     dtype: Dtype = Field(default="bfloat16", description="compute dtype of activations, in learner and engine")
     steps: int = Field(default=200, ge=1, description="training steps")
     seed: int = Field(default=0, ge=0, description="of problems, sampling and mini-batches")
@@ -181,7 +230,7 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
     tree = _read_yaml(file) if file else {}
     _refuse_unknown(tree, str(file))
     for path, text in overrides.items():
-        _set(tree, path, _parse(text))
+        _set(tree, path, _parse(path, text))
     return config_from_tree(tree)
 
 
@@ -245,9 +294,24 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[leaf] = value
 
 
-def _parse(text: str) -> Any:
-    """A YAML scalar or flow collection, with 1e-6 read as a number (YAML 1.1 wants a dot)."""
+def _parse(path: str, text: str) -> Any:
+    """A YAML scalar or flow collection, with 1e-6 read as a number (YAML 1.1 wants a dot).
+
+    Layer rules in their short form are no YAML (`*` begins an alias there) and pass as text.
+    """
+    if path == "layers" and not text.lstrip().startswith("["):
+        return text
     try:
         return float(text) if "e" in text.lower() else yaml.safe_load(text)
     except ValueError:
+        pass
+    except yaml.YAMLError as error:
+        raise _unreadable(path, text, error) from error
+    try:
         return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise _unreadable(path, text, error) from error
+
+
+def _unreadable(path: str, text: str, error: yaml.YAMLError) -> ConfigError:
+    return ConfigError(f"option --{path} {text!r} is not a YAML value: {error}; quote it twice to give it as text")

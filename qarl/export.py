@@ -25,7 +25,7 @@ class Exported:
 
 def export_run(run: Path, output: Path) -> Exported:
     """Write `output` through the publish stream, load it in a fresh engine, and compare its log-probs with the
-    learner's; raises `PublishError` beyond the scheme's bound."""
+    learner's; raises `PublishError` beyond the bound of the schemes in use."""
     folder = RunFolder.open(run)
     config = folder.config()
     step, state = load_checkpoint(folder.checkpoints)
@@ -33,7 +33,7 @@ def export_run(run: Path, output: Path) -> Exported:
     policy.learner.load_state_dict(state["learner"])
     written = export_checkpoint(policy.model, policy.folder, output)
     engine = VllmEngine(output, engine_options(config))
-    bound = config.sync.canary_bound or policy.model.scheme.bound
+    bound = config.sync.canary_bound or policy.model.plan.bound
     canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
     engine.close()
     return Exported(step, written.hexdigest(), written.tensors, written.bytes, canary)

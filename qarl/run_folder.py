@@ -23,7 +23,7 @@ _PACKAGES = (
 )
 
 FIXED_FIELDS = (
-    "model", "scheme", "dtype", "seed", "task.name", "task.options", "task.reward", "rollout.prompts",
+    "model", "scheme", "layers", "dtype", "seed", "task.name", "task.options", "task.reward", "rollout.prompts",
     "rollout.samples", "rollout.max_new_tokens", "learner.aligned", "learner.master_dtype",
     "learner.optimizer.name",
 )  # fmt: skip

@@ -14,9 +14,10 @@ from qarl.prompts import Prompter
 from qarl.run_folder import RunFolder
 from qarl.tasks import Task, load_task
 from quant.kernels import make_factory
-from quant.load import check_model, load_masters, resolve_model
+from quant.load import load_masters, model_skeleton, resolve_model
 from quant.model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
+from quant.weights import plan_layers
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
@@ -49,13 +50,13 @@ def engine_options(config: RunConfig) -> VllmOptions:
 
 
 def check_input(config: RunConfig) -> None:
-    """Everything that can be found wrong with scheme, task and model before a run folder is made.
+    """Everything that can be found wrong with schemes, layer rules, task and model before a run folder is made.
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`).
     """
-    get_scheme(config.scheme)
+    scheme = get_scheme(config.scheme)
     load_task(config.task.name, config.task.options, config.task.reward)
-    check_model(model_folder(config.model))
+    plan_layers(model_skeleton(model_folder(config.model)), scheme, config.layers)
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Policy:
 
 
 def open_policy(config: RunConfig) -> Policy:
-    """Load masters and wrap them in the run's scheme."""
+    """Load masters and wrap them in the run's schemes."""
     scheme = get_scheme(config.scheme)
     task = load_task(config.task.name, config.task.options, config.task.reward)
     prepare_environment(engine_options(config))
@@ -82,7 +83,9 @@ def open_policy(config: RunConfig) -> Policy:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
     factory = make_factory(config.learner.kernel, dtype)
-    model = LowBitModel(masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators)
+    model = LowBitModel(
+        masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers
+    )
     return Policy(folder, task, prompter, model, Learner(model, config.learner))
 
 
@@ -123,15 +126,15 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Sessio
     same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
     rows = audit(policy.model.layers(), engine.layers(), same_kernels)
     require_agreement(rows)
-    bound = config.sync.canary_bound or policy.model.scheme.bound
+    bound = config.sync.canary_bound or policy.model.plan.bound
     sequences = canary_sequences(policy, config)
     publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every)
     return Session(policy, engine, publisher, rows, _gate(config, policy) if config.learner.aligned else None)
 
 
 def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:
-    scheme = policy.model.scheme
-    bound, k3_bound = config.sync.gate_bound or scheme.bound, config.sync.gate_k3_bound or scheme.k3_bound
+    plan = policy.model.plan
+    bound, k3_bound = config.sync.gate_bound or plan.bound, config.sync.gate_k3_bound or plan.k3_bound
     return lambda found: require_same_policy(found, bound, k3_bound)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 class ModelError(ValueError):
@@ -45,6 +45,19 @@ def check_model(folder: Path) -> None:
             f"model {str(folder)!r} is already quantized ({method}); training needs full-precision masters: give the "
             "original checkpoint"
         )
+
+
+def model_skeleton(folder: Path) -> PreTrainedModel:
+    """The model in `folder` on the meta device: names, kinds and shapes of its layers without any weight.
+
+    Raises `ModelError` for what `check_model` refuses, and for a config.json of an unknown architecture.
+    """
+    check_model(folder)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except Exception as error:
+        raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {error}") from error
 
 
 def load_masters(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:

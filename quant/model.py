@@ -6,7 +6,7 @@ version; forward, publish and export all read what it made.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from qarl.config import LayerRule
 from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear
 from quant.operators import install_engine_operators, why_not
-from quant.schemes import Scheme, SchemeError, get_scheme
-from quant.weights import router_names, weight_shapes
+from quant.plan import Plan
+from quant.schemes import Scheme, SchemeError
+from quant.weights import plan_layers, router_names
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class LowBitModel(nn.Module):
     model: transformers causal LM whose parameters become the masters. dtype: compute dtype of activations,
     embeddings and norms. factory: kernel family of the learner's products. aligned: see `LowBitLinear`.
     operators: "engine" (`quant.operators`), "transformers", or "auto": the engine's for aligned models they fit.
-    Raises `SchemeError` naming every layer the scheme cannot hold, before anything is changed.
+    rules: layers in other schemes than `scheme`; `plan` says what each layer takes.
+    Raises the `SchemeError`s of `plan_layers`, before anything is changed.
     """
 
     def __init__(
@@ -60,9 +63,10 @@ class LowBitModel(nn.Module):
         factory: ProductFactory,
         aligned: bool = True,
         operators: str = "auto",
+        rules: Sequence[LayerRule] = (),
     ):
         super().__init__()
-        _check_head(model)
+        self.plan = plan_layers(model, scheme, rules)
         self.scheme = scheme
         self.dtype = dtype
         self.config = model.config
@@ -73,12 +77,11 @@ class LowBitModel(nn.Module):
         if operators == "auto":
             operators = "engine" if aligned and not why_not(model) else "transformers"
         self.operators = operators
-        shapes = weight_shapes(model)
-        _check_layers(shapes, scheme)
-        self.ignored = [name for name in shapes if scheme.leaves_alone(name)]
         self._routers = router_names(experts)
         self._not_matrices = {"lm_head", *map(self._layout.checkpoint_name, self._routers)}
         self._buffers_kept = [n for n, _ in model.named_buffers() if n in model.state_dict()]
+        if operators == "transformers":
+            _refuse_quantized_routers(self.plan, map(self._layout.checkpoint_name, self._routers))
         if operators == "engine":
             install_engine_operators(model, dtype)
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -99,10 +102,9 @@ class LowBitModel(nn.Module):
         replaced = {}
         for name, linear in linears.items():
             layer = self._layout.checkpoint_name(name)
+            scheme = self.plan.scheme(layer)
             assert isinstance(linear.weight, nn.Parameter)
-            replaced[layer] = LowBitLinear(
-                layer, linear.weight, linear.bias, self._scheme_of(layer), factory, self.dtype, aligned
-            )
+            replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
             model.set_submodule(name, replaced[layer])
         return replaced
 
@@ -116,15 +118,12 @@ class LowBitModel(nn.Module):
             shape = ExpertsShape(
                 count, model.config.num_experts_per_tok, hidden, merged // 2, model.config.hidden_act, self._layout
             )
-            scheme = self._scheme_of(f"{layer}.0.{self._layout.down}")
+            scheme = self.plan.scheme(f"{layer}.0.{self._layout.down}")  # one for all, as plans make sure
             replaced[layer] = RoutedLowBitExperts(
                 layer, fused.gate_up_proj, fused.down_proj, shape, scheme, factory, self.dtype, aligned
             )
             model.set_submodule(name, replaced[layer])
         return replaced
-
-    def _scheme_of(self, layer: str) -> Scheme:
-        return get_scheme("bf16") if self.scheme.leaves_alone(layer) else self.scheme
 
     def _detach_copies(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Swap the parameters outside linear layers and experts for compute-dtype copies; name → copy."""
@@ -207,8 +206,8 @@ class LowBitModel(nn.Module):
             yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """What config.json says of this model's quantization; None for the unquantized scheme."""
-        return self.scheme.quantization_config(self.ignored)
+        """What config.json says of this model's quantization; None where nothing is quantized."""
+        return self.plan.quantization_config()
 
     def layers(self) -> list[LayerReport]:
         """The learner's side of the audit: every linear layer and every layer's experts, with the kernel that
@@ -245,26 +244,10 @@ def _gradient_to(master: nn.Parameter):
     return hook
 
 
-def _check_head(model: PreTrainedModel) -> None:
-    """Refuse models that change logits after the output head: `LowBitModel.logits` would miss it."""
-    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, key, None) not in (None, 1, 1.0):
-            raise SchemeError(
-                f"model config has {key} = {getattr(model.config, key)}: logits changed after the output head are "
-                "not supported; use a model without it"
-            )
-
-
-def _check_layers(shapes: dict[str, tuple[int, int]], scheme: Scheme) -> None:
-    problems = []
-    for name, shape in shapes.items():
-        if not scheme.leaves_alone(name):
-            try:
-                scheme.check_layer(name, shape)
-            except SchemeError as error:
-                problems.append(str(error))
-    if problems:
-        more = f" (and {len(problems) - 1} more layers)" if len(problems) > 1 else ""
-        raise SchemeError(problems[0] + more)
-    if scheme.quantization is not None and all(map(scheme.leaves_alone, shapes)):
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(shapes)} linear layers")
+def _refuse_quantized_routers(plan: Plan, routers: Iterable[str]) -> None:
+    forced = [name for name in routers if plan.scheme(name).quantization is not None]
+    if forced:
+        raise SchemeError(
+            f"a rule quantizes the router {forced[0]!r}, which transformers' own operators multiply unquantized; drop "
+            "the rule, or set learner.operators to 'engine' where the model allows"
+        )

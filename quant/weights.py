@@ -1,14 +1,31 @@
-"""Which matrices of a model are multiplied with tokens, by checkpoint name: linear layers, routers, every expert's.
+"""Which matrices of a model are multiplied with tokens, by checkpoint name, and which scheme each takes.
 
-The audit, the plan and the checkpoint all speak of these names, in this order.
+Linear layers, routers, and every expert's matrices; the plan and the checkpoint speak of these names, in this order.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from qarl.config import LayerRule
 from quant.layout import expert_layout, fused_experts
+from quant.plan import Plan, make_plan
+from quant.schemes import Scheme, SchemeError
+
+
+def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
+    """Every matrix's scheme. model: may be on the meta device, only names, kinds and shapes are read.
+
+    Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for matrices whose shape
+    their scheme cannot hold.
+    """
+    _check_head(model)
+    shapes = weight_shapes(model)
+    plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
+    _check_shapes(shapes, plan)
+    return plan
 
 
 def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -38,3 +55,42 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 def router_names(experts: dict[str, nn.Module]) -> list[str]:
     """The routers beside these fused experts, by module name."""
     return [f"{name.rpartition('.')[0]}.gate" for name in experts]
+
+
+def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Modules with a weight matrix that no scheme can quantize → why not."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    layout = expert_layout(model.config.model_type)
+    reasons = {}
+    for name, module in model.named_modules():
+        written = layout.checkpoint_name(name)
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding):
+            reasons[written] = "an embedding is looked up, not multiplied, so it has no low-bit product"
+        elif module is head and weight is getattr(embedding, "weight", None):
+            reasons[written] = "this output head is tied to the embedding and has no tensor of its own"
+        elif isinstance(weight, nn.Parameter) and weight.ndim == 2 and written not in shapes:
+            reasons[written] = f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"
+    return reasons
+
+
+def _check_shapes(shapes: dict[str, tuple[int, int]], plan: Plan) -> None:
+    problems = []
+    for name, shape in shapes.items():
+        try:
+            plan.scheme(name).check_layer(name, shape)
+        except SchemeError as error:
+            problems.append(str(error))
+    if problems:
+        more = f" (and {len(problems) - 1} more layers)" if len(problems) > 1 else ""
+        raise SchemeError(problems[0] + more)
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Refuse models that change logits after the output head: `LowBitModel.logits` would miss it."""
+    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config, key, None) not in (None, 1, 1.0):
+            raise SchemeError(
+                f"model config has {key} = {getattr(model.config, key)}: logits changed after the output head are "
+                "not supported; use a model without it"
+            )

@@ -37,7 +37,8 @@ def require_agreement(rows: list[AuditRow]) -> None:
         more = f"\n  … and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise AuditError(
             f"learner and engine disagree about {len(wrong)} of {len(rows)} layers:\n{shown}{more}\n"
-            "check that both were given the same scheme, and that vLLM did not fall back for these shapes"
+            "check that both were given the same scheme and layer rules, and that vLLM did not fall back for these "
+            "shapes"
         )
 
 
@@ -48,7 +49,20 @@ def _compare(name: str, ours: LayerReport | None, theirs: LayerReport | None, sa
     else:
         fields = ["scheme", "group_size", "dtype", *(["kernel"] if same_kernels else [])]
         differing = [f for f in fields if getattr(ours, f) != getattr(theirs, f)]
-        problem = ", ".join(
+        problem = _different_ignore_lists(ours, theirs) or ", ".join(
             f"{f} {getattr(ours, f)!r} (learner) and {getattr(theirs, f)!r} (engine)" for f in differing
         )
     return AuditRow(name, ours, theirs, problem)
+
+
+def _different_ignore_lists(ours: LayerReport, theirs: LayerReport) -> str:
+    """In words, where one side quantizes a layer that the other leaves in the compute dtype; "" elsewhere."""
+    sides = {"learner": ours.scheme, "engine": theirs.scheme}
+    leaving = [side for side, scheme in sides.items() if scheme == "bf16"]
+    if len(leaving) != 1:
+        return ""
+    (other,) = sides.keys() - leaving
+    return (
+        f"different ignore lists: the {leaving[0]} leaves this layer in the compute dtype, the {other} quantizes it in "
+        f"{sides[other]!r}"
+    )

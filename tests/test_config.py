@@ -83,8 +83,9 @@ def test_the_default_file_follows_the_model():
 @pytest.mark.parametrize("path", FIXED_FIELDS)
 def test_a_resumed_run_keeps_what_fixes_it(path: str):
     other = {
-        "model": "x/y", "scheme": "w8a8", "dtype": "float16", "seed": "3", "task.name": "gcd", "task.options": "{a: 1}",
-        "task.reward": "m:f", "rollout.prompts": "16", "rollout.samples": "4", "rollout.max_new_tokens": "9",
+        "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3",
+        "task.name": "gcd", "task.options": "{a: 1}", "task.reward": "m:f", "rollout.prompts": "16",
+        "rollout.samples": "4", "rollout.max_new_tokens": "9",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
     }  # fmt: skip
     file = config_file("tiny-qwen3")

@@ -440,7 +440,7 @@ def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
     if scheme == "bf16":
         assert config is None
         return
-    assert config is not None and config["ignore"] == ["lm_head"] == model.ignored
+    assert config is not None and config["ignore"] == ["lm_head"] == model.plan.ignored
     weights = config["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"]) == (4 if scheme == "w4a16" else 8, group)
     assert config["config_groups"]["group_0"]["targets"] == ["Linear"]

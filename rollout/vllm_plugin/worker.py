@@ -22,7 +22,6 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -89,12 +88,13 @@ class WorkerExtension:
 def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Make reprocessed tensors stay in every layer that has its own weight processing; returns those layers.
 
-    Embeddings and output heads are copied in place instead, so that tied ones stay one tensor.
+    Unquantized embeddings and output heads are copied in place instead, so that tied ones stay one tensor.
     """
     kept = []
     for name, module in model.named_modules():
-        processed = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
-        in_place = is_deferred_attention_layer(module) or isinstance(module, VocabParallelEmbedding)
+        method = getattr(module, "quant_method", None)
+        processed = isinstance(method, QuantizeMethodBase)
+        in_place = is_deferred_attention_layer(module) or isinstance(method, UnquantizedEmbeddingMethod)
         if processed and not in_place and (_own_parameters(module) or isinstance(module, RoutedExperts)):
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None

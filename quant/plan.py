@@ -1,0 +1,193 @@
+"""Which scheme each layer takes: a main scheme and an ordered list of rules, resolved against a model's layer names.
+
+The plan is read by everything that quantizes, publishes, audits or exports, and writes the `quantization_config` the
+engine resolves its layers from. Errors are found here, before anything is loaded or changed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+from qarl.config import LayerRule
+from quant.patterns import matching, nearest_names
+from quant.schemes import Scheme, SchemeError, get_scheme
+
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+          "up_proj": "gate_up_proj"}  # fmt: skip
+"""Layers that engines multiply as one (vLLM's `packed_modules_mapping` of Llama, Mistral, Qwen2 and Qwen3)."""
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The scheme of every linear layer. main: of layers no rule takes. schemes: by layer name, in the model's order."""
+
+    main: Scheme
+    schemes: Mapping[str, Scheme] = field(repr=False)
+
+    def scheme(self, layer: str) -> Scheme:
+        """Of one layer, by checkpoint name; `bf16` where it stays in the compute dtype."""
+        return self.schemes[layer]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Layers in the compute dtype, in the model's order."""
+        return [layer for layer, scheme in self.schemes.items() if scheme.quantization is None]
+
+    @property
+    def quantized(self) -> dict[str, list[str]]:
+        """Scheme name → its layers, the main scheme first, then in order of appearance."""
+        found: dict[str, list[str]] = {self.main.name: []}
+        for layer, scheme in self.schemes.items():
+            if scheme.quantization is not None:
+                found.setdefault(scheme.name, []).append(layer)
+        return {name: layers for name, layers in found.items() if layers}
+
+    @property
+    def bound(self) -> float:
+        """`Scheme.bound` of the loosest scheme in use, in nats."""
+        return max((scheme.bound for scheme in self.schemes.values()), default=self.main.bound)
+
+    @property
+    def k3_bound(self) -> float:
+        """`Scheme.k3_bound` of the loosest scheme in use, in nats."""
+        return max((scheme.k3_bound for scheme in self.schemes.values()), default=self.main.k3_bound)
+
+    def quantization_config(self) -> dict[str, Any] | None:
+        """The `quantization_config` for config.json; None where nothing is quantized.
+
+        One group a scheme, the main scheme's first; `ignore` holds exactly the layers in the compute dtype. A main
+        scheme alone targets every "Linear". Where schemes are mixed every group names its layers: readers then need no
+        rule of precedence (transformers' optimized FP8 loading has none and takes whatever "Linear" matches).
+        """
+        quantized, ignore = self.quantized, config_names(self.ignored)
+        written = {name: get_scheme(name).quantization_config(ignore) for name in quantized}
+        groups, formats = {}, []
+        for i, (name, config) in enumerate(written.items()):
+            assert config is not None
+            targets = ["Linear"] if list(quantized) == [self.main.name] else config_names(quantized[name])
+            groups[f"group_{i}"] = config["config_groups"]["group_0"] | {"targets": targets}
+            formats.append(config["format"])
+        if not groups:
+            return None
+        mixed = CompressionFormat.mixed_precision.value
+        whole = QuantizationConfig(
+            config_groups=groups,
+            format=formats[0] if len(set(formats)) == 1 else mixed,
+            ignore=ignore,
+            quantization_status=QuantizationStatus.COMPRESSED,
+        )
+        return whole.model_dump(mode="json")
+
+
+def make_plan(
+    main: Scheme, rules: Sequence[LayerRule], layers: Sequence[str], fixed: Mapping[str, str] | None = None
+) -> Plan:
+    """Resolve rules against a model; the first rule that matches a layer decides.
+
+    layers: checkpoint names of the linear layers, in the model's order. fixed: name → why no scheme can quantize it;
+    embeddings are named here only. Raises `SchemeError` for a rule with an unknown scheme, one that matches nothing or
+    whose layers earlier rules took, one that would quantize a protected layer, and for layers the engine multiplies as
+    one that would differ.
+    """
+    fixed = fixed or {}
+    names = list(dict.fromkeys([*layers, *fixed]))
+    taken = _apply(rules, names)
+    for layer, rule in taken.items():
+        _refuse_protected(rule, layer, fixed)
+    unquantized = get_scheme("bf16")
+    schemes = {}
+    for layer in layers:
+        default = unquantized if layer in fixed or main.leaves_alone(layer) else main
+        schemes[layer] = get_scheme(taken[layer].scheme) if layer in taken else default
+    _refuse_split(schemes, taken)
+    if main.quantization is not None and main.name not in {scheme.name for scheme in schemes.values()}:
+        why = "; the rules take them all, so give the scheme of most layers as `scheme`" if taken else ""
+        raise SchemeError(f"scheme {main.name!r} quantizes none of the model's {len(layers)} linear layers{why}")
+    return Plan(main, schemes)
+
+
+def config_names(layers: Iterable[str]) -> list[str]:
+    """Layer names as config.json lists them, sorted: all experts of a layer as one anchored pattern.
+
+    A model has thousands of expert layers, and readers compare every module with every entry.
+    """
+    found = set()
+    for layer in layers:
+        expert = _EXPERT.match(layer)
+        found.add(rf"re:{re.escape(expert[1])}\.\d+\.[^.]+$" if expert else layer)
+    return sorted(found)
+
+
+def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerRule]:
+    """Layer → the first rule that matches it."""
+    taken: dict[str, LayerRule] = {}
+    for rule in rules:
+        try:
+            scheme = get_scheme(rule.scheme)
+        except SchemeError as error:
+            raise SchemeError(f"layer rule '{rule}': {error}") from error
+        found = matching(rule.match, names)
+        if rule.decoder_layers:  # these count decoder layers; what a scheme protects in them stays protected
+            found = [n for n in found if scheme.quantization is None or not scheme.leaves_alone(n)]
+        if not found:
+            raise SchemeError(f"layer rule '{rule}' matches no layer of the model; {nearest_names(rule.match, names)}")
+        new = [name for name in found if name not in taken]
+        if not new:
+            earlier = ", ".join(f"'{r}'" for r in dict.fromkeys(taken[name] for name in found))
+            raise SchemeError(
+                f"layer rule '{rule}' changes nothing: the first rule that matches decides, and {earlier} comes "
+                f"before it for all {len(found)} layers it matches; move it forward or remove it"
+            )
+        taken.update(dict.fromkeys(new, rule))
+    return taken
+
+
+def _refuse_protected(rule: LayerRule, layer: str, fixed: Mapping[str, str]) -> None:
+    scheme = get_scheme(rule.scheme)
+    if scheme.quantization is None:
+        return
+    remedy = f"put a rule before it that leaves the layer alone ('{layer}=bf16'), or match fewer layers"
+    if layer in fixed:
+        raise SchemeError(f"layer rule '{rule}' would quantize {layer!r}, which cannot be: {fixed[layer]}; {remedy}")
+    if scheme.leaves_alone(layer) and rule.match != layer:
+        raise SchemeError(
+            f"layer rule '{rule}' would quantize {layer!r}; output heads, embeddings and routers are quantized only "
+            f"where a rule names them exactly ('{layer}={rule.scheme}'); {remedy}"
+        )
+
+
+def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule]) -> None:
+    """Raise where layers the engine multiplies as one would take different schemes."""
+    groups: dict[str, list[str]] = {}
+    for layer in schemes:
+        groups.setdefault(_fused_name(layer), []).append(layer)
+    for fused, parts in groups.items():
+        first: dict[str, str] = {}  # scheme → the first layer that takes it
+        for part in parts:
+            first.setdefault(schemes[part].name, part)
+        if len(first) > 1:
+            told = ", ".join(f"{part!r} takes {name!r} {_by(taken.get(part))}" for name, part in first.items())
+            leaves = "|".join(dict.fromkeys(re.escape(part.rpartition(".")[2]) for part in parts))
+            raise SchemeError(
+                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {told}; "
+                rf"match all of them (for example re:.*\.({leaves})$) or none"
+            )
+
+
+def _by(rule: LayerRule | None) -> str:
+    return f"by rule '{rule}'" if rule else "by no rule"
+
+
+def _fused_name(layer: str) -> str:
+    """What the engine calls the module this layer is part of; the layer itself where it stands alone."""
+    expert = _EXPERT.match(layer)
+    if expert:
+        return expert[1]
+    parent, _, leaf = layer.rpartition(".")
+    return f"{parent}.{_FUSED[leaf]}" if leaf in _FUSED else layer

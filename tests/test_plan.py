@@ -1,0 +1,375 @@
+"""Per-layer schemes: how rules resolve, and that engine and compressed-tensors read the same plan from config.json."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from qarl.config import ConfigError, LayerRule, load_config
+from quant.kernels import make_factory
+from quant.materialize import materialize
+from quant.model import LayerReport, LowBitModel
+from quant.plan import Plan, make_plan
+from quant.schemes import SchemeError, get_scheme, scheme_of_args
+from quant.weights import plan_layers
+from sync.audit import AuditError, audit, require_agreement
+
+LAYERS, EXPERTS = 3, 2
+ATTENTION = [f"self_attn.{p}_proj" for p in "qkvo"]
+MLP = [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+DENSE = [f"model.layers.{i}.{part}" for i in range(LAYERS) for part in (*ATTENTION, *MLP)] + ["lm_head"]
+MOE = [
+    f"model.layers.{i}.{part}"
+    for i in range(LAYERS)
+    for part in (*ATTENTION, "mlp.gate", *(f"mlp.experts.{e}.{p[4:]}" for e in range(EXPERTS) for p in MLP))
+] + ["lm_head"]
+FIXED = {"model.embed_tokens": "it is looked up"}
+SCHEMES = ["bf16", "w4a16", "w8a8", "fp8"]
+
+
+def rules(text: str) -> Sequence[LayerRule]:
+    return load_config(None, {"layers": text}).layers
+
+
+def plan_of(text: str, main: str = "w4a16", layers: Sequence[str] = DENSE) -> Plan:
+    return make_plan(get_scheme(main), rules(text), layers, FIXED)
+
+
+def of(plan: Plan, pattern: str) -> set[str]:
+    """Names of the schemes of the layers a shell pattern matches."""
+    return {scheme.name for layer, scheme in plan.schemes.items() if fnmatchcase(layer, pattern)}
+
+
+# --- rules
+
+
+def test_without_rules_the_plan_is_the_scheme():
+    plan = plan_of("[]")
+    assert plan.ignored == ["lm_head"]
+    assert of(plan, "model.*") == {"w4a16"}
+    assert plan.quantization_config() == get_scheme("w4a16").quantization_config(["lm_head"])
+
+
+def test_the_first_rule_that_matches_decides():
+    plan = plan_of(r"first:1=bf16,last:1=fp8,re:.*\.down_=w8a8,model.layers.1.self_attn.o_proj=bf16")
+    assert of(plan, "model.layers.0.*") == {"bf16"}
+    assert of(plan, "model.layers.2.*") == {"fp8"}
+    assert of(plan, "model.layers.1.mlp.down_proj") == {"w8a8"}
+    assert of(plan, "model.layers.1.self_attn.o_proj") == {"bf16"}
+    assert of(plan, "model.layers.1.self_attn.[qkv]_proj") == of(plan, "model.layers.1.mlp.up_proj") == {"w4a16"}
+    assert plan.bound == get_scheme("fp8").bound > get_scheme("w4a16").bound
+    assert plan.k3_bound == get_scheme("fp8").k3_bound
+
+
+def test_the_main_scheme_may_be_bf16():
+    plan = plan_of("*.down_proj=w8a8", main="bf16")
+    assert of(plan, "*.down_proj") == {"w8a8"}
+    config = plan.quantization_config()
+    assert config is not None and config["format"] == "int-quantized"
+    assert config["config_groups"]["group_0"]["targets"] == [f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)]
+    assert plan_of("[]", main="bf16").quantization_config() is None
+
+
+def test_a_head_is_quantized_where_a_rule_names_it():
+    assert of(plan_of("lm_head=w8a8"), "lm_head") == {"w8a8"}
+    assert of(plan_of("model.layers.0.mlp.gate=w8a8", layers=MOE), "*.0.mlp.gate") == {"w8a8"}
+    assert of(plan_of("lm_head=bf16"), "lm_head") == {"bf16"}
+
+
+def test_counted_decoder_layers_leave_their_router_alone():
+    plan = plan_of("first:2=w8a8", layers=MOE)
+    assert of(plan, "model.layers.[01].mlp.gate") == {"bf16"}
+    assert of(plan, "model.layers.[01].mlp.experts.*") == of(plan, "model.layers.[01].self_attn.*") == {"w8a8"}
+
+
+COUNTED = {"first:1": ("model.layers.0.",), "last:2": ("model.layers.1.", "model.layers.2.")}
+PATTERNS = [*COUNTED, "*.down_proj", "*.o_proj", "*.self_attn.*", "re:.*mlp", "model.layers.1.*"]
+
+
+@given(
+    chosen=st.lists(st.tuples(st.sampled_from(PATTERNS), st.sampled_from(SCHEMES)), max_size=5),
+    main=st.sampled_from(SCHEMES),
+)
+def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main: str):
+    """Patterns that never split a fused module, so every list is a plan unless a rule or the main scheme is idle."""
+
+    def hits(pattern: str, layer: str) -> bool:
+        if pattern in COUNTED:
+            return layer.startswith(COUNTED[pattern])
+        return bool(re.match(pattern[3:], layer)) if pattern[:3] == "re:" else fnmatchcase(layer, pattern)
+
+    expected = {
+        layer: next((s for p, s in chosen if hits(p, layer)), "bf16" if layer == "lm_head" else main) for layer in DENSE
+    }
+    shadowed = any(
+        all(any(hits(earlier, layer) for earlier, _ in chosen[:i]) for layer in DENSE if hits(p, layer))
+        for i, (p, _) in enumerate(chosen)
+    )
+    listed = [LayerRule(match=p, scheme=s) for p, s in chosen]
+    if shadowed or (main not in expected.values() and main != "bf16"):
+        with pytest.raises(SchemeError, match="changes nothing" if shadowed else "quantizes none"):
+            make_plan(get_scheme(main), listed, DENSE, FIXED)
+    else:
+        plan = make_plan(get_scheme(main), listed, DENSE, FIXED)
+        assert {layer: scheme.name for layer, scheme in plan.schemes.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("*.donw_proj=w8a8", r"'\*\.donw_proj=w8a8' matches no layer of the model; near it are '\*\.down_proj'"),
+        ("model.layers.0.self_attn=w8a8", r"matches no layer of the model; near it are 'model\.layers\.0\.self_attn\."),
+        ("re:quux=w8a8", r"matches no layer .* its layers end in q_proj, .* 'model\.layers\.0\.self_attn\.q_proj'"),
+        ("first:4=bf16", r"'first:4=bf16' matches no layer of the model; it has 3 decoder layers"),
+        ("*.down_proj=w8", r"layer rule '\*\.down_proj=w8': unknown scheme 'w8': known are .*did you mean 'w8a8'"),
+        ("first:1=bf16,model.layers.0.*=w8a8", r"'model\.layers\.0\.\*=w8a8' changes nothing: .* 'first:1=bf16' comes"),
+        ("*.q_proj=w8a8", r"'model\.layers\.0\.self_attn\.qkv_proj' as one, so its 3 layers need one scheme, but "
+         r".*q_proj' takes 'w8a8' by rule '\*\.q_proj=w8a8', .*k_proj' takes 'w4a16' by no rule; match all"),
+        ("*.1.mlp.up_proj=bf16", r"gate_up_proj' as one, .*for example re:\.\*\\\.\(gate_proj\|up_proj\)\$\)"),
+        ("*=w8a8", r"'\*=w8a8' would quantize 'lm_head'; .* names them exactly \('lm_head=w8a8'\); put a rule before"),
+        ("re:.*(_proj|head)$=w8a8", r"would quantize 'lm_head'"),
+        ("*embed*=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
+        ("model.embed_tokens=w8a8", r"would quantize 'model\.embed_tokens', which cannot be: it is looked up"),
+        ("model.*=w8a8", r"would quantize 'model\.embed_tokens'"),
+        ("*.layers.*=w8a8", r"scheme 'w4a16' quantizes none of the model's 22 linear layers; the rules take them all"),
+        ("*=bf16", r"quantizes none of the model's 22 linear layers"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_cannot_be_meant_is_refused(text: str, message: str):
+    with pytest.raises(SchemeError, match=message):
+        plan_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model.layers.0.*=w8a8", r"would quantize 'model\.layers\.0\.mlp\.gate'; .* routers"),
+        ("*.down_proj=w8a8", r"'model\.layers\.0\.mlp\.experts' as one, so its 6 layers need one scheme"),
+        ("*.experts.1.*=bf16", r"'model\.layers\.0\.mlp\.experts' as one"),
+    ],
+)
+def test_routers_and_experts(text: str, message: str):
+    with pytest.raises(SchemeError, match=message):
+        plan_of(text, layers=MOE)
+    spared = plan_of("*.mlp.gate=bf16,model.layers.0.*=w8a8", layers=MOE)
+    assert of(spared, "model.layers.0.mlp.gate") == {"bf16"} and of(spared, "model.layers.0.mlp.exp*") == {"w8a8"}
+
+
+# --- how rules are written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"first:1=bf16, re:.*\.(gate|up){1,2}_proj$=w8a8",
+        r"[{match: 'first:1', scheme: bf16}, {match: 're:.*\.(gate|up){1,2}_proj$', scheme: w8a8}]",
+        r"['first:1=bf16', 're:.*\.(gate|up){1,2}_proj$=w8a8']",
+    ],
+)
+def test_ways_to_write_the_same_rules(tmp_path, text: str):
+    expected = (
+        LayerRule(match="first:1", scheme="bf16"),
+        LayerRule(match=r"re:.*\.(gate|up){1,2}_proj$", scheme="w8a8"),
+    )
+    assert rules(text) == expected
+    quoted = text if text.startswith("[") else f'"{text.replace(chr(92), chr(92) * 2)}"'
+    (tmp_path / "c.yaml").write_text(f"layers: {quoted}\n")
+    assert load_config(tmp_path / "c.yaml", {}).layers == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("first:1", r"layers\.0: 'first:1' is no layer rule; write PATTERN=SCHEME"),
+        ("=w8a8", r"layer rule '=w8a8' needs a pattern and a scheme"),
+        ("first:0=bf16", r"counts decoder layers with '0'; write first:1"),
+        ("last:x=bf16", r"counts decoder layers with 'x'"),
+        ("re:(=bf16", r"'re:\(=bf16' is no regular expression: missing \)"),
+        ("[{match: a, schema: b}]", r"layers\.0\.scheme: Field required; layers\.0\.schema: Extra inputs"),
+    ],
+)
+def test_rules_that_do_not_read_are_quoted(text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        rules(text)
+
+
+# --- config.json, as others read it
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+MODULES = {name: type(name, (nn.Module,), {})() for name in ("QKVParallelLinear", "RowParallelLinear", "RoutedExperts")}
+
+
+def engine_modules(layers: Sequence[str]) -> dict[str, list[str]]:
+    """vLLM module name → the checkpoint layers it is made of."""
+    found: dict[str, list[str]] = {}
+    for layer in layers:
+        parent, _, leaf = layer.rpartition(".")
+        fused = next((key for key, parts in FUSED.items() if leaf in parts), leaf)
+        name = layer if ".experts." in layer else f"{parent}.{fused}" if parent else layer
+        found.setdefault(name, []).append(layer)
+    return found
+
+
+def vllm_reads(config: dict[str, Any], name: str) -> str:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    parsed = CompressedTensorsConfig.from_config(config)
+    parsed.packed_modules_mapping = FUSED
+    parsed._add_fused_moe_to_target_scheme_map()
+    kind = "RoutedExperts" if ".experts." in name else "QKVParallelLinear" if "qkv" in name else "RowParallelLinear"
+    found = parsed.get_scheme_dict(MODULES[kind], name)
+    if found is None:
+        return "bf16"
+    scheme = scheme_of_args(found["weights"], found["input_activations"])  # type: ignore[arg-type]
+    assert scheme is not None and scheme.format is not None and found["format"] == scheme.format.value
+    return scheme.name
+
+
+@st.composite
+def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
+    """Every module the engine knows in a scheme of its own, all experts of a layer alike."""
+    main, listed, experts = draw(st.sampled_from(SCHEMES)), [], {}
+    for parts in engine_modules(layers).values():
+        scheme = draw(st.sampled_from([main, *SCHEMES]))
+        if ".experts." in parts[0]:
+            scheme = experts.setdefault(parts[0].split(".experts.")[0], scheme)
+        if scheme != main or parts == ["lm_head"]:
+            listed += [LayerRule(match=part, scheme=scheme) for part in parts]
+    keep = "model.layers.0.self_attn.o_proj"
+    return make_plan(get_scheme(main), [r for r in listed if r.match != keep], layers, FIXED)
+
+
+@pytest.mark.parametrize("layers", [DENSE, MOE], ids=["dense", "moe"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.DataObject):
+    """Contract: vLLM's own resolution of config.json gives each module the plan's scheme and format. Blind spot:
+    stand-in modules, so what a model class passes as prefix and mapping is seen only with a running engine."""
+    plan = data.draw(plans(layers))
+    config = plan.quantization_config()
+    if config is None:
+        assert set(plan.schemes.values()) == {get_scheme("bf16")}
+        return
+    assert len(config["config_groups"]) == len({s.name for s in plan.schemes.values()} - {"bf16"})
+    for name, parts in engine_modules(layers).items():
+        assert {vllm_reads(config, name)} == {plan.scheme(part).name for part in parts}, name
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject):
+    plan = data.draw(plans(DENSE))
+    config = plan.quantization_config()
+    if config is None:
+        return
+    model = tiny(tied=False, meta=True)
+    apply_quantization_config(model, QuantizationConfig.model_validate(config))
+    for name in DENSE:
+        scheme = getattr(model.get_submodule(name), "quantization_scheme", None)
+        expected = plan.scheme(name)
+        assert (scheme is None) == (expected.quantization is None), name
+        if scheme is not None:
+            assert scheme_of_args(scheme.weights, scheme.input_activations) == expected
+            assert scheme.format == expected.format
+
+
+def test_a_mixed_config_says_so():
+    config = plan_of("*.down_proj=w8a8,first:1=bf16").quantization_config()
+    assert config is not None and config["format"] == "mixed-precision"
+    formats = [group["format"] for group in config["config_groups"].values()]
+    assert formats == ["pack-quantized", "int-quantized"]
+    assert sorted(config["ignore"]) == ["lm_head", *(n for n in sorted(DENSE) if ".0." in n and "down" not in n)]
+
+
+def test_experts_take_one_line_a_layer():
+    """config.json would hold thousands of names otherwise, and readers compare each module with each of them."""
+    config = plan_of("first:1=bf16,*.self_attn.*=w8a8", layers=MOE).quantization_config()
+    assert config is not None
+    assert r"re:model\.layers\.0\.mlp\.experts\.\d+\.[^.]+$" in config["ignore"]
+    assert config["config_groups"]["group_0"]["targets"] == [
+        rf"re:model\.layers\.{i}\.mlp\.experts\.\d+\.[^.]+$" for i in (1, 2)
+    ]
+
+
+# --- the model
+
+
+def tiny(tied: bool, meta: bool = False, kind: str = "qwen3") -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        if kind == "llama":
+            return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+
+
+def test_every_layer_multiplies_and_streams_its_own_scheme():
+    model = tiny(tied=True)
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    low = LowBitModel(
+        model, get_scheme("w4a16"), torch.bfloat16, make_factory("reference", torch.bfloat16),
+        rules=rules("first:1=bf16,*.down_proj=w8a8"),
+    )  # fmt: skip
+    assert low.scheme.name == "w4a16"
+    streamed = {item.name: item.tensor for item in low.low_bit_tensors()}
+    for name, scheme in low.plan.schemes.items():
+        assert low.linears[name].scheme == scheme
+        if name == "lm_head":
+            continue
+        for suffix, tensor in materialize(masters[f"{name}.weight"], scheme, torch.bfloat16).tensors():
+            assert torch.equal(streamed.pop(f"{name}.{suffix}"), tensor)
+    assert all(name.endswith(("norm.weight", "embed_tokens.weight")) for name in streamed)
+    assert {r.name: r.scheme for r in low.layers()} == {n: s.name for n, s in low.plan.schemes.items()}
+
+
+@pytest.mark.parametrize("meta", [True, False], ids=["meta", "cpu"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_tied_head_has_nothing_to_quantize(kind: str, meta: bool):
+    scheme = get_scheme("w4a16")
+    with pytest.raises(SchemeError, match=r"would quantize 'lm_head', which cannot be: this output head is tied"):
+        plan_layers(tiny(True, meta, kind), scheme, rules("lm_head=w8a8"))
+    assert plan_layers(tiny(False, meta, kind), scheme, rules("lm_head=w8a8")).scheme("lm_head").name == "w8a8"
+    with pytest.raises(SchemeError, match="embedding is looked up, not multiplied"):
+        plan_layers(tiny(True, meta, kind), scheme, rules("model.embed_tokens=w8a8"))
+
+
+def test_shapes_are_checked_against_each_layers_scheme():
+    """A layer the main scheme cannot hold is fine where a rule gives it one that can."""
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=96, hidden_size=128, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32,
+        )
+    )  # fmt: skip
+    with pytest.raises(SchemeError, match="down_proj' has 192 input columns, no multiple of the group size 128"):
+        plan_layers(model, get_scheme("w4a16"))
+    assert plan_layers(model, get_scheme("w4a16"), rules("*.down_proj=w8a8"))
+    with pytest.raises(SchemeError, match="down_proj' has 192 input columns"):
+        plan_layers(model, get_scheme("w8a8"), rules("*.down_proj=w4a16"))
+
+
+# --- the audit's words
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("w4a16", "bf16"), ("bf16", "w8a8")])
+def test_different_ignore_lists_are_told_in_these_words(ours: str, theirs: str):
+    def side(scheme: str) -> list[LayerReport]:
+        other = LayerReport("model.layers.1.mlp.up_proj", "w4a16", 128, "torch.bfloat16", "k")
+        return [LayerReport("model.layers.0.mlp.up_proj", scheme, None, "torch.bfloat16", scheme), other]
+
+    leaves, quantizes = ("engine", "learner") if theirs == "bf16" else ("learner", "engine")
+    words = f"up_proj: different ignore lists: the {leaves} leaves this layer .* the {quantizes} quantizes it in 'w"
+    with pytest.raises(AuditError, match=words) as caught:
+        require_agreement(audit(side(ours), side(theirs), same_kernels=True))
+    assert "disagree about 1 of 2 layers" in str(caught.value)

@@ -1,0 +1,155 @@
+"""Mixed plans through the real engine: audited, published, exported, reloaded, trained."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl.config import load_config
+from quant.kernels import make_factory
+from quant.load import load_masters
+from quant.model import LowBitModel
+from quant.schemes import get_scheme
+from rollout.vllm_engine import VllmEngine, VllmOptions
+from sync.audit import AuditError, audit, require_agreement
+from sync.export import export_checkpoint
+from sync.publisher import Publisher
+
+ROOT = Path(__file__).parent.parent
+SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
+MIXED = "first:1=bf16,*.down_proj=w8a8"
+
+
+def make_model(folder: Path, scheme: str, layers: str, kernel: str = "vllm") -> LowBitModel:
+    rules = load_config(None, {"layers": layers}).layers
+    factory = make_factory(kernel, torch.bfloat16)
+    return LowBitModel(load_masters(folder, torch.float32), get_scheme(scheme), torch.bfloat16, factory, rules=rules)
+
+
+def start_engine(model: LowBitModel, folder: Path, checkpoint: Path) -> VllmEngine:
+    export_checkpoint(model, folder, checkpoint)
+    return VllmEngine(checkpoint, VllmOptions(max_model_len=64, max_num_seqs=16))
+
+
+def disturb(model: LowBitModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for master in model.masters.values():
+            spread = master.std() if master.numel() > 1 else master.abs()
+            master.add_(torch.randn(master.shape, generator=generator) * spread.clamp_min(0.05) * 0.3)
+    model.refresh()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "layers", "tied"),
+    [
+        ("w4a16", MIXED, True),
+        ("bf16", r"re:.*self_attn\.[qkv]_proj=w8a8,last:1=w4a16", False),
+        ("fp8", "model.layers.0.mlp.*=w4a16,lm_head=w8a8", False),
+        ("w8a8", "*.o_proj=bf16,lm_head=w4a16", False),
+    ],
+)
+def test_a_mixed_plan_is_audited_published_and_exported(
+    random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str, layers: str, tied: bool
+):
+    """Contract: the engine reports the plan's scheme for every layer, and after publishes of changing weights answers,
+    bit for bit, as a fresh engine on the export. A quantized head is reloaded too: its kernel holds raw pointers."""
+    folder = random_policy(tied)
+    model = make_model(folder, scheme, layers)
+    engine = start_engine(model, folder, tmp_path / "start")
+    require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
+    assert {row.name: row.scheme for row in engine.layers()} == {n: s.name for n, s in model.plan.schemes.items()}
+    publisher = Publisher(model, engine, SEQUENCES, model.plan.bound, canary_every=5)
+    before = engine.score(SEQUENCES)
+    for version in range(1, 11):
+        disturb(model, version)
+        publisher.publish(version)
+    assert publisher.canary(10).mean_abs < 0.01
+    after = engine.score(SEQUENCES)
+    engine.close()
+    fresh = start_engine(model, folder, tmp_path / "fresh")
+    reloaded = fresh.score(SEQUENCES)
+    fresh.close()
+    assert after != before
+    assert after == reloaded
+
+
+@pytest.mark.slow
+def test_another_plan_in_the_engine_is_told_layer_by_layer(random_policy: Callable[[bool], Path], tmp_path: Path):
+    folder = random_policy(True)
+    engine = start_engine(make_model(folder, "w4a16", MIXED), folder, tmp_path / "start")
+    try:
+        theirs = engine.layers()
+    finally:
+        engine.close()
+    uniform = make_model(folder, "w4a16", "[]")
+    with pytest.raises(AuditError) as caught:
+        require_agreement(audit(uniform.layers(), theirs, same_kernels=True))
+    told = str(caught.value)
+    assert "layers.0.self_attn.q_proj: different ignore lists: the engine leaves this layer" in told
+    assert "layers.1.mlp.down_proj: scheme 'w4a16' (learner) and 'w8a8' (engine)" in told
+    assert "layers.1.mlp.up_proj" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "layers"), [("w4a16", MIXED), ("fp8", "*.down_proj=w4a16,lm_head=w8a8"), ("bf16", "last:1=w4a16")]
+)
+def test_transformers_loads_a_mixed_export(
+    random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str, layers: str
+):
+    """Weight by weight: what transformers decompresses is what the learner multiplied with."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    folder = random_policy(False)
+    model = make_model(folder, scheme, layers, "reference")
+    export_checkpoint(model, folder, tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    theirs = loaded.state_dict()
+    for name, linear in model.linears.items():
+        assert linear.low_bit is not None
+        assert torch.equal(theirs[f"{name}.weight"], linear.low_bit.dequantized(torch.bfloat16)), name
+
+
+def qarl(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
+
+
+@pytest.mark.slow
+def test_a_run_with_layer_rules(tmp_path: Path):
+    run = tmp_path / "run"
+    done = qarl(
+        "train", "--layers", MIXED, "--steps", "2", "--prompts", "8", "--samples", "4", "--eval.problems", "16",
+        "--mini-batches", "2", "--output", run,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of the exported checkpoint in a fresh engine" in done.stdout
+    for line in ("model.layers.*.mlp.down_proj", "w8a8", "w4a16", "bf16"):
+        assert line in done.stdout
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [m["weight_version"] for m in metrics] == [1, 2]
+    assert all(m["learn/mismatch/mean_abs"] < 0.005 for m in metrics)
+    written = json.loads((run / "export" / "config.json").read_text())["quantization_config"]
+    assert written["format"] == "mixed-precision" and len(written["config_groups"]) == 2
+    refused = qarl("train", "--resume", run, "--steps", "3", "--layers", "first:1=bf16")
+    assert refused.returncode == 2 and "this run was started with layers" in refused.stderr
+    assert "cannot be resumed" in refused.stderr
+    resumed = qarl("train", "--resume", run, "--steps", "3")
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_a_wrong_rule_is_refused_before_a_run_folder_is_made(tmp_path: Path):
+    run = tmp_path / "run"
+    refused = qarl("train", "--layers", "*.q_proj=w8a8", "--output", run)
+    assert refused.returncode == 2 and "qkv_proj' as one" in refused.stderr, refused.stderr
+    assert not run.exists()
