@@ -21,7 +21,7 @@ class MasterOptimizer:
         rest = [p for n, p in masters.items() if n not in by_muon]
         decay, lr = config.weight_decay, config.lr
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._views = [_MatrixView(p, index) for n, p in by_muon.items() for index in _matrices_of(n, p)]
+        self._views = [MatrixView(p, index) for n, p in by_muon.items() for index in matrices_of(n, p)]
         if by_muon:
             muon = torch.optim.Muon(
                 [v.parameter for v in self._views],
@@ -70,8 +70,8 @@ class MasterOptimizer:
             optimizer.load_state_dict(inner)
 
 
-class _MatrixView:
-    """One matrix inside a master, as the leaf parameter torch's Muon wants: it shares the master's storage."""
+class MatrixView:
+    """One matrix inside a master, as the 2-D leaf parameter torch's Muon wants; `parameter` shares the storage."""
 
     def __init__(self, master: nn.Parameter, index: Index):
         self._master = master
@@ -84,7 +84,7 @@ class _MatrixView:
         self.parameter.grad = None if grad is None else grad[self._index]
 
 
-def _matrices_of(name: str, master: nn.Parameter) -> Iterator[Index]:
+def matrices_of(name: str, master: nn.Parameter) -> Iterator[Index]:
     """Where the matrices of a master are: the whole of it, or each expert's; gate and up count as two."""
     if master.ndim == 2:
         yield (slice(None),)

@@ -36,6 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from learner.optim import MatrixView, matrices_of
 from qarl.tasks import Problem, load_task
 
 Progress = Callable[[str], None]
@@ -247,16 +248,19 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
     task = load_task("chain_sum", {})
     problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
     ids, labels = encode_problems(tokenizer, problems)
-    optimizers = _optimizers(model, recipe)
+    optimizers, experts = _optimizers(model, recipe)
     model.train()
     for step in range(recipe.warm_start_steps):
         rows = slice(step * recipe.warm_start_batch, (step + 1) * recipe.warm_start_batch)
         loss = _answer_loss(model, ids[rows], labels[rows])
         loss.backward()
+        for view in experts:
+            view.take_gradient()
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = recipe.warm_start_lr * _lr_factor(step, recipe.warm_start_steps)
             optimizer.step()
             optimizer.zero_grad()
+        model.zero_grad()
         if step % 20 == 0 or step == recipe.warm_start_steps - 1:
             done = f"{step + 1}/{recipe.warm_start_steps}"
             progress(f"warm start: step {done}, loss {loss.item():.3f} nats/token")
@@ -297,15 +301,18 @@ def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> t
     return cross_entropy(model.lm_head(hidden[kept]), labels[kept])
 
 
-def _optimizers(model: TinyModel, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
-    matrices, others = [], []
+def _optimizers(model: TinyModel, recipe: TinyRecipe) -> tuple[list[torch.optim.Optimizer], list[MatrixView]]:
+    """Muon and AdamW, and the experts' matrices as Muon sees them."""
+    matrices, others, experts = [], [], []
     for name, parameter in model.named_parameters():
-        (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
+        if parameter.ndim == 3:
+            experts += [MatrixView(parameter, index) for index in matrices_of(name, parameter)]
+        else:
+            (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
     lr, decay = recipe.warm_start_lr, recipe.warm_start_weight_decay
-    return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98)),
-    ]
+    matrices += [view.parameter for view in experts]
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))], experts
 
 
 def _lr_factor(step: int, steps: int) -> float:
