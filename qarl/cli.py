@@ -292,6 +292,46 @@ def _add_bench(commands: Any) -> None:
     mismatch.add_argument("--seed", type=int, default=0)
     mismatch.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
     mismatch.set_defaults(run=_bench_mismatch)
+    _add_bench_ptq(names)
+
+
+def _add_bench_ptq(names: Any) -> None:
+    ptq = names.add_parser(
+        "ptq",
+        help="bf16-trained and quantized afterwards against QaRL-trained, by held-out accuracy",
+        description=(
+            "Train each seed in bf16 and in the low-bit scheme, quantize the bf16 policy by every method, and compare "
+            "the deployable checkpoints on held-out problems. Runs are kept: the same command continues where it "
+            "stopped. Every field of the configuration is an option by its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    ptq.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
+    ptq.add_argument("--scheme", default="w4a16", help="low-bit scheme (default w4a16)")
+    ptq.add_argument("--methods", help="comma-separated (default: all that are for the scheme)")
+    ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
+    ptq.add_argument("--runs", default="runs/bench-ptq", metavar="FOLDER", help="of the runs (default runs/bench-ptq)")
+    ptq.add_argument("--json", metavar="FILE", help="write every accuracy as JSON too")
+    ptq.set_defaults(run=_bench_ptq)
+
+
+def _bench_ptq(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    overrides = _overrides(known, rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.bench import ptq
+
+    try:
+        seeds = tuple(int(seed) for seed in known.seeds.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds {known.seeds!r} must be numbers with commas between, such as 0,1,2") from None
+    methods = tuple(known.methods.split(",")) if known.methods else ()
+    options = ptq.PtqOptions(Path(known.runs), seeds, known.scheme, methods, known.calibration, overrides)
+    deployed = ptq.measure(options, console)
+    console.print(ptq.table(deployed))
+    _write_json(known.json, ptq.as_data(deployed))
+    return 0
 
 
 def _bench_mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> int:

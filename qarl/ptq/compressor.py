@@ -73,7 +73,8 @@ def _run(job: Job) -> None:
     from llmcompressor import oneshot
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
-    data = torch.utils.data.DataLoader(_batches(job.calibration), batch_size=None) if job.calibration else None
+    batches: Any = _batches(job.calibration)
+    data = torch.utils.data.DataLoader(batches, batch_size=None) if batches else None
     oneshot(model=model, tokenizer=job.model, recipe=_recipe(job), dataset=data, output_dir=job.output)
 
 
