@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 def _expected(error: Exception) -> str | None:
     """A heading for errors whose message says all a user needs; None for the rest, which keep their traceback."""
     from qarl.checkpoint import CheckpointError
+    from qarl.ptq.compressor import CompressorError
     from qarl.tasks import RewardError, TaskError
     from quant.kernels import KernelError
     from quant.load import ModelError
@@ -61,7 +62,7 @@ def _expected(error: Exception) -> str | None:
         ConfigError: "configuration", TaskError: "task", RewardError: "reward", SchemeError: "scheme",
         ModelError: "model", OperatorError: "operators", KernelError: "kernel", EngineError: "engine",
         AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
-        CheckpointError: "checkpoint",
+        CheckpointError: "checkpoint", CompressorError: "llmcompressor",
     }  # fmt: skip
     return next((heading for kind, heading in headings.items() if isinstance(error, kind)), None)
 
@@ -189,9 +190,26 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console) -> int:
 
 
 def _add_export(commands: Any) -> None:
-    export = commands.add_parser("export", help="write a run's deployable checkpoint and prove it in a fresh engine")
+    export = commands.add_parser(
+        "export",
+        help="write a run's deployable checkpoint and prove it in a fresh engine",
+        description=(
+            "Write a run's deployable checkpoint and prove it in a fresh engine. A run trained in a low-bit scheme is "
+            "exported as the policy it is. With --ptq, a run trained in bf16 is quantized afterwards by llmcompressor: "
+            "the baseline, not QaRL."
+        ),
+        epilog=(
+            "rtn rounds to nearest, without data, for any scheme; gptq is for weight-only schemes and those with "
+            "dynamic activations; awq for weight-only int4; smoothquant for int8 weights with int8 activations. "
+            "Calibration sequences are prompts of the run's own task, each with a completion sampled from the policy."
+        ),
+    )
     export.add_argument("folder", metavar="RUN", help="run folder; its newest checkpoint is exported")
     export.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write (must not exist)")
+    ptq = export.add_argument_group("post-training quantization of a bf16 run")
+    ptq.add_argument("--ptq", metavar="METHOD", help="rtn, gptq, awq or smoothquant")
+    ptq.add_argument("--scheme", metavar="NAME", help="low-bit scheme to quantize to; `qarl schemes` lists them")
+    ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
     export.set_defaults(run=_export)
 
 
@@ -200,6 +218,11 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
     from qarl.quiet import quiet_libraries
 
     quiet_libraries()
+    if known.ptq:
+        return _export_ptq(known, console)
+    for option in ("scheme", "calibration"):
+        if getattr(known, option) is not None:
+            raise ConfigError(f"--{option} goes with --ptq; without it a run is exported in the scheme it has")
     from qarl.export import export_run
 
     exported = export_run(Path(known.folder), Path(known.output))
@@ -207,6 +230,22 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
         f"wrote step {exported.step} to {known.output}: {exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, "
         f"SHA-256 {exported.digest[:16]}…; loaded in a fresh engine, mean |Δ log p| against the learner "
         f"{exported.canary.mean_abs:.2e} nats",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _export_ptq(known: argparse.Namespace, console: Console) -> int:
+    if known.scheme is None:
+        raise ConfigError("--ptq needs --scheme, the low-bit scheme to quantize to; `qarl schemes` lists them")
+    from qarl.ptq.export import export_ptq
+
+    exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
+    data = f" on {exported.sequences} sequences ({exported.calibration_tokens} tokens)" if exported.sequences else ""
+    console.print(
+        f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote {known.output}: "
+        f"{exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, SHA-256 {exported.digest[:16]}…; loaded in a "
+        f"fresh engine, mean |Δ log p| against the unquantized policy {exported.moved:.2e} nats",
         soft_wrap=True,
     )
     return 0
@@ -253,6 +292,46 @@ def _add_bench(commands: Any) -> None:
     mismatch.add_argument("--seed", type=int, default=0)
     mismatch.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
     mismatch.set_defaults(run=_bench_mismatch)
+    _add_bench_ptq(names)
+
+
+def _add_bench_ptq(names: Any) -> None:
+    ptq = names.add_parser(
+        "ptq",
+        help="bf16-trained and quantized afterwards against QaRL-trained, by held-out accuracy",
+        description=(
+            "Train each seed in bf16 and in the low-bit scheme, quantize the bf16 policy by every method, and compare "
+            "the deployable checkpoints on held-out problems. Runs are kept: the same command continues where it "
+            "stopped. Every field of the configuration is an option by its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    ptq.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
+    ptq.add_argument("--scheme", default="w4a16", help="low-bit scheme (default w4a16)")
+    ptq.add_argument("--methods", help="comma-separated (default: all that are for the scheme)")
+    ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
+    ptq.add_argument("--runs", default="runs/bench-ptq", metavar="FOLDER", help="of the runs (default runs/bench-ptq)")
+    ptq.add_argument("--json", metavar="FILE", help="write every accuracy as JSON too")
+    ptq.set_defaults(run=_bench_ptq)
+
+
+def _bench_ptq(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    overrides = _overrides(known, rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.bench import ptq
+
+    try:
+        seeds = tuple(int(seed) for seed in known.seeds.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds {known.seeds!r} must be numbers with commas between, such as 0,1,2") from None
+    methods = tuple(known.methods.split(",")) if known.methods else ()
+    options = ptq.PtqOptions(Path(known.runs), seeds, known.scheme, methods, known.calibration, overrides)
+    deployed = ptq.measure(options, console)
+    console.print(ptq.table(deployed))
+    _write_json(known.json, ptq.as_data(deployed))
+    return 0
 
 
 def _bench_mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> int:

@@ -1,0 +1,62 @@
+"""Runs a benchmark needs: trained once, found again later, continued where they broke off."""
+
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from qarl.checkpoint import list_checkpoints
+from qarl.config import ConfigError, RunConfig
+from qarl.progress import Dashboard
+from qarl.run_folder import RunFolder
+from qarl.train import train
+
+
+def existing_run(config: RunConfig) -> RunFolder | None:
+    """The run in `config.output`, finished or not; None where there is none.
+
+    Raises `ConfigError` where a run of another configuration has that place.
+    """
+    assert config.output is not None
+    path = Path(config.output)
+    if not path.exists():
+        return None
+    folder = RunFolder.open(path)
+    wanted, found = (c.model_dump(mode="json", exclude={"output"}) for c in (config, folder.config()))
+    for key, value in wanted.items():
+        if found[key] != value:
+            raise ConfigError(
+                f"run {str(path)!r} has {key} {found[key]!r} where {value!r} is wanted; choose another folder of runs, "
+                "or remove that one"
+            )
+    return folder
+
+
+def is_finished(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether the run did all its steps and has its export."""
+    checkpoints = list_checkpoints(folder.checkpoints)
+    last = bool(checkpoints) and checkpoints[-1].name == f"step-{config.steps:06d}"
+    return last and folder.export.is_dir()
+
+
+def finished_run(config: RunConfig, console: Console) -> RunFolder:
+    """The finished run of this configuration: found in `config.output`, continued, or trained now.
+
+    A run that broke off before its first checkpoint has nothing to continue from and is begun again. Raises
+    `KeyboardInterrupt` where training was interrupted, after its checkpoint is written.
+    """
+    folder = existing_run(config)
+    if folder and is_finished(folder, config):
+        console.print(f"trained already: {folder.path}", soft_wrap=True)
+        return folder
+    if folder and not list_checkpoints(folder.checkpoints):
+        shutil.rmtree(folder.path)
+        folder = None
+    resume = folder is not None
+    folder = folder or RunFolder.create(config)
+    console.print(f"{'continuing' if resume else 'training'}: {folder.path}", soft_wrap=True)
+    with Dashboard(config, console) as dashboard:
+        outcome = train(config, folder, dashboard, resume)
+    if outcome.steps < config.steps:
+        raise KeyboardInterrupt
+    return folder

@@ -1,0 +1,99 @@
+"""`qarl export --ptq`: llmcompressor's tensors in a folder like those QaRL exports, proven in a fresh engine."""
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl.config import ConfigError, RunConfig
+from qarl.ptq.compressor import Job, compress, require_llmcompressor
+from qarl.ptq.layout import read_as
+from qarl.ptq.methods import METHODS, calibration_count, check_method
+from qarl.ptq.source import Source, open_source
+from qarl.run_folder import RunFolder
+from qarl.session import engine_options
+from quant.schemes import get_scheme
+from rollout.digest import StreamDigest
+from rollout.engine import Engine
+from rollout.vllm_engine import VllmEngine
+from sync.audit import audit, require_agreement
+from sync.transports.directory import ExportError, write_checkpoint
+
+
+@dataclass(frozen=True)
+class PtqExported:
+    """step: of the checkpoint quantized. digest: SHA-256 of the stream written. sequences, calibration_tokens: sizes
+    of the calibration set, 0 without one. moved: mean |Δ log p| of the fixed sequences between the quantized and the
+    unquantized engine, nats."""
+
+    step: int
+    digest: str
+    tensors: int
+    bytes: int
+    sequences: int
+    calibration_tokens: int
+    moved: float
+
+
+def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: int | None = None) -> PtqExported:
+    """Quantize a run's newest checkpoint by `method` to `scheme`, and load the result in a fresh engine.
+
+    calibration: sequences to sample for it; None is the default number for methods that look at data.
+    Raises `ConfigError` or `ExportError` for unusable input before anything is computed, `SchemeError` for a layer the
+    scheme cannot hold before anything is sampled, and `CompressorError`, `ExportError` or `AuditError` for a result
+    that is not the checkpoint the scheme describes.
+    """
+    folder = RunFolder.open(run)
+    count = check_request(folder.config(), str(run), method, scheme, calibration)
+    if output.exists():
+        raise ExportError(f"folder {str(output)!r} exists; choose another or remove it")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as work:
+        source = open_source(folder, Path(work), scheme, count)
+        written = quantize(source, method, output)
+        engine = VllmEngine(output, engine_options(source.config))
+        moved = verify(source, engine)
+        engine.close()
+    tokens = sum(map(len, source.calibration))
+    return PtqExported(
+        source.step, written.hexdigest(), written.tensors, written.bytes, len(source.calibration), tokens, moved
+    )
+
+
+def check_request(config: RunConfig, run: str, method: str, scheme: str, calibration: int | None) -> int:
+    """How many calibration sequences to sample; raises `ConfigError` for what cannot be asked of this run."""
+    require_llmcompressor()
+    if config.scheme != "bf16":
+        raise ConfigError(
+            f"run {run!r} was trained in scheme {config.scheme!r} and its export is that low-bit policy already; "
+            "--ptq is for runs trained with --scheme bf16 (without --ptq this run is exported as it is)"
+        )
+    check_method(method, get_scheme(scheme))
+    return calibration_count(method, calibration, config)
+
+
+def quantize(source: Source, method: str, output: Path) -> StreamDigest:
+    """Write `output`: the values llmcompressor computed, in the layout QaRL exports; the digest of what was written."""
+    sequences = source.calibration if METHODS[method].calibrated else ()
+    with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
+        compressed = Path(work) / "compressed"
+        compress(
+            Job(str(source.folder), source.scheme, method, source.layout.ignored, sequences, str(compressed)),
+            Path(work),
+        )
+        return write_checkpoint(read_as(source.layout, compressed), source.layout.config, source.folder, output)
+
+
+def verify(source: Source, engine: Engine) -> float:
+    """Mean |Δ log p| of the fixed sequences between `engine` and the unquantized one, nats.
+
+    Raises `AuditError` where the engine reports a layer in another scheme, group or dtype than the layout has it, and
+    `ExportError` where a log-prob is not finite.
+    """
+    require_agreement(audit(source.layout.layers, engine.layers(), same_kernels=False))
+    scored = engine.score(source.canary)
+    pairs = [(a, b) for x, y in zip(scored, source.logprobs, strict=True) for a, b in zip(x, y, strict=True)]
+    moved = math.fsum(abs(a - b) for a, b in pairs) / len(pairs)
+    if not math.isfinite(moved):
+        raise ExportError("the quantized checkpoint gives log-probs that are not finite; do not deploy it")
+    return moved

@@ -1,0 +1,79 @@
+"""What a quantized checkpoint must look like, and reading llmcompressor's as such."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from quant.kernels import make_factory
+from quant.load import load_masters
+from quant.model import LayerReport, LowBitModel, LowBitTensor
+from quant.schemes import COMPUTE_DTYPES, get_scheme
+from sync.export import checkpoint_config
+from sync.transports.directory import ExportError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint of one model in one scheme, but for its values.
+
+    tensors: (name, shape, dtype) in stream order. ignored: linear layers left alone, by full name. config: contents of
+    config.json. layers: as an engine that loaded it must report them.
+    """
+
+    tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
+    ignored: tuple[str, ...]
+    config: dict[str, Any]
+    layers: list[LayerReport]
+
+
+def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
+    """The layout the unquantized checkpoint in `folder` has once it is in `scheme`: that of QaRL's own export.
+
+    dtype: compute dtype, by name. Raises `SchemeError` for a layer the scheme cannot hold.
+    """
+    compute = COMPUTE_DTYPES[dtype]
+    masters = load_masters(folder, compute)
+    model = LowBitModel(masters, get_scheme(scheme), compute, make_factory("reference", compute))
+    tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
+    return Layout(tensors, tuple(model.ignored), checkpoint_config(model), model.layers())
+
+
+def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
+    """The tensors of the checkpoint in `folder`, in the layout's order.
+
+    All are checked before the first is handed out. Raises `ExportError` where one is missing, additional, or of
+    another shape or dtype: a layer was left unquantized, or one quantized that should not be.
+    """
+    where: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+    expected = [name for name, _, _ in layout.tensors]
+    _refuse("lacks", [name for name in expected if name not in where])
+    _refuse("has in addition", sorted(where.keys() - set(expected)))
+    for name, shape, dtype in layout.tensors:
+        found = _read(where[name], name)
+        if (found.shape, found.dtype) != (shape, dtype):
+            raise ExportError(
+                f"llmcompressor wrote {name!r} as {found.dtype} {list(found.shape)}, the scheme stores it as {dtype} "
+                f"{list(shape)}; this model and method do not go together"
+            )
+    return (LowBitTensor(name, _read(where[name], name)) for name in expected)
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor(name)
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ExportError(
+            f"llmcompressor's checkpoint {what} {', '.join(names[:3])}{more}, going by the scheme; this model and "
+            "method do not go together"
+        )

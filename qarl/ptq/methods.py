@@ -1,0 +1,86 @@
+"""The methods of post-training quantization, the schemes each is for, and how much calibration data is allowed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qarl.config import ConfigError, RunConfig
+from quant.schemes import Scheme, is_integer
+
+CALIBRATION = 256
+"""Calibration sequences where the user names no number."""
+MAX_CALIBRATION_TOKENS = 4 * 2**20
+"""Most tokens a calibration set may come to: every layer's inputs are kept for all of them."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """calibrated: whether it looks at data. fits: whether it is for a scheme; wants: the same in words."""
+
+    calibrated: bool
+    wants: str
+    fits: Callable[[Scheme], bool]
+
+
+def _low_bit(scheme: Scheme) -> bool:
+    return scheme.quantization is not None
+
+
+def _no_static_activations(scheme: Scheme) -> bool:
+    return scheme.weights is not None and (scheme.activations is None or bool(scheme.activations.dynamic))
+
+
+def _weight_only_int4(scheme: Scheme) -> bool:
+    weights = scheme.weights
+    return weights is not None and scheme.activations is None and is_integer(weights) and weights.num_bits == 4
+
+
+def _int8_both(scheme: Scheme) -> bool:
+    both = (scheme.weights, scheme.activations)
+    return all(args is not None and is_integer(args) and args.num_bits == 8 for args in both)
+
+
+METHODS = {
+    "rtn": Method(False, "any low-bit scheme", _low_bit),
+    "gptq": Method(True, "weight-only schemes and those with dynamic activations", _no_static_activations),
+    "awq": Method(True, "weight-only int4 schemes", _weight_only_int4),
+    "smoothquant": Method(True, "int8 weights with int8 activations", _int8_both),
+}
+"""rtn: round to nearest. gptq: arXiv 2210.17323. awq: arXiv 2306.00978. smoothquant: arXiv 2211.10438."""
+
+
+def methods_for(scheme: Scheme) -> tuple[str, ...]:
+    """Names of the methods that are for this scheme; none for the unquantized one."""
+    return tuple(name for name, method in METHODS.items() if method.fits(scheme))
+
+
+def check_method(name: str, scheme: Scheme) -> None:
+    """Raise `ConfigError` for an unknown method, or one that is not for this scheme."""
+    if name not in METHODS:
+        raise ConfigError(f"unknown post-training quantization {name!r}: known are {', '.join(METHODS)}")
+    fitting = methods_for(scheme)
+    if name not in fitting:
+        remedy = f"methods for {scheme.name!r}: {', '.join(fitting)}" if fitting else "choose another --scheme"
+        raise ConfigError(f"method {name!r} is for {METHODS[name].wants}, not for {scheme.name!r}; {remedy}")
+
+
+def calibration_count(name: str, asked: int | None, config: RunConfig) -> int:
+    """How many sequences method `name` is calibrated with; `asked` None is `CALIBRATION` where it looks at data.
+
+    Raises `ConfigError` for a number given to a method without data, an empty set, and a set that may come to more
+    tokens than `MAX_CALIBRATION_TOKENS`, each sequence being bounded by the run's own limits.
+    """
+    if not METHODS[name].calibrated:
+        if asked is not None:
+            raise ConfigError(f"--calibration {asked}: method {name!r} looks at no data; leave the option out")
+        return 0
+    count = CALIBRATION if asked is None else asked
+    if count < 1:
+        raise ConfigError(f"--calibration {count}: an empty set calibrates nothing; give at least 1, or --ptq rtn")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if count * longest > MAX_CALIBRATION_TOKENS:
+        raise ConfigError(
+            f"--calibration {count}: sequences of up to {longest} tokens (the run's rollout.max_prompt_tokens + "
+            f"rollout.max_new_tokens) may come to {count * longest} tokens, above {MAX_CALIBRATION_TOKENS}; give "
+            f"--calibration {MAX_CALIBRATION_TOKENS // longest} or less"
+        )
+    return count

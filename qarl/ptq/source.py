@@ -1,0 +1,66 @@
+"""What is quantized after training: a run's unquantized checkpoint, with sequences to calibrate on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl.checkpoint import load_checkpoint
+from qarl.config import RunConfig
+from qarl.ptq.layout import Layout, checkpoint_layout
+from qarl.run_folder import RunFolder
+from qarl.session import canary_sequences, engine_options, open_policy
+from qarl.tasks.base import stable_hash
+from rollout.engine import Engine
+from rollout.types import Prompt, Sampling
+from rollout.vllm_engine import VllmEngine
+from sync.export import export_checkpoint
+
+
+@dataclass(frozen=True)
+class Source:
+    """An unquantized policy, ready to be quantized to one scheme by several methods.
+
+    step: of the checkpoint. folder: its deployable checkpoint, unquantized; layout: what that becomes in `scheme`.
+    calibration: token ids of each sequence, a prompt and its completion. canary: fixed sequences; logprobs: what the
+    unquantized engine gives them, nats.
+    """
+
+    config: RunConfig
+    step: int
+    folder: Path
+    scheme: str
+    layout: Layout
+    calibration: tuple[tuple[int, ...], ...]
+    canary: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
+    """Write the run's unquantized checkpoint into `work` and sample `count` calibration sequences from it.
+
+    One engine, closed again, does the sampling and the reference log-probs. Raises `SchemeError` before it starts,
+    where a layer cannot be held in `scheme`, and `ConfigError` for a prompt above the run's limit.
+    """
+    config = run.config()
+    step, state = load_checkpoint(run.checkpoints)
+    policy = open_policy(config)
+    policy.learner.load_state_dict(state["learner"])
+    folder = (work / "unquantized").resolve()
+    export_checkpoint(policy.model, policy.folder, folder)
+    layout = checkpoint_layout(folder, scheme, config.dtype)
+    prompts = [policy.prompter.prompt(p) for p in policy.task.problems("train", 0, count, config.seed)]
+    canary = canary_sequences(policy, config)
+    engine = VllmEngine(folder, engine_options(config))
+    logprobs = engine.score(canary)
+    calibration = calibration_sequences(engine, prompts, config)
+    engine.close()
+    return Source(config, step, folder, scheme, layout, calibration, canary, logprobs)
+
+
+def calibration_sequences(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> tuple[tuple[int, ...], ...]:
+    """Each prompt followed by one completion the policy samples now, at temperature 1 as in training."""
+    if not prompts:
+        return ()
+    seed = stable_hash("calibration", config.seed) >> 1
+    answers = engine.generate(prompts, Sampling(1, config.rollout.max_new_tokens, seed=seed))
+    return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(prompts, answers, strict=True))

@@ -1,0 +1,353 @@
+"""Post-training quantization: whose values, whose layout, and what is refused."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from qarl.bench.ptq import Deployed, PtqOptions, measure, table
+from qarl.cli import main
+from qarl.config import ConfigError, config_from_tree
+from qarl.ptq.compressor import CompressorError, Job, _batches, compress
+from qarl.ptq.export import check_request, quantize, verify
+from qarl.ptq.layout import checkpoint_layout, read_as
+from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, methods_for
+from qarl.ptq.source import Source, open_source
+from qarl.run_folder import RunFolder
+from qarl.session import engine_options
+from quant.kernels import make_factory
+from quant.load import load_masters
+from quant.materialize import materialize
+from quant.model import LowBitModel
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from rollout.vllm_engine import VllmEngine
+from sync.audit import AuditError
+from sync.export import export_checkpoint
+from sync.transports.directory import ExportError
+
+ROOT = Path(__file__).parent.parent
+BF16 = config_from_tree({"scheme": "bf16"})
+SMALL = ("--steps", "2", "--rollout.prompts", "8", "--rollout.samples", "4", "--eval.problems", "32")
+
+
+def qarl(cwd: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env, timeout=900, check=False)
+
+
+def unquantized(folder: Path, out: Path, dtype: str) -> Path:
+    """The checkpoint a bf16 run of this policy would deploy."""
+    compute = COMPUTE_DTYPES[dtype]
+    masters = load_masters(folder, torch.float32)
+    model = LowBitModel(masters, get_scheme("bf16"), compute, make_factory("reference", compute))
+    export_checkpoint(model, folder, out)
+    return out
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+# --- what is refused, before anything is computed
+
+
+@pytest.mark.parametrize(
+    ("scheme", "methods"),
+    [
+        ("bf16", ()),
+        ("w4a16", ("rtn", "gptq", "awq")),
+        ("w8a8", ("rtn", "gptq", "smoothquant")),
+        ("fp8", ("rtn", "gptq")),
+    ],
+)
+def test_which_methods_are_for_a_scheme(scheme: str, methods: tuple[str, ...]):
+    assert methods_for(SCHEMES[scheme]) == methods
+    for name in METHODS:
+        if name in methods:
+            assert check_request(BF16, "run", name, scheme, None) == (0 if name == "rtn" else CALIBRATION)
+        else:
+            with pytest.raises(ConfigError, match=f"method '{name}' is for .*, not for '{scheme}'; "):
+                check_request(BF16, "run", name, scheme, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ({"scheme": "w4a16"}, ("rtn", "w4a16", None), "'run' was trained in scheme 'w4a16' and its export is that"),
+        ({"scheme": "bf16"}, ("gtpq", "w4a16", None), "'gtpq': known are rtn, gptq, awq, smoothquant"),
+        ({"scheme": "bf16"}, ("rtn", "w4a16", 8), "--calibration 8: method 'rtn' looks at no data"),
+        ({"scheme": "bf16"}, ("gptq", "w4a16", 0), "--calibration 0: an empty set calibrates nothing"),
+        ({"scheme": "bf16"}, ("gptq", "w4a16", 2049), "above 4194304; give --calibration 2048 or less"),
+    ],
+)
+def test_requests_that_are_refused(config: dict, arguments: tuple, message: str):
+    with pytest.raises(ConfigError) as caught:
+        check_request(config_from_tree(config), "run", *arguments)
+    assert message in str(caught.value)
+
+
+@given(st.integers(-3, 10_000), st.integers(1, 20_000), st.integers(1, 20_000))
+def test_calibration_is_bounded_by_its_worst_case(count: int, prompt: int, new: int):
+    limits = {"max_prompt_tokens": prompt, "max_new_tokens": new}
+    config = config_from_tree({"rollout": limits, "learner": {"micro_batch_tokens": prompt + new}})
+    if count >= 1 and count * (prompt + new) <= MAX_CALIBRATION_TOKENS:
+        assert calibration_count("gptq", count, config) == count
+    else:
+        with pytest.raises(ConfigError, match=f"--calibration {count}: "):
+            calibration_count("gptq", count, config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "w4a16"], "--scheme goes with --ptq"),
+        (["--calibration", "4"], "--calibration goes with --ptq"),
+        (["--ptq", "rtn"], "--ptq needs --scheme"),
+        (["--ptq", "rtn", "--scheme", "w4a17"], "unknown scheme 'w4a17'"),
+        (["--ptq", "awq", "--scheme", "fp8"], "methods for 'fp8': rtn, gptq"),
+        (["--ptq", "rtn", "--scheme", "w4a16"], "holds no checkpoint yet"),
+    ],
+)
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, arguments: list[str], message: str):
+    run = RunFolder.create(BF16.model_copy(update={"output": str(tmp_path / "run")}))
+    assert main(["export", str(run.path), "-o", str(tmp_path / "out"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_output_that_exists_is_refused_first(tmp_path: Path, capsys):
+    run = RunFolder.create(BF16.model_copy(update={"output": str(tmp_path / "run")}))
+    assert main(["export", str(run.path), "-o", str(tmp_path), "--ptq", "rtn", "--scheme", "w4a16"]) == 1
+    assert "exists; choose another or remove it" in capsys.readouterr().err
+
+
+# --- llmcompressor's side
+
+
+@given(st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=6).map(tuple), max_size=60))
+def test_batches_hold_every_sequence_uncut_and_unpadded(sequences: list[tuple[int, ...]]):
+    batches = _batches(tuple(sequences))
+    rows = [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
+    assert sorted(rows) == sorted(sequences)
+    assert all(batch["attention_mask"].all() for batch in batches)
+
+
+def test_the_placeholder_is_still_needed():
+    """When transformers has the class again, or llmcompressor no longer asks for it, the placeholder goes."""
+    from importlib.util import find_spec
+
+    from transformers.models.granitemoe import modeling_granitemoe
+
+    assert not hasattr(modeling_granitemoe, "GraniteMoeParallelExperts")
+    found = find_spec("llmcompressor")
+    assert found is not None and found.submodule_search_locations
+    source = Path(found.submodule_search_locations[0]) / "modeling" / "moe" / "granitemoe.py"
+    assert "import GraniteMoeParallelExperts" in source.read_text()
+
+
+@pytest.mark.slow
+def test_what_llmcompressor_says_is_shown_when_it_fails(tmp_path: Path):
+    job = Job(str(tmp_path / "nowhere"), "w4a16", "rtn", (), (), str(tmp_path / "out"))
+    with pytest.raises(CompressorError, match="by 'rtn' to 'w4a16' \\(exit status 1\\)") as caught:
+        compress(job, tmp_path)
+    assert "nowhere" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "tied"),
+    [("w4a16", "bfloat16", True), ("w8a8", "bfloat16", False), ("fp8", "bfloat16", True), ("w8a8", "float16", True)],
+)
+def test_rtn_is_materialize_bit_for_bit(
+    random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str, dtype: str, tied: bool
+):
+    """Contract: round to nearest by llmcompressor is QaRL's materialization of the same weights: names, dtypes, bytes.
+    So the baseline and QaRL differ in what was trained, not in how it is stored."""
+    folder = unquantized(random_policy(tied), tmp_path / "unquantized", dtype)
+    layout = checkpoint_layout(folder, scheme, dtype)
+    (tmp_path / "work").mkdir()
+    compress(Job(str(folder), scheme, "rtn", layout.ignored, (), str(tmp_path / "out")), tmp_path / "work")
+    theirs = {item.name: item.tensor for item in read_as(layout, tmp_path / "out")}
+    compute = COMPUTE_DTYPES[dtype]
+    masters = dict(load_masters(folder, compute).named_parameters())
+    quantized = 0
+    for name, master in masters.items():
+        layer = name.removesuffix(".weight")
+        if master.ndim != 2 or SCHEMES[scheme].leaves_alone(layer):
+            assert torch.equal(theirs.pop(name), master)
+            continue
+        quantized += 1
+        for suffix, tensor in materialize(master, SCHEMES[scheme], compute).tensors():
+            found = theirs.pop(f"{layer}.{suffix}")
+            assert found.dtype == tensor.dtype, name
+            assert torch.equal(as_bytes(found), as_bytes(tensor)), name
+    assert not theirs
+    assert quantized == 14
+
+
+# --- the layout
+
+
+@pytest.fixture
+def written(random_policy: Callable[[bool], Path], tmp_path: Path):
+    """(layout, folder, tensors): a W4A16 checkpoint by QaRL itself, to be spoiled."""
+    folder = unquantized(random_policy(False), tmp_path / "unquantized", "bfloat16")
+    layout = checkpoint_layout(folder, "w4a16", "bfloat16")
+    masters = load_masters(folder, torch.bfloat16)
+    model = LowBitModel(masters, get_scheme("w4a16"), torch.bfloat16, make_factory("reference", torch.bfloat16))
+    export_checkpoint(model, folder, tmp_path / "written")
+    return layout, tmp_path / "written", load_file(tmp_path / "written" / "model.safetensors")
+
+
+def test_a_checkpoint_of_the_layout_is_read_in_its_order(written):
+    layout, folder, tensors = written
+    items = list(read_as(layout, folder))
+    assert [item.name for item in items] == [name for name, _, _ in layout.tensors]
+    assert all(torch.equal(item.tensor, tensors[item.name]) for item in items)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("unquantized", "lacks model.layers.1.mlp.up_proj.weight_packed, model.layers.1.mlp.up_proj.weight_scale"),
+        ("additional", "has in addition model.layers.0.mlp.gate.weight_scale"),
+        ("dtype", "as torch.float32 [128, 1], the scheme stores it as torch.bfloat16 [128, 1]"),
+    ],
+)
+def test_another_layout_is_refused(written, spoil: str, message: str):
+    layout, folder, tensors = written
+    if spoil == "unquantized":
+        layer = "model.layers.1.mlp.up_proj"
+        for suffix in ("packed", "scale", "shape"):
+            del tensors[f"{layer}.weight_{suffix}"]
+        tensors[f"{layer}.weight"] = torch.zeros(256, 128, dtype=torch.bfloat16)
+    elif spoil == "additional":
+        tensors["model.layers.0.mlp.gate.weight_scale"] = torch.ones(2, 1)
+    else:
+        name = "model.layers.0.self_attn.q_proj.weight_scale"
+        tensors[name] = tensors[name].float()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ExportError) as caught:
+        read_as(layout, folder)
+    assert message in str(caught.value)
+
+
+# --- from a run to an engine
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 run of two steps, where `qarl bench ptq --runs` expects it."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny-qwen3-bf16-seed0"
+    done = qarl(folder.parent, "train", "--scheme", "bf16", "--output", folder, *SMALL)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def load_and_verify(source: Source, folder: Path) -> float:
+    engine = VllmEngine(folder, engine_options(source.config))
+    try:
+        return verify(source, engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, scheme: str):
+    """Each is audited in a fresh engine and stays near the unquantized policy; calibration changes the bytes."""
+    source = open_source(RunFolder.open(run), tmp_path, scheme, 32)
+    assert len(source.calibration) == 32
+    rollout = source.config.rollout
+    assert max(map(len, source.calibration)) <= rollout.max_prompt_tokens + rollout.max_new_tokens
+    moved, digests = {}, {}
+    for method in methods_for(SCHEMES[scheme]):
+        digests[method] = quantize(source, method, tmp_path / method).hexdigest()
+        moved[method] = load_and_verify(source, tmp_path / method)
+        assert 0 < moved[method] < 1, moved
+    assert len(set(digests.values())) == len(digests)
+    if scheme == "w4a16":
+        assert moved["gptq"] < 0.7 * moved["rtn"], moved
+        other = dataclasses.replace(source, layout=checkpoint_layout(source.folder, "w8a8", "bfloat16"))
+        with pytest.raises(AuditError, match="scheme 'w8a8'"):
+            load_and_verify(other, tmp_path / "rtn")
+
+
+@pytest.mark.slow
+def test_the_export_command(run: Path, tmp_path: Path):
+    """One line, a folder `qarl eval` reads, and nothing else: no log, no progress bar, no file in the way."""
+    (tmp_path / "cwd").mkdir()
+    arguments = ("export", run, "-o", "out", "--ptq", "gptq", "--scheme", "w4a16", "--calibration", "16")
+    done = qarl(tmp_path / "cwd", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "by gptq to w4a16 on 16 sequences (" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert not [word for word in ("it/s", "GPTQ", "INFO", "WARN") if word in done.stderr], done.stderr
+    assert [p.name for p in (tmp_path / "cwd").iterdir()] == ["out"]
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (run / "export", tmp_path / "cwd" / "out"))
+    assert theirs.pop("quantization_config") == get_scheme("w4a16").quantization_config(["lm_head"])
+    assert ours == theirs
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
+    """The bf16 run is found, the other trained; a second call trains nothing and finds the same; others' runs are
+    left alone."""
+    flags = ("--runs", run.parent, "--seeds", "0", "--methods", "rtn", "--json", tmp_path / "rows.json")
+    outputs, rows = [], []
+    for _ in range(2):
+        done = qarl(tmp_path, "bench", "ptq", *flags, *SMALL)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+        rows.append(json.loads((tmp_path / "rows.json").read_text()))
+    assert [(r["variant"], r["scheme"]) for r in rows[0]] == [
+        ("unquantized", "bf16"), ("rtn", "w4a16"), ("QaRL", "w4a16"),
+    ]  # fmt: skip
+    assert rows[0] == rows[1]
+    assert [o.count("trained already") for o in outputs] == [1, 2]
+    assert not list(run.glob(".ptq-*"))
+    other = qarl(tmp_path, "bench", "ptq", *flags, *SMALL, "--learner.mini_batches", "1")
+    assert other.returncode == 2
+    assert "has learner" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        ({}, {"seed": "3"}, "--seed is chosen by the benchmark"),
+        ({"seeds": (1, 1)}, {}, r"--seeds \[1, 1\]: give one or more different numbers"),
+        ({"methods": ("awq",), "scheme": "w8a8"}, {}, "methods for 'w8a8': rtn, gptq, smoothquant"),
+        ({"scheme": "bf16"}, {}, "method 'rtn' is for any low-bit scheme, not for 'bf16'"),
+        ({"calibration": 0}, {}, "--calibration 0: an empty set"),
+        ({}, {"eval.problems": "0"}, "--eval.problems 0"),
+    ],
+)
+def test_what_the_benchmark_refuses(random_policy, tmp_path: Path, change: dict, overrides: dict, message: str):
+    model = {"model": str(random_policy(True))}
+    options = PtqOptions(tmp_path, (0,), "w4a16", (), None, {**model, **overrides})
+    with pytest.raises(ConfigError, match=message):
+        measure(dataclasses.replace(options, **change), Console())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_shows_seeds_means_and_distances():
+    rows = [Deployed(s, v, "w4a16", a, m) for v, accuracies, m in
+            (("rtn", (0.5, 0.6), 0.25), ("QaRL", (0.7, 0.7), None)) for s, a in enumerate(accuracies)]  # fmt: skip
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table(rows))
+    line = next(x for x in captured.get().splitlines() if "rtn" in x)
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        "rtn", "w4a16", "50.0%", "60.0%", "55.0%", "-15.0", "2.5e-01",
+    ]  # fmt: skip
