@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quant.kernels import ProductFactory
-from quant.linear import LowBitLinear
+from quant.linear import LowBitLinear, fuse_scales
 from quant.operators import install_engine_operators, why_not
 from quant.schemes import Scheme, SchemeError, get_scheme
 
@@ -93,6 +93,7 @@ class LowBitModel(nn.Module):
             assert isinstance(linear.weight, nn.Parameter)
             replaced[name] = LowBitLinear(name, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
             model.set_submodule(name, replaced[name])
+        fuse_scales(replaced)
         return replaced
 
     def _detach_copies(self, model: nn.Module) -> dict[str, nn.Parameter]:

@@ -50,7 +50,7 @@ def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
 
         return torch_product
     if kernel == "reference":
-        from quant.kernels.reference import reference_product
+        from quant.kernels.reference import ReferenceProductFactory
 
-        return reference_product
+        return ReferenceProductFactory(dtype)
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")
