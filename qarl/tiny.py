@@ -213,12 +213,17 @@ def train_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     )
 
 
-def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
+def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config:
+    """The architecture of a recipe; more: further fields of `Qwen3Config`."""
     fields = dataclasses.asdict(recipe)
     sizes: dict[str, Any] = {name: fields[name] for name in fields if hasattr(Qwen3Config, name)}
+    return Qwen3Config(**sizes, **more)
+
+
+def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
     end, pad = _token_id(tokenizer, EOS), _token_id(tokenizer, PAD)
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, eos_token_id=end, pad_token_id=pad, dtype="float32"))
+    model = Qwen3ForCausalLM(recipe_config(recipe, eos_token_id=end, pad_token_id=pad, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
     return model
 

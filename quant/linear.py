@@ -83,11 +83,11 @@ def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
     linears: all of a model's, by name. Without this the engine would multiply k and v with the scale of q.
     """
     for name, linear in linears.items():
-        parent, _, leaf = name.rpartition(".")
         if linear.scheme.fuses_scales:
+            parent, dot, leaf = name.rpartition(".")
             partners = next((group for group in _FUSED if leaf in group), ())
-            found = (linears.get(f"{parent}.{partner}" if parent else partner) for partner in partners if partner != leaf)
-            linear.fused = tuple(other.master for other in found if other is not None)
+            others = [linears.get(parent + dot + partner) for partner in partners if partner != leaf]
+            linear.fused = tuple(other.master for other in others if other is not None)
 
 
 class _Plain:

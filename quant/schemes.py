@@ -250,7 +250,7 @@ def describe_activations(scheme: Scheme) -> str:
     args = scheme.activations
     if args is None:
         return "compute dtype"
-    span = f"group {args.group_size} of a token" if args.strategy in _GROUPED else "token"
+    span = f"token group {args.group_size}" if args.strategy in _GROUPED else "token"
     return f"{_type(args)}{'' if args.symmetric else ' asymmetric'}, dynamic per {span}"
 
 

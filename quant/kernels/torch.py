@@ -48,7 +48,7 @@ def torch_product(layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -
     if activations is None:
         return TorchProduct(*_weight_only(layer, weight), bias)
     if is_integer(activations) and args.num_bits == 4 and weight.codes.device.type == "cpu":
-        return TorchProduct("_dyn_quant_matmul_4bit", _dynamic_int4_multiply(layer, weight), bias)
+        return TorchProduct("_dyn_quant_matmul_4bit", _dynamic_int4_multiply(weight), bias)
     if is_integer(activations):
         return TorchProduct("_int_mm", _grouped_multiply(weight, _int_mm), bias)
     return TorchProduct("_scaled_mm", _grouped_multiply(weight, _scaled_mm), bias)
@@ -86,13 +86,13 @@ def _int4_multiply(layer: str, weight: LowBitWeight) -> Multiply:
     return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales_and_zeros)
 
 
-def _dynamic_int4_multiply(layer: str, weight: LowBitWeight) -> Multiply:
+def _dynamic_int4_multiply(weight: LowBitWeight) -> Multiply:
     """Quantizes activations itself, as `quantize_activation` says. Scales of groups are kept in bfloat16."""
-    assert weight.scale is not None and weight.scheme.group_size is not None
-    (rows, columns), group = weight.shape, weight.scheme.group_size
+    (rows, columns), group, stored = weight.shape, weight.scheme.group_size, weight.scale
+    assert stored is not None
     unsigned = (weight.codes + 8).view(torch.uint8)
     pairs = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
-    scale = weight.scale.to(torch.bfloat16)
+    scale = stored.to(torch.bfloat16)
     packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, None, group, columns, rows)
 
     def multiply(x: torch.Tensor) -> torch.Tensor:

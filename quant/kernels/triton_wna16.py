@@ -18,7 +18,7 @@ from quant.materialize import LowBitWeight
 
 @triton.jit
 def _kernel(
-    x_at, words_at, scale_at, y_at, N, O, I, Q,
+    x_at, words_at, scale_at, y_at, N, O, I, Q,  # noqa: E741
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """One tile of y [N, O] = x [N, I] · (codes [O, I] · scale [O, Q])ᵀ. BLOCK_I divides GROUP: a scale a block."""
@@ -41,7 +41,8 @@ def _kernel(
 def triton_multiply(layer: str, weight: LowBitWeight) -> Callable[[torch.Tensor], torch.Tensor]:
     """x: compute dtype [N, I] → compute dtype [N, O]. Raises `KernelError` for columns no block size divides."""
     args, scale = weight.scheme.weights, weight.scale
-    assert args is not None and scale is not None
+    assert args is not None
+    assert scale is not None
     (rows, columns), words = weight.shape, weight.codes
     group = weight.scheme.group_size or columns
     block = next((size for size in (64, 32, 16) if group % size == 0), None)

@@ -59,7 +59,7 @@ class LowBitWeight:
         return wide if self.global_scale is None else wide / self.global_scale
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """code · scale, computed in fp32 (exact but for NVFP4's two-level scale) and rounded once to `dtype`, [O, I]."""
+        """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]."""
         codes = self.unpacked().to(torch.float32)
         if self.scale is None:
             return codes.to(dtype)
