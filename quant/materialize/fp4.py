@@ -64,7 +64,8 @@ def quantize_mxfp4(weight: torch.Tensor, scheme: Scheme, layer: str) -> tuple[to
     grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
     bits = finite_absmax(grouped, layer).to(torch.float32).view(torch.int32)
     exponent = (((bits + (1 << 21)) >> 23) - 2).clamp_min(0).to(torch.uint8)
-    codes = encode((grouped.to(torch.float32) / power_of_two(exponent).unsqueeze(-1)).view(weight.shape))
+    scale = power_of_two(exponent).to(weight.dtype).unsqueeze(-1)
+    codes = encode((grouped / scale).view(weight.shape).to(torch.float32))
     return codes, exponent
 
 
