@@ -1,10 +1,11 @@
 """The worker's side of a publish: take a checkpoint-named stream into the loaded model, layer by layer.
 
-vLLM 0.32's own `reload_weights` is silently wrong on CPU in two ways that concern dense models, both undone here:
+vLLM 0.32's own `reload_weights` is wrong on CPU in three ways that concern dense models, all undone here:
 - it copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers to what they
   were built from (W8A8 then multiplies with freed scales). Here the new processed tensors stay.
 - a tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
-tests/test_publish.py holds the outcome against freshly loaded engines; remove both when vLLM's own reload passes it.
+- a W4A8 layer has one parameter under two names, and a reload waits for both. Here it keeps the checkpoint's name.
+tests/test_publish.py holds the outcome against freshly loaded engines; remove them when vLLM's own reload passes it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -52,6 +54,8 @@ class WorkerExtension:
 
         expected = _checkpoint_layers(model)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            if current_platform.is_cpu():
+                _name_w4a8_weights_once(model)
             initialize_layerwise_reload(model)
             keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
             model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
@@ -76,6 +80,15 @@ class WorkerExtension:
                 for part in _parts(name, packed):
                     reports.append(LayerReport(part, scheme, group, dtype, kernel_name(module)))
         return reports
+
+
+def _name_w4a8_weights_once(model: nn.Module) -> None:
+    """Drop the alias `weight_packed` of W4A8 weights from what a reload restores, and have the kernel use `weight`."""
+    for module in model.modules():
+        scheme = getattr(module, "scheme", None)
+        if isinstance(scheme, CompressedTensorsW4A8Int):
+            get_layerwise_info(module).restore_metadata[0].pop("weight_packed", None)
+            scheme.kernel.w_q_name = "weight"
 
 
 def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
