@@ -113,10 +113,13 @@ def _quantized_layers(scheme: Scheme, model: nn.Module) -> dict[str, tuple[int, 
 def print_schemes(console: Console, rows: list[SchemeRow], model: str | None) -> None:
     """The table, and below it the reasons of what it leaves open."""
     of = f"the layers of {model}" if model else "a layer of {}×{}".format(*REFERENCE_SHAPE)
-    table = Table("scheme", "weights", "activations", title=f"bytes per parameter: {of}, scales included")
-    table.add_column("bytes/param", justify="right")
+    table = Table(title=f"bytes per parameter: {of}, scales included")
+    table.add_column("scheme", no_wrap=True)
+    table.add_column("weights")
+    table.add_column("activations")
+    table.add_column("bytes/param", justify="right", no_wrap=True)
     if model:
-        table.add_column("checkpoint", justify="right")
+        table.add_column("checkpoint", justify="right", no_wrap=True)
     table.add_column("learner", overflow="fold")
     table.add_column("engine", overflow="fold")
     for row in rows:

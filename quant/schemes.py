@@ -38,7 +38,7 @@ INPUT_GLOBAL_SCALE = 1.0
 In reinforcement learning nothing is calibrated: a factor measured on the first policy would clip the later one's
 outliers, and one that is measured again and again would make a weight version depend on the data it last saw. So it is
 1, what compressed-tensors gives layers no calibration token reached. Groups of 16 activations with a maximum from 0.09
-to 2688 then have a scale of full e4m3 precision, from 0.01 up a subnormal one, and below 0.006 they become zero.
+to 2688 then have a scale of full e4m3 precision, smaller ones a coarser one, and below 0.006 they become zero.
 Learner and engine do the same, so training sees, and learns around, what that costs.
 """
 

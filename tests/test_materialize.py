@@ -81,12 +81,13 @@ def library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> dict[st
     """What compressed-tensors' compressor of the scheme's format writes for one layer."""
     assert scheme.format is not None and scheme.quantization is not None
     scale, global_scale = library_scale(weight, scheme, dtype)
-    state = {"weight": weight, "weight_scale": scale}
+    state: dict[str, torch.Tensor | None] = {"weight": weight, "weight_scale": scale}
     if global_scale is not None:
         state["weight_global_scale"] = global_scale
     if scheme.activations is not None and global_scale is not None:
         state["input_global_scale"] = torch.ones(1)
-    return BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme.quantization)
+    written = BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme.quantization)
+    return {name: tensor for name, tensor in written.items() if tensor is not None}
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

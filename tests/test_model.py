@@ -147,6 +147,8 @@ def test_the_stream_is_what_a_checkpoint_holds(tied: bool, scheme: str, tmp_path
         stored = get_scheme(scheme).format
         assert stored is not None
         suffixes = BaseCompressor.get_value_from_registry(stored.value).compression_param_names(quantization)
+        if scheme == "mxfp4a16":  # the library lists a global scale for MXFP4 and never writes one
+            suffixes = tuple(suffix for suffix in suffixes if suffix != "weight_global_scale")
     quantized = {f"{name}.weight" for name in LINEARS}
     expected = (saved - quantized) | {f"{name}.{suffix}" for name in LINEARS for suffix in suffixes}
     wrapped = wrap(model, scheme)
