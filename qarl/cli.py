@@ -76,8 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_eval(commands)
     _add_bench(commands)
-    schemes = commands.add_parser("schemes", help="list the low-bit schemes")
-    schemes.set_defaults(run=_schemes)
+    _add_schemes(commands)
     return parser
 
 
@@ -350,17 +349,27 @@ def _bench_mismatch(known: argparse.Namespace, rest: list[str], console: Console
     return 0
 
 
+def _add_schemes(commands: Any) -> None:
+    schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
+    schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
+    schemes.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="compute dtype")
+    schemes.add_argument(
+        "--kernel", choices=("auto", "vllm", "torch", "reference"), default="auto", help="the learner's kernel family"
+    )
+    schemes.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
+    schemes.set_defaults(run=_schemes)
+
+
 def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     _refuse_rest(rest)
-    from rich.table import Table
+    from qarl.quiet import quiet_libraries
 
-    from quant.schemes import SCHEMES, describe_activations, describe_weights
+    quiet_libraries()
+    from qarl.schemes import print_schemes, rows_as_data, scheme_rows
 
-    table = Table("scheme", "weights", "activations", "checkpoint format")
-    for scheme in SCHEMES.values():
-        stored = scheme.format.value if scheme.format else "unquantized"
-        table.add_row(scheme.name, describe_weights(scheme), describe_activations(scheme), stored)
-    console.print(table)
+    rows = scheme_rows(known.model, known.dtype, known.kernel)
+    print_schemes(console, rows, known.model)
+    _write_json(known.json, rows_as_data(rows))
     return 0
 
 

@@ -17,6 +17,7 @@ from quant.kernels import make_factory
 from quant.load import load_masters, model_skeleton, resolve_model
 from quant.model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
+from quant.support import require_support
 from quant.weights import plan_layers
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
@@ -49,14 +50,21 @@ def engine_options(config: RunConfig) -> VllmOptions:
     )
 
 
+def require_scheme(config: RunConfig) -> None:
+    """Raise `SchemeError` for a scheme that is unknown, or that engine or learner cannot run on this machine."""
+    scheme = get_scheme(config.scheme)
+    prepare_environment(engine_options(config))
+    require_support(scheme, COMPUTE_DTYPES[config.dtype], config.learner.kernel)
+
+
 def check_input(config: RunConfig) -> None:
     """Everything that can be found wrong with schemes, layer rules, task and model before a run folder is made.
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`).
     """
-    scheme = get_scheme(config.scheme)
+    require_scheme(config)
     load_task(config.task.name, config.task.options, config.task.reward)
-    plan_layers(model_skeleton(model_folder(config.model)), scheme, config.layers)
+    plan_layers(model_skeleton(model_folder(config.model)), get_scheme(config.scheme), config.layers)
 
 
 @dataclass

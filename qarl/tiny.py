@@ -228,13 +228,19 @@ def train_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     )
 
 
+def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConfig:
+    """The architecture of a recipe; more: further fields of the config."""
+    kind = Qwen3MoeConfig if recipe.num_experts else Qwen3Config
+    fields = dataclasses.asdict(recipe)
+    sizes: dict[str, Any] = {name: fields[name] for name in fields if hasattr(kind, name)}
+    return kind(**sizes, **more)
+
+
 def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
     """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
-    fields = dataclasses.asdict(recipe)
-    kind, config = (Qwen3MoeForCausalLM, Qwen3MoeConfig) if recipe.num_experts else (Qwen3ForCausalLM, Qwen3Config)
-    sizes: dict[str, Any] = {name: fields[name] for name in fields if hasattr(config, name)}
     end, pad = _token_id(tokenizer, EOS), _token_id(tokenizer, PAD)
-    model = kind(config(**sizes, eos_token_id=end, pad_token_id=pad, dtype="float32"))
+    kind = Qwen3MoeForCausalLM if recipe.num_experts else Qwen3ForCausalLM
+    model = kind(recipe_config(recipe, eos_token_id=end, pad_token_id=pad, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
     return model
 

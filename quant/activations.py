@@ -1,29 +1,46 @@
-"""Dynamic per-token activation quantization, as the engine's kernels do it.
+"""Dynamic activation quantization, as the engine's kernels do it.
 
-The backward of W8A8 and FP8 keeps these codes and scales (9 to 8 bits a value) instead of a compute-dtype copy.
-Axes: N tokens, I input columns.
+The backward of schemes with low-bit activations keeps these codes and scales (4 to 9 bits a value) instead of a
+compute-dtype copy.
+Axes: N tokens, I input columns, Q quantization groups of a token.
 """
 
 from dataclasses import dataclass
 
 import torch
+from compressed_tensors.quantization import QuantizationStrategy
 
-from quant.schemes import Scheme, is_integer
+from quant.materialize import fp4
+from quant.schemes import FP4_MAX, FP8_MAX, Scheme, is_integer
 
-_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-_FP8_MIN_SCALE = 1.0 / (_FP8_MAX * 512.0)
+_FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+_FP8_MIN_GROUP_ABSMAX = 1e-10
 
 
 @dataclass(frozen=True)
 class LowBitActivation:
-    """codes: int8 or float8_e4m3fn [N, I]; scale: fp32 [N, 1]."""
+    """codes: int8 or float8_e4m3fn [N, I], or two e2m1 a byte, uint8 [N, I/2].
+
+    scale: fp32 [N, Q], float8_e4m3fn for e2m1 codes; Q = 1 per token. zero_point: fp32 [N, 1], the code of zero where
+    codes are asymmetric, else None. A value is (code - zero point) · scale.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
+    zero_point: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        """Codes less their zero point, one per element, fp32 [N, I]."""
+        if self.codes.dtype == torch.uint8:
+            return fp4.decode(self.codes)
+        values = self.codes.to(torch.float32)
+        return values if self.zero_point is None else values - self.zero_point
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """code · scale in fp32, rounded once to `dtype`, [N, I]."""
-        return (self.codes.to(torch.float32) * self.scale).to(dtype)
+        """value · scale in fp32, rounded once to `dtype`, [N, I]."""
+        values = self.values()
+        grouped = values.view(*self.scale.shape, -1)
+        return (grouped * self.scale.to(torch.float32).unsqueeze(-1)).view(values.shape).to(dtype)
 
 
 @torch.no_grad()
@@ -31,16 +48,62 @@ def quantize_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     """x: compute dtype [N, I]; scheme must quantize activations.
 
     int8: scale absmax/127, codes round-half-even(x · (1/scale)), vLLM `dynamic_scaled_int8_quant` on CPU.
+    int8 asymmetric: torch's `_dyn_quant_matmul_4bit`, which vLLM's `Dynamic4bitLinearKernel` multiplies with.
     fp8: scale max(absmax/448, 1/(448·512)), codes from x · (1/scale), vLLM `QuantFP8.forward_native`.
+    fp8 in groups: scale max(absmax, 1e-10)/448, codes from x / scale, vLLM `per_token_group_quant_fp8`.
+    e2m1 in groups: scale absmax/6 in e4m3 under the constant global scale, vLLM `ref_nvfp4_quant`.
     """
     args = scheme.activations
     assert args is not None, f"scheme {scheme.name!r} does not quantize activations"
     values = x.to(torch.float32)
-    absmax = values.abs().amax(dim=-1, keepdim=True)
     if is_integer(args):
-        scale = absmax / 127.0
-        inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
-        return LowBitActivation((values * inverse).round_().clamp_(-128, 127).to(torch.int8), scale)
-    scale = (absmax / _FP8_MAX).clamp_min(_FP8_MIN_SCALE)
-    codes = (values * scale.reciprocal()).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+        return _int8(values) if args.symmetric else _int8_asymmetric(values)
+    if args.strategy == QuantizationStrategy.TOKEN:
+        return _fp8(values)
+    grouped = values.unflatten(-1, (-1, args.group_size or 0))
+    return _fp8_groups(grouped) if args.num_bits == 8 else _e2m1_groups(grouped, scheme.input_global_scale)
+
+
+def _int8(values: torch.Tensor) -> LowBitActivation:
+    scale = values.abs().amax(dim=-1, keepdim=True) / 127.0
+    inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
+    return LowBitActivation((values * inverse).round_().clamp_(-128, 127).to(torch.int8), scale)
+
+
+def _int8_asymmetric(values: torch.Tensor) -> LowBitActivation:
+    """256 codes from min(x, 0) to max(x, 0); the zero point is where the further end puts it, rounded."""
+    low = values.amin(dim=-1, keepdim=True).clamp_max(0.0)
+    high = values.amax(dim=-1, keepdim=True).clamp_min(0.0)
+    # A tensor over a tensor: torch turns a number over a tensor into a product with the reciprocal.
+    inverse = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))
+    first, last = low * inverse, high * inverse
+    zero_point = torch.where((first - 128.0) + (last + 127.0) > 0, -128.0 - first, 127.0 - last)
+    zero_point = zero_point.clamp_(-128.0, 127.0).round_()
+    codes = (_round_half_away(values * inverse) + zero_point).clamp_(-128.0, 127.0)
+    return LowBitActivation(codes.to(torch.int8), inverse.reciprocal(), zero_point)
+
+
+def _round_half_away(values: torch.Tensor) -> torch.Tensor:
+    """C's `round`: halves away from zero."""
+    whole = values.trunc()
+    return whole + (values - whole).abs().ge(0.5) * values.sign()
+
+
+def _fp8(values: torch.Tensor) -> LowBitActivation:
+    scale = (values.abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp_min(_FP8_MIN_SCALE)
+    codes = (values * scale.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return LowBitActivation(codes, scale)
+
+
+def _fp8_groups(grouped: torch.Tensor) -> LowBitActivation:
+    scale = grouped.abs().amax(dim=-1).clamp_min(_FP8_MIN_GROUP_ABSMAX) / FP8_MAX
+    codes = (grouped / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return LowBitActivation(codes.flatten(-2), scale)
+
+
+def _e2m1_groups(grouped: torch.Tensor, global_scale: float | None) -> LowBitActivation:
+    assert global_scale == 1.0, "with another factor scale and zero groups need it in every formula below"
+    scale = (grouped.abs().amax(dim=-1) * (1.0 / FP4_MAX)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn)
+    wide = scale.to(torch.float32)
+    inverse = torch.where(wide == 0, 0.0, wide.reciprocal())
+    return LowBitActivation(fp4.encode((grouped * inverse.unsqueeze(-1)).flatten(-2)), scale)

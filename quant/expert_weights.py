@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
 
 from quant.layout import ExpertLayout
 from quant.materialize import LowBitWeight, materialize
@@ -53,8 +52,8 @@ def materialize_experts(
 ) -> LowBitExperts:
     """Quantize a layer's experts. gate_up: master [E, 2I, H]; down: master [E, H, I]; dtype: compute dtype.
 
-    Where scales never span two experts' rows the whole stack is one pass into one buffer, of which every expert's
-    tensors are views. Raises what `materialize` raises.
+    Unless a scale spans a whole matrix (gate and up then share it), a stack is one pass into one buffer, of which every
+    expert's tensors are views. Raises what `materialize` raises.
     """
     pairs = zip(*(_matrices(stack, scheme, dtype, layer) for stack in (gate_up, down)), strict=True)
     return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in pairs))
@@ -62,8 +61,7 @@ def materialize_experts(
 
 def _matrices(stack: torch.Tensor, scheme: Scheme, dtype: torch.dtype, layer: str) -> list[LowBitWeight]:
     experts, rows, columns = stack.shape
-    args = scheme.weights
-    if args is not None and args.strategy not in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL):
-        return [materialize(matrix, scheme, dtype) for matrix in stack]
-    whole = materialize(stack.detach().reshape(experts * rows, columns), scheme, dtype)
+    if scheme.fuses_scales:
+        return [materialize(matrix, scheme, dtype, layer) for matrix in stack]
+    whole = materialize(stack.detach().reshape(experts * rows, columns), scheme, dtype, layer)
     return [whole.rows(e * rows, (e + 1) * rows) for e in range(experts)]

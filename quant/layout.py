@@ -15,6 +15,10 @@ from transformers import PreTrainedModel
 
 from quant.schemes import SchemeError
 
+FUSED_IN_ENGINE = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""What engines stack into one product and so give one scheme and one tensor-wide scale: vLLM's
+`packed_modules_mapping` of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts."""
+
 
 @dataclass(frozen=True)
 class ExpertLayout:

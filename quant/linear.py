@@ -14,6 +14,7 @@ from torch import nn
 
 from quant.activations import LowBitActivation, quantize_activation
 from quant.kernels.select import Product, ProductFactory
+from quant.layout import FUSED_IN_ENGINE
 from quant.materialize import LowBitWeight, materialize
 from quant.schemes import Scheme
 
@@ -24,6 +25,7 @@ class LowBitLinear(nn.Module):
     master: fp32 or bf16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
     aligned: multiply the low-bit codes (True), or the master cast to the compute dtype (False, the plain
     quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
+    fused: masters of the layers the engine multiplies together with this one; see `fuse_scales`.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class LowBitLinear(nn.Module):
         self.dtype = dtype
         self.aligned = aligned
         self._factory = factory
+        self.fused: tuple[nn.Parameter, ...] = ()
         self.low_bit: LowBitWeight | None = None
         self.product: Product | None = None
 
     def refresh(self) -> None:
         """Materialize the master's present value and prepare the kernel for it."""
-        self.low_bit = materialize(self.master, self.scheme, self.dtype)
+        self.low_bit = materialize(self.master, self.scheme, self.dtype, self.layer, self.fused)
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
         if self.aligned:
             self.product = self._factory(self.layer, self.low_bit, bias)
@@ -70,6 +73,20 @@ class LowBitLinear(nn.Module):
         if self.aligned:
             return self.low_bit.dequantized(torch.float32)
         return self.master.detach().to(self.dtype).to(torch.float32)
+
+
+def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
+    """Tell layers that the engine stacks, and whose tensor-wide scale must agree then (`Scheme.fuses_scales`), of each
+    other's masters.
+
+    linears: all of a model's, by name. Without this the engine would multiply k and v with the scale of q.
+    """
+    for name, linear in linears.items():
+        if linear.scheme.fuses_scales:
+            parent, dot, leaf = name.rpartition(".")
+            partners = next((parts for parts in FUSED_IN_ENGINE.values() if leaf in parts), ())
+            others = [linears.get(parent + dot + partner) for partner in partners if partner != leaf]
+            linear.fused = tuple(other.master for other in others if other is not None)
 
 
 class PlainProduct:
@@ -95,7 +112,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.linear = linear
         if linear.aligned and linear.scheme.activations is not None:
             low_bit = quantize_activation(x, linear.scheme)
-            ctx.save_for_backward(low_bit.codes, low_bit.scale)
+            ctx.save_for_backward(low_bit.codes, low_bit.scale, low_bit.zero_point)
         else:
             ctx.save_for_backward(x)
         return linear.product(x)
@@ -105,7 +122,7 @@ class _StraightThrough(torch.autograd.Function):
         linear: LowBitLinear = ctx.linear
         dy = grad_outputs[0].to(torch.float32)
         saved = ctx.saved_tensors
-        x_used = LowBitActivation(*saved).dequantized(torch.float32) if len(saved) == 2 else saved[0].to(torch.float32)
+        x_used = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
         need_x, need_master, need_bias, _ = ctx.needs_input_grad
         dx = (dy @ linear.weight_used()).to(linear.dtype) if need_x else None
         dw = (dy.t() @ x_used).to(linear.master.dtype) if need_master else None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 class ModelError(ValueError):
@@ -28,6 +28,25 @@ def resolve_model(name: str) -> Path:
             f"model {name!r} is no folder here and could not be had from the hub: {error}; check the id, your "
             "network, and HF_TOKEN for gated models"
         ) from error
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The architecture of a model folder or hub id: its config.json, no weights. Raises `ModelError`."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        check_model(folder)
+    elif name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(f"model folder {name!r} does not exist; give a transformers folder, or a hub id (owner/name)")
+    try:
+        return AutoConfig.from_pretrained(folder if folder.is_dir() else name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r}: its config.json could not be read: {error}") from error
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A causal LM of this architecture on the meta device: names and shapes of its parameters, no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def check_model(folder: Path) -> None:

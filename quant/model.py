@@ -18,7 +18,7 @@ from qarl.config import LayerRule
 from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
-from quant.linear import LowBitLinear
+from quant.linear import LowBitLinear, fuse_scales
 from quant.operators import install_engine_operators, why_not
 from quant.plan import Plan
 from quant.schemes import Scheme, SchemeError
@@ -106,6 +106,7 @@ class LowBitModel(nn.Module):
             assert isinstance(linear.weight, nn.Parameter)
             replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
             model.set_submodule(name, replaced[layer])
+        fuse_scales(replaced)
         return replaced
 
     def _replace_experts(

@@ -13,12 +13,9 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
 from qarl.config import LayerRule
+from quant.layout import FUSED_IN_ENGINE
 from quant.patterns import matching, nearest_names
 from quant.schemes import Scheme, SchemeError, get_scheme
-
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
-          "up_proj": "gate_up_proj"}  # fmt: skip
-"""Layers that engines multiply as one (vLLM's `packed_modules_mapping` of Llama, Mistral, Qwen2 and Qwen3)."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 
@@ -190,4 +187,4 @@ def _fused_name(layer: str) -> str:
     if expert:
         return expert[1]
     parent, _, leaf = layer.rpartition(".")
-    return f"{parent}.{_FUSED[leaf]}" if leaf in _FUSED else layer
+    return next((f"{parent}.{fused}" for fused, parts in FUSED_IN_ENGINE.items() if leaf in parts), layer)

@@ -8,22 +8,37 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quant.activations import quantize_activation
-from quant.kernels import make_factory
+from quant.kernels import KernelError, make_factory
 from quant.linear import LowBitLinear
 from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 
-SCHEME_NAMES = list(SCHEMES)
+TORCH_KERNELS = {
+    "bf16": "linear", "w4a16": "_weight_int4pack_mm_for_cpu", "w4a16-g64": "_weight_int4pack_mm_for_cpu",
+    "w4a16-g32": "_weight_int4pack_mm_for_cpu", "w4a16-channel": "_weight_int4pack_mm_for_cpu", "w8a8": "_int_mm",
+    "w4a8": "_dyn_quant_matmul_4bit", "w4afp8": "_scaled_mm", "fp8": "_scaled_mm", "fp8-block": "_scaled_mm",
+}  # fmt: skip
+VLLM_CPU_KERNELS = {
+    "bf16": "unquantized", "w4a16": "WNA16", "w4a16-g64": "WNA16", "w4a16-g32": "WNA16", "w4a16-channel": "WNA16",
+    "w8a8": "Int8ScaledMM", "w4a8": "Dynamic4bit", "fp8": "FP8ScaledMM",
+}  # fmt: skip
+"""Schemes each family runs on a CPU without AMX, and part of the name of the kernel."""
 BOUND = {"vllm": 1.0, "torch": 1.0, "reference": 1.5}
 """Relative Frobenius error allowed against the float64 product, in units of the compute dtype's epsilon: half a unit
 a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized weight, torch's products round again
 with the bias, the reference rounds both operands."""
 
-vllm_or_skip = pytest.param(
-    "vllm", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
+schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
+activation_schemes = [name for name, scheme in SCHEMES.items() if scheme.activations is not None]
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
+kernels_and_schemes = pytest.mark.parametrize(
+    ("kernel", "scheme"),
+    [
+        *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in VLLM_CPU_KERNELS),
+        *(("torch", scheme) for scheme in TORCH_KERNELS),
+        *(("reference", scheme) for scheme in SCHEMES),
+    ],
 )
-kernels = pytest.mark.parametrize("kernel", [vllm_or_skip, "torch", "reference"])
-schemes = pytest.mark.parametrize("scheme", SCHEME_NAMES)
 dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
 
 
@@ -40,7 +55,7 @@ def make_linear(
     scheme: str,
     kernel: str = "reference",
     dtype: torch.dtype = torch.bfloat16,
-    shape: tuple[int, int] = (48, 256),
+    shape: tuple[int, int] = (128, 256),
     bias: bool = True,
     seed: int = 0,
     master_dtype: torch.dtype = torch.float32,
@@ -63,34 +78,46 @@ def dequantized_weight(linear: LowBitLinear) -> torch.Tensor:
     codes = low_bit.unpacked().double()
     if low_bit.scale is None:
         return codes
-    return codes * low_bit.scale.double().repeat_interleave(low_bit.shape[1] // low_bit.scale.shape[1], dim=1)
+    scale = low_bit.wide_scale().double()
+    scale = scale.repeat_interleave(low_bit.shape[0] // scale.shape[0], dim=0)
+    return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
 
 
 def dequantized_activation(x: torch.Tensor, linear: LowBitLinear) -> torch.Tensor:
     if linear.scheme.activations is None:
         return x.double()
     low_bit = quantize_activation(x, linear.scheme)
-    return low_bit.codes.double() * low_bit.scale.double()
+    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
+    return low_bit.values().double() * scale
+
+
+def arithmetic_dtype(scheme: str, kernel: str, dtype: torch.dtype) -> torch.dtype:
+    """The coarsest dtype a product's operands are rounded to: torch's w4a8 operator keeps scales in bfloat16."""
+    return torch.bfloat16 if scheme == "w4a8" and kernel != "reference" else dtype
 
 
 def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
     return float((given.double() - exact).norm() / exact.norm())
 
 
-@kernels
-@schemes
+@kernels_and_schemes
 @dtypes
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-@given(tokens=st.integers(1, 40), shape=st.sampled_from([(32, 128), (64, 384), (96, 256)]), seed=st.integers(0, 2**20))
+@given(
+    tokens=st.integers(1, 40),
+    rows=st.sampled_from([32, 64, 96]),
+    columns=st.sampled_from([128, 384, 256]),
+    seed=st.integers(0, 2**20),
+)
 @settings(max_examples=15, deadline=None)
 def test_forward_is_the_kernels_product_of_the_published_codes(
-    kernel: str, scheme: str, dtype: torch.dtype, bias: bool, tokens: int, shape: tuple[int, int], seed: int
+    kernel: str, scheme: str, dtype: torch.dtype, bias: bool, tokens: int, rows: int, columns: int, seed: int
 ):
     """Contract: ‖y - ŷ‖ ≤ BOUND · eps · ‖ŷ‖ with ŷ = x̂ · Ŵᵀ + b in float64 from published codes and scales. A kernel
     that read other weights, scales or unquantized activations is further away: so is the product of the masters,
     which is checked to be more than two bounds off where codes are coarse against the dtype (int4, or float16)."""
-    linear = make_linear(scheme, kernel, dtype, shape, bias, seed)
-    x = heavy(tokens, shape[1], seed=seed + 20).to(dtype)
+    linear = make_linear(scheme, kernel, dtype, (128 if scheme == "fp8-block" else rows, columns), bias, seed)
+    x = heavy(tokens, columns, seed=seed + 20).to(dtype)
     exact = dequantized_activation(x, linear) @ dequantized_weight(linear).t()
     unquantized = x.double() @ linear.master.detach().double().t()
     if linear.bias is not None:
@@ -99,9 +126,10 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
     with torch.no_grad():
         y = linear(x)
     assert y.dtype == dtype and y.shape == exact.shape
-    bound = BOUND[kernel] * torch.finfo(dtype).eps
+    bound = BOUND[kernel] * torch.finfo(arithmetic_dtype(scheme, kernel, dtype)).eps
     assert relative_error(y, exact) <= bound
-    if scheme == "w4a16" or (scheme != "bf16" and dtype == torch.float16):
+    args = get_scheme(scheme).weights
+    if args is not None and (args.num_bits == 4 or dtype == torch.float16):
         assert relative_error(unquantized, exact) > 2 * bound
 
 
@@ -157,6 +185,7 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
     """Contract: dx = dy · Ŵ, dW = dyᵀ · x̂, db = Σ dy. Derivation: autograd through the detach trick in float32, with
     the layer computing in float32 as well, so that only the order of sums differs (tolerance 1e-5 of the largest).
     Blind spot: the codes come from quant.*; tests of materialization and activations pin those to the libraries."""
+    shape = (128, shape[1]) if scheme == "fp8-block" else shape
     linear = make_linear(scheme, "reference", torch.float32, shape, bias, seed, aligned=aligned)
     x, dy = heavy(tokens, shape[1], seed=seed + 3), heavy(tokens, shape[0], seed=seed + 6)
     ours, theirs = layer_gradients(linear, x, dy), fake_quant_gradients(linear, x, dy)
@@ -165,8 +194,7 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
         torch.testing.assert_close(given_, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@schemes
-@kernels
+@kernels_and_schemes
 @dtypes
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16])
 def test_gradients_in_a_low_compute_dtype_are_rounded_once(
@@ -174,8 +202,8 @@ def test_gradients_in_a_low_compute_dtype_are_rounded_once(
 ):
     """Whatever kernel multiplied: dx is the float32 gradient rounded to the compute dtype, dW and db to the master's.
     Equal up to one unit in the last place, where another order of sums falls to the other side."""
-    linear = make_linear(scheme, kernel, dtype, (64, 256), master_dtype=master_dtype)
-    x, dy = heavy(13, 256, seed=3).to(dtype), normal(13, 64, seed=6).to(dtype)
+    linear = make_linear(scheme, kernel, dtype, (128, 256), master_dtype=master_dtype)
+    x, dy = heavy(13, 256, seed=3).to(dtype), normal(13, 128, seed=6).to(dtype)
     ours, theirs = layer_gradients(linear, x, dy), fake_quant_gradients(linear, x, dy)
     for given_, expected, kept in zip(ours, theirs, (dtype, master_dtype, master_dtype), strict=True):
         assert given_.dtype == kept
@@ -197,42 +225,46 @@ def test_gradients_only_where_they_are_needed(scheme: str):
     assert x.grad is not None and x.grad.abs().sum() > 0 and linear.master.grad is None
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
-@pytest.mark.parametrize("kernel", ["torch", "reference", vllm_or_skip])
+KEPT = {
+    "w8a8": [(torch.int8, 256), (torch.float32, 1)],
+    "w4a8": [(torch.int8, 256), (torch.float32, 1), (torch.float32, 1)],
+    "w4afp8": [(torch.float8_e4m3fn, 256), (torch.float32, 1)],
+    "fp8": [(torch.float8_e4m3fn, 256), (torch.float32, 1)],
+    "fp8-block": [(torch.float8_e4m3fn, 256), (torch.float32, 2)],
+    "nvfp4": [(torch.uint8, 128), (torch.float8_e4m3fn, 16)],
+}
+"""dtype and count a token of 256 columns of every tensor kept for the backward."""
+
+
+@kernels_and_schemes
 @dtypes
-def test_the_activation_kept_for_backward_is_eight_bit(scheme: str, kernel: str, dtype: torch.dtype):
-    """Contract: between forward and backward the layer keeps N·I one-byte codes and N scales, and no other tensor; an
-    8-bit forward must not cost a 16-bit activation. The unquantized layer, which keeps N·I·2 bytes, shows that the
-    hook sees what it should."""
+def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, dtype: torch.dtype):
+    """Contract: between forward and backward the layer keeps N·I codes of at most a byte and their scales, and no other
+    tensor; an 8-bit forward must not cost a 16-bit activation. Weight-only and unquantized layers, which keep N·I
+    values of the compute dtype, show that the hook sees what it should."""
+    linear = make_linear(scheme, kernel, dtype)
+    x = normal(24, 256, seed=2).to(dtype).requires_grad_()
+    saved: list[torch.Tensor] = []
 
-    def kept(name: str) -> list[tuple[torch.dtype, int]]:
-        linear = make_linear(name, kernel, dtype, (32, 256))
-        x = normal(24, 256, seed=2).to(dtype).requires_grad_()
-        saved: list[torch.Tensor] = []
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = linear(x)
-        y.float().sum().backward()
-        assert x.grad is not None
-        return [(t.dtype, t.numel()) for t in saved]
-
-    codes = torch.int8 if scheme == "w8a8" else torch.float8_e4m3fn
-    assert kept(scheme) == [(codes, 24 * 256), (torch.float32, 24)]
-    assert kept("bf16") == [(dtype, 24 * 256)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = linear(x)
+    y.float().sum().backward()
+    assert x.grad is not None
+    expected = KEPT.get(scheme, [(dtype, 256)])
+    assert [(t.dtype, t.numel()) for t in saved] == [(kind, 24 * count) for kind, count in expected]
 
 
-@kernels
-@schemes
+@kernels_and_schemes
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 def test_a_changed_master_takes_effect_at_refresh(kernel: str, scheme: str, aligned: bool):
     """Contract: forward multiplies the materialized version. An optimizer step alone changes no output bit, neither
     of weight nor of bias; refresh() does, and then equals a layer built from the new master."""
-    linear = make_linear(scheme, kernel, shape=(64, 256), aligned=aligned)
-    fresh = make_linear(scheme, kernel, shape=(64, 256), seed=5, aligned=aligned)
+    linear = make_linear(scheme, kernel, aligned=aligned)
+    fresh = make_linear(scheme, kernel, seed=5, aligned=aligned)
     x = normal(7, 256, seed=1).to(torch.bfloat16)
     assert linear.bias is not None and fresh.bias is not None
     before = linear(x)
@@ -248,23 +280,43 @@ def test_a_changed_master_takes_effect_at_refresh(kernel: str, scheme: str, alig
 @schemes
 def test_kernels_say_which_operator_multiplies(scheme: str):
     """The name is what the audit compares; an unaligned layer never claims a low-bit kernel."""
-    torchs = {"bf16": "linear", "w4a16": "_weight_int4pack_mm_for_cpu", "w8a8": "_int_mm", "fp8": "_scaled_mm"}
-    for kernel, aligned, name in (
-        ("torch", True, torchs[scheme]),
-        ("reference", True, "dequantized"),
-        ("torch", False, "plain"),
-        ("reference", False, "plain"),
-    ):
+    named = [("reference", True, "dequantized"), ("torch", False, "plain"), ("reference", False, "plain")]
+    if scheme in TORCH_KERNELS:
+        named.append(("torch", True, TORCH_KERNELS[scheme]))
+    for kernel, aligned, name in named:
         product = make_linear(scheme, kernel, aligned=aligned).product
         assert product is not None and product.name == name
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA has a Triton product for w8a16")
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in TORCH_KERNELS])
+def test_products_torch_does_not_have_are_refused(scheme: str):
+    with pytest.raises(
+        KernelError, match=r"layer 'model\.layers\.1\.mlp\.up_proj': kernel 'torch' has no .*'reference'"
+    ):
+        make_linear(scheme, "torch")
+
+
+@no_cuda
 def test_vllms_kernels_are_its_own_low_bit_ones():
     """vLLM's layer picks a low-bit kernel for each low-bit scheme; a dequantizing stand-in would not be called that."""
-    for scheme, part in (("w4a16", "WNA16"), ("w8a8", "Int8ScaledMM"), ("fp8", "FP8ScaledMM"), ("bf16", "unquantized")):
-        product = make_linear(scheme, "vllm", shape=(64, 256)).product
+    for scheme, part in VLLM_CPU_KERNELS.items():
+        product = make_linear(scheme, "vllm").product
         assert product is not None and part in product.name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton product needs a CUDA device")
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w4a16-channel", "w8a16"])
+@pytest.mark.parametrize("tokens", [1, 17, 200])
+@dtypes
+def test_the_triton_product_is_rounded_once(scheme: str, tokens: int, dtype: torch.dtype):
+    """Contract: ‖y - ŷ‖ ≤ eps · ‖ŷ‖ against the float64 product of the published codes, ragged edges included."""
+    weight = materialize(heavy(200, 384, seed=0).cuda() * 0.05, get_scheme(scheme), dtype)
+    product = make_factory("torch", dtype)("layer", weight, None)
+    x = heavy(tokens, 384, seed=1).to(dtype).cuda()
+    assert product.name == "triton_wna16"
+    assert relative_error(product(x), x.double() @ weight.dequantized().double().t()) <= torch.finfo(dtype).eps
 
 
 @schemes

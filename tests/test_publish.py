@@ -11,7 +11,7 @@ from safetensors import safe_open
 from quant.kernels import make_factory
 from quant.load import load_masters
 from quant.model import LowBitModel, LowBitTensor
-from quant.schemes import COMPUTE_DTYPES, get_scheme
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from rollout.digest import StreamDigest
 from rollout.engine import Engine, EngineError
 from rollout.vllm_engine import VllmEngine, VllmOptions
@@ -22,10 +22,10 @@ from sync.publisher import Publisher, PublishError
 SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
 
 
-def make_model(folder: Path, scheme: str, dtype: str) -> LowBitModel:
+def make_model(folder: Path, scheme: str, dtype: str, kernel: str = "vllm") -> LowBitModel:
     compute = COMPUTE_DTYPES[dtype]
     masters = load_masters(folder, torch.float32)
-    return LowBitModel(masters, get_scheme(scheme), compute, make_factory("vllm", compute))
+    return LowBitModel(masters, get_scheme(scheme), compute, make_factory(kernel, compute))
 
 
 def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype: str) -> VllmEngine:
@@ -47,7 +47,11 @@ def disturb(model: LowBitModel, seed: int) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [("bf16", "bfloat16"), ("w4a16", "bfloat16"), ("w8a8", "bfloat16"), ("fp8", "bfloat16"), ("w8a8", "float16")],
+    [
+        *((name, "bfloat16") for name in ("bf16", "w4a16", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")),
+        ("w8a8", "float16"),
+        ("w4a8", "float16"),
+    ],
 )
 def test_fifty_publishes_equal_a_fresh_engine_bit_for_bit(
     random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str, dtype: str, tied: bool
@@ -72,13 +76,13 @@ def test_fifty_publishes_equal_a_fresh_engine_bit_for_bit(
     assert after == reloaded
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "fp8-block"])
 def test_forward_published_and_exported_are_the_same_bytes(
     random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str
 ):
     """forward = published = held in export, by bytes; the digest of the stream is that of the file read back."""
     folder = random_policy(True)
-    model = make_model(folder, scheme, "bfloat16")
+    model = make_model(folder, scheme, "bfloat16", "reference")
     written = export_checkpoint(model, folder, tmp_path / "export")
     read = StreamDigest()
     with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as file:
@@ -93,7 +97,7 @@ def test_forward_published_and_exported_are_the_same_bytes(
         if linear.scheme.name != "bf16":
             assert linear.low_bit is not None
             streamed = {i.name: i.tensor for i in model.low_bit_tensors()}
-            key = "weight_packed" if scheme == "w4a16" else "weight"
+            key = next(suffix for suffix, _ in linear.low_bit.tensors())
             assert streamed[f"{name}.{key}"].data_ptr() == linear.low_bit.codes.data_ptr()
 
 
@@ -227,7 +231,7 @@ def test_completions_do_not_depend_on_the_cache_of_older_weights(running: tuple[
     assert {c.weight_version for c in second} == {11}
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w4a16-channel", "w8a8", "w4a8", "fp8"])
 def test_an_old_weight_version_is_freed_at_once(scheme: str):
     """No reference cycle keeps a replaced product alive: with large models each would hold gigabytes."""
     import gc

@@ -38,6 +38,8 @@ def lines(run: Path) -> list[dict[str, Any]]:
         ("w4a16", "bfloat16", []),
         ("w8a8", "float16", ["--master-dtype", "bfloat16"]),
         ("fp8", "bfloat16", ["--objective", "grpo", "--optimizer", "adamw", "--lr", "1e-4"]),
+        ("w4a8", "bfloat16", []),
+        ("w4a16-g32", "float16", []),
         ("bf16", "float16", []),
         ("w4a16", "float16", ["--learner.kernel", "torch"]),
         ("w4a16", "bfloat16", ["--aligned", "false"]),
@@ -245,6 +247,7 @@ def test_what_a_finished_run_refuses(finished: Path):
     ("arguments", "message"),
     [
         (["--scheme", "w4a17"], "unknown scheme 'w4a17': known are 'bf16', 'w4a16'"),
+        (["--scheme", "w4afp8"], "'w4afp8' cannot run in the engine on this machine (torch.bfloat16): No compressed-"),
         (["--task", "chain_sums"], "unknown task 'chain_sums'; did you mean chain_sum"),
         (["--model", "./nowhere"], "model folder './nowhere' does not exist"),
         (["--learner.optimiser.lr", "1"], "unknown option --learner.optimiser.lr; did you mean 'learner.optimizer.lr'"),

@@ -39,7 +39,7 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
     masters = load_masters(folder, compute)
     model = LowBitModel(masters, get_scheme(scheme), compute, make_factory("reference", compute))
     tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
-    return Layout(tensors, tuple(model.ignored), checkpoint_config(model), model.layers())
+    return Layout(tensors, tuple(model.plan.ignored), checkpoint_config(model), model.layers())
 
 
 def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:

@@ -25,7 +25,12 @@ class DequantizedProduct:
         return F.linear(x, self.weight, self.bias)
 
 
-def reference_product(layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> DequantizedProduct:
-    """A dequantized product; the compute dtype is that of the scales (or of the unquantized weight)."""
-    dtype = weight.codes.dtype if weight.scale is None else weight.scale.dtype
-    return DequantizedProduct(weight.dequantized(dtype), bias, weight)
+class ReferenceProductFactory:
+    """Makes dequantized products in one compute dtype; runs for every scheme, everywhere."""
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> DequantizedProduct:
+        """See `ProductFactory`."""
+        return DequantizedProduct(weight.dequantized(self._dtype), bias, weight)

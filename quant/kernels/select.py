@@ -88,7 +88,7 @@ def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
 
         return PerExpertFactory(torch_product)
     if kernel == "reference":
-        from quant.kernels.reference import reference_product
+        from quant.kernels.reference import ReferenceProductFactory
 
-        return PerExpertFactory(reference_product)
+        return PerExpertFactory(ReferenceProductFactory(dtype))
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

@@ -1,9 +1,10 @@
 """The worker's side of a publish: take a checkpoint-named stream into the loaded model, layer by layer.
 
-vLLM 0.32's own `reload_weights` is silently wrong on CPU in three ways, all undone here:
+vLLM 0.32's own `reload_weights` is wrong on CPU in four ways, all undone here:
 - it copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers to what they
   were built from (W8A8 then multiplies with freed scales). Here the new processed tensors stay.
 - a tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
+- a W4A8 layer has one parameter under two names, and a reload waits for both. Here it keeps the checkpoint's name.
 - unquantized experts are prepacked at the first load only and then left raw. Here their kernel is made anew.
 tests/test_publish.py holds the outcome against freshly loaded engines; remove each when vLLM's own reload passes it.
 """
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -55,6 +57,8 @@ class WorkerExtension:
 
         expected = _checkpoint_layers(model)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            if current_platform.is_cpu():
+                _name_w4a8_weights_once(model)
             initialize_layerwise_reload(model)
             keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
             model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
@@ -83,6 +87,15 @@ class WorkerExtension:
                 scheme, group = _scheme_of(module, one, self.vllm_config)
                 reports.append(LayerReport(module.layer_name, scheme, group, dtype, kernel_name(module)))
         return reports
+
+
+def _name_w4a8_weights_once(model: nn.Module) -> None:
+    """Drop the alias `weight_packed` of W4A8 weights from what a reload restores, and have the kernel use `weight`."""
+    for module in model.modules():
+        scheme = getattr(module, "scheme", None)
+        if isinstance(scheme, CompressedTensorsW4A8Int):
+            get_layerwise_info(module).restore_metadata[0].pop("weight_packed", None)
+            scheme.kernel.w_q_name = "weight"
 
 
 def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,92 @@
+"""e2m1 codes, two a byte: NVFP4 (e4m3 scales of 16 columns under one fp32 scale) and MXFP4 (2^k for 32 columns).
+
+e2m1 holds ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}. Nothing here is stored in the compute dtype.
+Source: compressed-tensors 0.17 `generate_gparam`, `generate_mx_scales`, `calculate_qparams`, `cast_to_fp4`,
+`pack_fp4_to_uint8`.
+Axes: O output rows, I input columns, Q quantization groups.
+"""
+
+import torch
+
+from quant.materialize.scales import finite_absmax
+from quant.schemes import FP4_MAX, FP8_MAX, Scheme
+
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SMALLEST_SCALE = 0.125
+"""What compressed-tensors stores for a group whose e4m3 scale rounds to zero."""
+
+
+def _edges() -> torch.Tensor:
+    """Largest value of each code but the last, fp32 [7]: midpoints, a tie going to the even code."""
+    values = torch.tensor(_VALUES)
+    middle = (values[1:] + values[:-1]) / 2
+    odd = torch.arange(7) % 2 == 1  # below these midpoints lies an odd code: a tie belongs to the next one
+    return torch.where(odd, torch.nextafter(middle, torch.zeros(())), middle)
+
+
+_EDGES = _edges()
+
+
+def check_range(weight: torch.Tensor, dtype: torch.dtype, layer: str) -> None:
+    """Raise `ValueError` for weights the compute dtype cannot hold once a kernel has dequantized them."""
+    largest = float(finite_absmax(weight.flatten(), layer))
+    if largest > torch.finfo(dtype).max:
+        raise ValueError(
+            f"layer {layer!r}: a master weight of magnitude {largest:.3g} is beyond {dtype}'s range; use bfloat16 as "
+            "the compute dtype (--dtype bfloat16)"
+        )
+
+
+def quantize_nvfp4(
+    weight: torch.Tensor, scheme: Scheme, absmax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """weight: fp32 or bf16 [O, I]; absmax: of the tensor and those fused with it, the master's dtype, scalar.
+
+    Returns codes uint8 [O, I/2], scale float8_e4m3fn [O, Q], global scale fp32 [1]. A weight is
+    code · scale / global scale; the global scale spreads the scales over e4m3's range.
+    """
+    grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
+    smallest = torch.finfo(absmax.dtype).tiny
+    global_scale = (FP8_MAX * FP4_MAX / absmax.clamp_min(smallest)).nan_to_num(posinf=1.0).to(torch.float32).view(1)
+    low, high = torch.aminmax(grouped, dim=-1)
+    scale = (global_scale * (torch.maximum(high, -low) / FP4_MAX)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    wide = scale.to(torch.float32)
+    wide = wide.masked_fill(wide == 0, _SMALLEST_SCALE)
+    codes = encode((grouped / (wide / global_scale).unsqueeze(-1)).view(weight.shape))
+    return codes, wide.to(torch.float8_e4m3fn), global_scale
+
+
+def quantize_mxfp4(weight: torch.Tensor, scheme: Scheme, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight: fp32 or bf16 [O, I] → codes uint8 [O, I/2], biased exponents uint8 [O, Q].
+
+    The exponent is that of absmax / 4, rounded up from a mantissa of 1.75 on, so that absmax lands in e2m1's range.
+    """
+    grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
+    bits = finite_absmax(grouped, layer).to(torch.float32).view(torch.int32)
+    exponent = (((bits + (1 << 21)) >> 23) - 2).clamp_min(0).to(torch.uint8)
+    scale = power_of_two(exponent).to(weight.dtype).unsqueeze(-1)
+    codes = encode((grouped / scale).view(weight.shape).to(torch.float32))
+    return codes, exponent
+
+
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^(e - 127) of biased exponents (uint8, below 255), exactly, fp32."""
+    bits = exponent.to(torch.int32) << 23
+    return torch.where(exponent == 0, 1 << 22, bits).view(torch.float32)
+
+
+def encode(values: torch.Tensor) -> torch.Tensor:
+    """fp32 [O, I] → the nearest e2m1 codes, uint8 [O, I/2], first column in the low half; beyond ±6 saturates.
+
+    A negative value that rounds to zero keeps its sign, as in compressed-tensors and on GPUs.
+    """
+    index = torch.bucketize(values.abs(), _EDGES.to(values.device), out_int32=True).to(torch.uint8)
+    index |= (values < 0).to(torch.uint8) << 3
+    return index[:, 0::2] | (index[:, 1::2] << 4)
+
+
+def decode(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `encode`: uint8 [O, I/2] → fp32 [O, I]."""
+    index = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int32)
+    table = torch.tensor((*_VALUES, *(-v for v in _VALUES)), device=codes.device)
+    return table[index]

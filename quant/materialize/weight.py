@@ -1,0 +1,79 @@
+"""One linear layer's weight in low bits: what is multiplied, published and exported.
+
+Axes: O output rows, I input columns, P block rows, Q quantization groups or block columns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from quant.materialize import fp4, integer
+from quant.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class LowBitWeight:
+    """One linear layer's weight.
+
+    codes: packed integers → int32 [O, I · bits / 32], lowest bits first; other integers → int8 [O, I];
+        fp8 → float8_e4m3fn [O, I]; fp4 → uint8 [O, I/2], low half first; unquantized → compute dtype [O, I].
+    scale: integers and fp8 → compute dtype [O, Q] (Q = 1 per channel), [P, Q] for blocks; NVFP4 → float8_e4m3fn
+        [O, Q]; MXFP4 → biased exponents uint8 [O, Q]; None when unquantized.
+    shape: (O, I) of the weight itself.
+    global_scale: fp32 [1], the divisor of all of an NVFP4 weight's scales; else None.
+    """
+
+    scheme: Scheme
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    shape: tuple[int, int]
+    global_scale: torch.Tensor | None = None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint suffix, tensor) pairs in checkpoint order, e.g. ("weight_packed", int32 [O, I/8])."""
+        packed = self.codes.dtype in (torch.int32, torch.uint8)
+        yield ("weight_packed" if packed else "weight"), self.codes
+        if self.scale is not None:
+            yield "weight_scale", self.scale
+        if self.scheme.packs_integers:
+            yield "weight_shape", torch.tensor(self.shape, dtype=torch.int64)
+        if self.global_scale is not None:
+            yield "weight_global_scale", self.global_scale
+        if self.scheme.input_global_scale is not None:
+            yield "input_global_scale", torch.full((1,), self.scheme.input_global_scale, dtype=torch.float32)
+
+    def rows(self, start: int, stop: int) -> "LowBitWeight":
+        """The weight of output rows start … stop-1, as views of the same storage; blocks are not cut."""
+        scale, shape = self.scale, (stop - start, self.shape[1])
+        if scale is not None:
+            height = self.scheme.block[0] if self.scheme.block else 1
+            assert start % height == 0 == stop % height, f"rows {start} to {stop} cut a block of {height} rows"
+            scale = scale[start // height : stop // height]
+        return LowBitWeight(self.scheme, self.codes[start:stop], scale, shape, self.global_scale)
+
+    def unpacked(self) -> torch.Tensor:
+        """Codes one per element, [O, I]: int8 of integers, fp32 values of fp4 codes, else `codes` itself."""
+        args = self.scheme.weights
+        if args is not None and self.scheme.packs_integers:
+            return integer.unpack(self.codes, args.num_bits)
+        return fp4.decode(self.codes) if self.codes.dtype == torch.uint8 else self.codes
+
+    def wide_scale(self) -> torch.Tensor:
+        """What codes are multiplied with, fp32, in `scale`'s shape. Not for unquantized weights."""
+        assert self.scale is not None
+        if self.scale.dtype == torch.uint8:
+            return fp4.power_of_two(self.scale)
+        wide = self.scale.to(torch.float32)
+        return wide if self.global_scale is None else wide / self.global_scale
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]."""
+        codes = self.unpacked().to(torch.float32)
+        if self.scale is None:
+            return codes.to(dtype)
+        scale = self.wide_scale()
+        if self.scheme.block:
+            scale = scale.repeat_interleave(self.scheme.block[0], dim=0)
+        grouped = codes.view(self.shape[0], scale.shape[1], -1)
+        return (grouped * scale.unsqueeze(-1)).view(self.shape).to(dtype)

@@ -1,0 +1,105 @@
+"""Which schemes can run on this machine, and why not: asked of the kernels themselves.
+
+A small layer is materialized, built by the kernel family in question and multiplied once. For the engine that family is
+vLLM's, so the answer, and the words of a refusal, are vLLM's own.
+"""
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from quant.kernels import KernelError, make_factory
+from quant.materialize import materialize
+from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
+
+_LAYER = "a small layer"
+_SHAPE = (256, 256)
+_TOKENS = 4
+_LONGEST_REASON = 500
+
+_WEIGHT_ONLY_KERNELS = ("Marlin", "A16", "CPUFp8BlockScaledMM", "CPUFp8PerTensor")
+"""Parts of the names of vLLM kernels that leave activations in the compute dtype, whatever the checkpoint says."""
+
+_ACTIVATION_KERNELS = ("MxFp4", "Mxfp4", "NvFp4")
+"""Of those that quantize activations, unless `_WEIGHT_ONLY_KERNELS` says otherwise."""
+
+_NOTES = {
+    "w4afp8": "vLLM has it for GPUs of compute capability 9.0 alone",
+    "nvfp4": "vLLM has it for NVIDIA GPUs alone",
+    "nvfp4a16": "vLLM has it for NVIDIA GPUs alone",
+    "mxfp4a16": "vLLM has it for GPUs alone",
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """kernel: what multiplies, as the audit names it; "" where nothing can. reason: why not; "" where it can."""
+
+    kernel: str
+    reason: str
+
+
+@functools.cache
+def support(scheme: str, dtype: torch.dtype, family: str) -> Support:
+    """Whether `family` ("vllm" is the engine's; else a learner's, see `KERNELS`) runs the named scheme in `dtype`.
+
+    Imports vLLM for "vllm" and "auto", which takes seconds. Leaves torch's random state alone.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = get_scheme(scheme)
+    rows, columns = _SHAPE
+    master = torch.linspace(-1.0, 1.0, rows * columns, device=device).sin().view(_SHAPE)
+    x = torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device).cos().view(_TOKENS, columns).to(dtype)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            product = make_factory(family, dtype)(_LAYER, materialize(master, found, dtype), None)
+            y = product(x)
+    except KernelError as error:
+        return Support("", str(error).removeprefix(f"layer {_LAYER!r}: "))
+    except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:  # what vLLM refuses with
+        return Support("", _in_words(found, error))
+    if not torch.isfinite(y).all():
+        return Support("", f"{product.name} returned NaN or infinity for a small layer")
+    return Support(product.name, _other_arithmetic(found, product.name))
+
+
+def why_not(scheme: str, dtype: torch.dtype, family: str = "vllm") -> str:
+    """Why `family` cannot run the named scheme on this machine; "" where it can."""
+    return support(scheme, dtype, family).reason
+
+
+def require_support(scheme: Scheme, dtype: torch.dtype, family: str) -> None:
+    """Raise `SchemeError` where the engine, or the learner's kernel family, cannot run `scheme` on this machine."""
+    if scheme.quantization is None:
+        return
+    for user, kernels in (("engine", "vllm"), ("learner", family)):
+        reason = why_not(scheme.name, dtype, kernels)
+        if reason:
+            able = [name for name in SCHEMES if not why_not(name, dtype) and not why_not(name, dtype, family)]
+            raise SchemeError(
+                f"scheme {scheme.name!r} cannot run in the {user} on this machine ({dtype}): {reason}; "
+                f"schemes that can: {', '.join(map(repr, able))}"
+            )
+
+
+def _in_words(scheme: Scheme, error: Exception) -> str:
+    """An exception of vLLM's, on one line, with what is known beyond it."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    text = "; ".join(lines).split(" for layer_name=")[0].replace("Reasons:;", "Reasons:").removesuffix(" Reasons:")
+    text = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
+    note = _NOTES.get(scheme.name)
+    return f"{text.rstrip('.')} ({note})" if note else text or type(error).__name__
+
+
+def _other_arithmetic(scheme: Scheme, kernel: str) -> str:
+    """Why a kernel that runs would not compute what the scheme says; "" where it would."""
+    weight_only = any(part in kernel for part in _WEIGHT_ONLY_KERNELS)
+    if scheme.activations is not None and weight_only:
+        return f"vLLM would multiply with {kernel}, which leaves activations in the compute dtype"
+    quantizes = not weight_only and any(part in kernel for part in _ACTIVATION_KERNELS)
+    if scheme.activations is None and quantizes:
+        return f"vLLM would multiply with {kernel}, which quantizes activations"
+    return ""

@@ -1,0 +1,178 @@
+"""Which schemes run here, what they cost, and that those which cannot run are refused before anything loads."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from qarl.cli import main
+from qarl.config import RunConfig
+from qarl.schemes import scheme_rows
+from qarl.session import check_input
+from quant import support as support_module
+from quant.kernels import KERNELS, make_factory
+from quant.model import LowBitModel
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from quant.support import Support, require_support, support, why_not
+from sync.export import export_checkpoint
+
+on_plain_cpus = pytest.mark.skipif(
+    torch.cuda.is_available() or torch.cpu._is_amx_tile_supported(), reason="states what a CPU without AMX runs"
+)
+RUN_IN_VLLM_HERE = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
+
+
+def small_qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=96,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+@on_plain_cpus
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
+    """Contract: a kernel and no reason, or a reason in words and no kernel."""
+    found = support(scheme, dtype, "vllm")
+    assert (found.reason == "") == (scheme in RUN_IN_VLLM_HERE)
+    assert bool(found.kernel) == (scheme in RUN_IN_VLLM_HERE)
+    if found.reason:
+        assert "\n" not in found.reason and len(found.reason) > 30
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_reference_runs_every_scheme(scheme: str):
+    assert support(scheme, torch.bfloat16, "reference") == Support("dequantized", "")
+
+
+def test_asking_leaves_the_random_state_alone():
+    """A resumed run must not depend on whether its schemes were asked about."""
+    support.cache_clear()
+    before = torch.get_rng_state()
+    for kernel in KERNELS:
+        why_not("w4a16", torch.bfloat16, kernel)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@on_plain_cpus
+def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_can():
+    with pytest.raises(
+        SchemeError, match=r"'fp8-block' cannot run in the engine .*requires AMX.*that can: 'bf16', 'w4a16'"
+    ):
+        require_support(get_scheme("fp8-block"), torch.bfloat16, "reference")
+    require_support(get_scheme("w4a8"), torch.bfloat16, "torch")
+
+
+@on_plain_cpus
+def test_a_run_is_refused_before_task_and_model_are_looked_at():
+    config = RunConfig.model_validate({"scheme": "nvfp4", "model": "./nowhere", "task": {"name": "no such task"}})
+    with pytest.raises(SchemeError, match="'nvfp4' cannot run in the engine on this machine"):
+        check_input(config)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kernel", "said"),
+    [
+        ("nvfp4", "MarlinNvFp4LinearKernel", "leaves activations in the compute dtype"),
+        ("fp8-block", "CPUFp8BlockScaledMMKernel", "leaves activations in the compute dtype"),
+        ("mxfp4a16", "FlashInferMxFp4LinearKernel", "quantizes activations"),
+        ("mxfp4a16", "MarlinMxFp4LinearKernel", ""),
+        ("nvfp4a16", "FlashInferCuteDslNvFp4W4A16LinearKernel", ""),
+        ("nvfp4", "CutlassNvFp4LinearKernel", ""),
+        ("w4a16", "CPUWNA16LinearKernel", ""),
+    ],
+)
+def test_kernels_that_compute_something_else_are_refused(scheme: str, kernel: str, said: str):
+    """vLLM falls back to weight-only kernels, and forward, without a word; the scheme's name would then be wrong."""
+    reason = support_module._other_arithmetic(get_scheme(scheme), kernel)
+    assert (said in reason) if said else reason == ""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_checkpoint_sizes_are_those_of_the_files(scheme: str, tmp_path: Path):
+    """Contract: the size stated from config.json alone is that of the exported tensors, to the byte."""
+    model = small_qwen3()
+    model.save_pretrained(tmp_path / "model")
+    low_bit = LowBitModel(model, get_scheme(scheme), torch.bfloat16, make_factory("reference", torch.bfloat16))
+    export_checkpoint(low_bit, tmp_path / "model", tmp_path / "export")
+    held = sum(tensor.nbytes for tensor in load_file(tmp_path / "export" / "model.safetensors").values())
+    row = next(r for r in scheme_rows(str(tmp_path / "model"), "bfloat16", "reference") if r.name == scheme)
+    assert row.checkpoint_bytes == held
+    assert row.shape_reason == ""
+
+
+def test_the_command_prints_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "180")
+    assert main(["schemes", "--model", "tiny-qwen3", "--kernel", "torch", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert list(rows) == list(SCHEMES)
+    assert rows["bf16"]["bytes_per_parameter"] == 2.0
+    assert "64 output rows" in rows["fp8-block"]["shape_reason"] and rows["fp8-block"]["checkpoint_bytes"] is None
+    assert rows["nvfp4"]["learner_kernel"] == "" and "no fp4 product" in rows["nvfp4"]["learner_reason"]
+    printed = capsys.readouterr().out
+    assert "bytes/param" in printed and "w4a16-g32" in printed
+
+
+LLMCOMPRESSOR_PRESETS = {
+    "w4a16": "W4A16", "w8a16": "W8A16", "w8a8": "W8A8", "w4a8": "W4A8", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK",
+    "nvfp4a16": "NVFP4A16", "mxfp4a16": "MXFP4A16",
+}  # fmt: skip
+"""Those that llmcompressor writes without calibration data."""
+
+
+@pytest.fixture
+def llmcompressor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """llmcompressor 0.12 looks up a class that transformers dropped, as a key in a table; any class will do."""
+    pytest.importorskip("llmcompressor.version", reason="llmcompressor is not installed")
+    from transformers.models.granitemoe import modeling_granitemoe
+
+    if not hasattr(modeling_granitemoe, "GraniteMoeParallelExperts"):
+        monkeypatch.setattr(
+            modeling_granitemoe, "GraniteMoeParallelExperts", type("Absent", (torch.nn.Module,), {}), raising=False
+        )
+    import llmcompressor
+
+    return sys.modules[llmcompressor.__name__]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", LLMCOMPRESSOR_PRESETS)
+def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path, llmcompressor: ModuleType):
+    """Contract: of a bfloat16 model, llmcompressor's data-free `oneshot` and `export_checkpoint` write the same
+    tensors: names, dtypes, bytes. The whole road is compared, fused global scales of NVFP4 included."""
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    model = small_qwen3()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    recipe = QuantizationModifier(targets="Linear", scheme=LLMCOMPRESSOR_PRESETS[scheme], ignore=["lm_head"])
+    llmcompressor.oneshot(model=theirs, recipe=recipe)
+    theirs.save_pretrained(tmp_path / "theirs", save_compressed=True)
+    ours = LowBitModel(model, get_scheme(scheme), torch.bfloat16, make_factory("reference", torch.bfloat16))
+    export_checkpoint(ours, tmp_path / "model", tmp_path / "ours")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert set(written) == set(expected)
+    for name, tensor in expected.items():
+        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(written[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
