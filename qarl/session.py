@@ -18,7 +18,7 @@ from quant.load import load_masters, model_skeleton, resolve_model
 from quant.model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from quant.support import require_support
-from quant.weights import plan_layers
+from quant.weights import expert_modules, plan_layers
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
@@ -50,11 +50,16 @@ def engine_options(config: RunConfig) -> VllmOptions:
     )
 
 
-def require_scheme(config: RunConfig) -> None:
-    """Raise `SchemeError` for a scheme that is unknown, or that engine or learner cannot run on this machine."""
-    scheme = get_scheme(config.scheme)
+def require_schemes(config: RunConfig) -> None:
+    """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
+    and for a scheme that engine or learner cannot run on this machine. Only the model's config.json is read."""
+    skeleton = model_skeleton(model_folder(config.model))
+    plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     prepare_environment(engine_options(config))
-    require_support(scheme, COMPUTE_DTYPES[config.dtype], config.learner.kernel)
+    experts = tuple(f"{name}." for name in expert_modules(skeleton))
+    kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
+    for name, of_experts in sorted(kinds):
+        require_support(get_scheme(name), COMPUTE_DTYPES[config.dtype], config.learner.kernel, of_experts)
 
 
 def check_input(config: RunConfig) -> None:
@@ -62,9 +67,9 @@ def check_input(config: RunConfig) -> None:
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`).
     """
-    require_scheme(config)
+    get_scheme(config.scheme)
     load_task(config.task.name, config.task.options, config.task.reward)
-    plan_layers(model_skeleton(model_folder(config.model)), get_scheme(config.scheme), config.layers)
+    require_schemes(config)
 
 
 @dataclass

@@ -73,8 +73,7 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
     """
     check_model(folder)
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        return empty_model(AutoConfig.from_pretrained(folder))
     except Exception as error:
         raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {error}") from error
 
