@@ -53,13 +53,15 @@ def engine_options(config: RunConfig) -> VllmOptions:
 def require_schemes(config: RunConfig) -> None:
     """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
     and for a scheme that engine or learner cannot run on this machine. Only the model's config.json is read."""
+    prepare_environment(engine_options(config))
+    dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
+    require_support(get_scheme(config.scheme), dtype, kernel)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
-    prepare_environment(engine_options(config))
     experts = tuple(f"{name}." for name in expert_modules(skeleton))
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
-        require_support(get_scheme(name), COMPUTE_DTYPES[config.dtype], config.learner.kernel, of_experts)
+        require_support(get_scheme(name), dtype, kernel, of_experts)
 
 
 def check_input(config: RunConfig) -> None:
