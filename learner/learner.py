@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from learner.batching import Batch, micro_batches, mini_batches
+from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.objectives import OBJECTIVES, ObjectiveInput
@@ -23,7 +24,8 @@ from quant.model import LowBitModel
 @dataclass(frozen=True)
 class LearnStats:
     """loss, grad_norm, clipped (share of tokens whose gradient was cut), update_log_ratio (mean |log r| at the last
-    mini-batch) and entropy (nats a token) are means over the batch's updates. updates, skipped: optimizer steps
+    mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0 without) are means over the
+    batch's updates. updates, skipped: optimizer steps
     taken, and left out because gradients were not finite. loss_scale: after the batch."""
 
     mismatch: Mismatch
@@ -32,6 +34,7 @@ class LearnStats:
     clipped: float
     update_log_ratio: float
     entropy: float
+    load_balance: float
     updates: int
     skipped: int
     loss_scale: float
@@ -45,6 +48,8 @@ class Learner:
         self.config = config
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer)
         self.loss_scale = LossScale(model.dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
+        self._balance = load_balance_coefficient(model, config.router_aux_loss)
+        model.records_router_logits = self._balance > 0
         self._objective = OBJECTIVES[config.objective.name]
 
     @torch.no_grad()
@@ -54,7 +59,7 @@ class Learner:
         entropy = 0.0
         for index in micro_batches(batch, torch.arange(len(batch.tokens)), self.config.micro_batch_tokens):
             rows = batch.rows(index).to(self.model.device)
-            values, entropies = token_logprobs(self.model, rows.tokens, rows.response)
+            values, entropies = token_logprobs(self.model, rows.tokens, rows.response, rows.experts)
             logprobs[index, : values.shape[1]] = values.cpu()
             entropy += float(entropies.sum())
         return logprobs, entropy / int(batch.response.sum())
@@ -86,6 +91,7 @@ class Learner:
             mean("clipped"),
             updates[-1].log_ratio if updates else 0.0,
             entropy,
+            mean("balance"),
             len(done),
             len(updates) - len(done),
             self.loss_scale.scale,
@@ -93,10 +99,10 @@ class Learner:
 
     def _update(self, batch: Batch, old: torch.Tensor, index: torch.Tensor, lr_factor: float) -> "_Update":
         self.optimizer.zero_grad()
-        loss = clipped = log_ratio = 0.0
+        loss = clipped = log_ratio = balance = 0.0
         for micro in micro_batches(batch, index, self.config.micro_batch_tokens):
             rows = batch.rows(micro)
-            current, _ = token_logprobs(self.model, rows.tokens, rows.response)
+            current, _ = token_logprobs(self.model, rows.tokens, rows.response, rows.experts)
             given = ObjectiveInput(
                 current,
                 old[micro][:, : current.shape[1]],
@@ -106,12 +112,16 @@ class Learner:
             )
             result = self._objective(given, self.config.objective)
             share = result.loss.sum() / len(index)
+            if self.model.records_router_logits:
+                balance_loss = load_balance_loss(self.model, rows.real().flatten())
+                share = share + self._balance * balance_loss * len(micro) / len(index)
+                balance += float(balance_loss.detach()) * len(micro) / len(index)
             (share * self.loss_scale.scale).backward()
             loss += float(share.detach())
             clipped += float(result.clipped.sum()) / len(index)
             log_ratio += float(result.log_ratio.abs().sum()) / len(index)
         norm, applied = self._apply(lr_factor)
-        return _Update(loss, norm, clipped, log_ratio, applied)
+        return _Update(loss, norm, clipped, log_ratio, balance, applied)
 
     def _apply(self, lr_factor: float) -> tuple[float, bool]:
         """Unscale, clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
@@ -151,4 +161,5 @@ class _Update:
     grad_norm: float
     clipped: float
     log_ratio: float
+    balance: float
     applied: bool

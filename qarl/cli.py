@@ -280,13 +280,18 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     mismatch = names.add_parser("mismatch", help="learner against sampler, per scheme and dtype")
-    mismatch.add_argument("--model", metavar="PATH", help="default: a random tiny Qwen3 with a peaky output head")
+    mismatch.add_argument(
+        "--model",
+        default="random-qwen3",
+        help="folder, hub id, embedded name, or a tiny untrained model with a peaky output head: random-qwen3 "
+        "(default), random-qwen3-moe",
+    )
     mismatch.add_argument("--schemes", default="w4a16,w8a8,fp8", help="comma-separated")
     mismatch.add_argument("--dtypes", default="bfloat16,float16", help="comma-separated")
     mismatch.add_argument("--prompts", type=int, default=32)
     mismatch.add_argument("--tokens", type=int, default=64, help="sampled tokens a prompt")
     mismatch.add_argument(
-        "--peak", type=float, help="factor on the output head (default 12 for the random model, else 1)"
+        "--peak", type=float, help="factor on the output head (default 12 for the untrained models, else 1)"
     )
     mismatch.add_argument("--seed", type=int, default=0)
     mismatch.add_argument("--json", metavar="FILE", help="write the rows as JSON too")

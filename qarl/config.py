@@ -46,6 +46,9 @@ class RolloutConfig(Section):
     prefix_caching: bool = Field(
         default=True, description="reuse key/values of shared prefixes within a weight version"
     )
+    router_replay: bool = Field(
+        default=False, description="mixtures of experts: the learner reuses the experts the engine chose (GPU)"
+    )
     enforce_eager: bool = Field(default=True, description="no CUDA graphs (they would hold tensors a publish replaces)")
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="ERROR", description="of vLLM")
 
@@ -96,6 +99,11 @@ class LearnerConfig(Section):
     operators: Literal["auto", "engine", "transformers"] = Field(
         default="auto",
         description="norms, rotary, attention: rounded as the engine does; auto: where the model allows",
+    )
+    router_aux_loss: float | None = Field(
+        default=None,
+        ge=0,
+        description="factor of the experts' load-balance loss; None: the model's, if it asks",
     )
     loss_scale: float = Field(default=65536.0, gt=0, description="initial, for float16; grows and backs off by itself")
     loss_scale_growth: int = Field(default=200, ge=1, description="good steps after which the loss scale doubles")
@@ -200,6 +208,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"learner.mini_batches {self.learner.mini_batches} is more than rollout.prompts "
                 f"{self.rollout.prompts}; each mini-batch needs at least one prompt's group"
+            )
+        if self.rollout.router_replay and self.rollout.prefix_caching:
+            raise ValueError(
+                "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the cache are not "
+                "routed again, so the engine cannot tell their experts"
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         if self.learner.micro_batch_tokens < longest:

@@ -47,6 +47,7 @@ def engine_options(config: RunConfig) -> VllmOptions:
         prefix_caching=r.prefix_caching,
         enforce_eager=r.enforce_eager,
         logging_level=r.logging_level,
+        router_replay=r.router_replay,
     )
 
 

@@ -19,7 +19,8 @@ from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear, fuse_scales
-from quant.operators import install_engine_operators, why_not
+from quant.moe_operators import EngineMoeBlock
+from quant.operators import OperatorError, install_engine_operators, why_not
 from quant.plan import Plan
 from quant.schemes import Scheme, SchemeError
 from quant.weights import plan_layers, router_names
@@ -89,6 +90,10 @@ class LowBitModel(nn.Module):
         self.experts = self._replace_experts(model, experts, factory, aligned)
         self._copies = self._detach_copies(model)
         self.module = model
+        self.router_logits: list[torch.Tensor] = []
+        self.records_router_logits = False
+        for name in self._routers:
+            model.get_submodule(name).register_forward_hook(self._record)
         self.refresh()
 
     @property
@@ -148,16 +153,34 @@ class LowBitModel(nn.Module):
         for name, copy in self._copies.items():
             copy.copy_(self.masters[name])
 
-    def logits(self, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
         """Next-token logits at chosen positions.
 
-        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. Returns compute dtype [n, V], one row for
-        each True in row-major order.
+        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
+        over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. Returns compute dtype
+        [n, V], one row for each True in row-major order. With `records_router_logits`, `router_logits` then holds one
+        [B·T, E] a layer of experts.
         """
+        self.router_logits.clear()
+        self._replay(experts)
         hidden = self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.module.get_output_embeddings()
         assert head is not None
         return head(hidden[wanted])
+
+    def _replay(self, experts: torch.Tensor | None) -> None:
+        blocks = [module for module in self.module.modules() if isinstance(module, EngineMoeBlock)]
+        if experts is not None and not blocks:
+            raise OperatorError(
+                "the engine's expert choices can be replayed by the engine's operators alone, which this model does "
+                "not run with; set rollout.router_replay false, or learner.operators 'engine' where the model allows"
+            )
+        for block in blocks:
+            block.replayed = None if experts is None else experts[:, :, block.decoder_layer].flatten(0, 1)
+
+    def _record(self, router: nn.Module, inputs: object, output: Any) -> None:
+        if self.records_router_logits:
+            self.router_logits.append(output if isinstance(output, torch.Tensor) else output[0])
 
     @contextlib.contextmanager
     def published_forward(self) -> Iterator[None]:
