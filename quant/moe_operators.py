@@ -1,8 +1,9 @@
 """A sparse mixture-of-experts block routed as the engine routes it.
 
-transformers takes a softmax over all experts, picks the K best, renormalizes them and rounds their weights to the
-compute dtype; vLLM picks the K best logits and takes a softmax over those, in fp32 to the end. Equal on paper, not in
-the last bits. The router itself stays in full precision: it is a linear layer no scheme quantizes.
+transformers takes a softmax over all experts in fp32, picks the K best, renormalizes them and rounds their weights to
+the compute dtype; vLLM picks the K best logits and takes a softmax over those, on CPUs in the compute dtype, on GPUs in
+fp32. Equal on paper, not in the last bits, and a token that goes to another expert is off by more than bits. The router
+itself stays in full precision: it is a linear layer no scheme quantizes.
 
 Axes: B sequences, T tokens, N = B·T, K experts a token, E experts, H hidden columns.
 """
@@ -45,13 +46,13 @@ def route(
     """
     # In the compute dtype and unsorted, as vLLM asks on CPUs: among equal logits the same experts win.
     index = logits.topk(top_k, dim=-1, sorted=False).indices
-    logits = logits.to(torch.float32)
+    if logits.device.type != "cpu":
+        logits = logits.to(torch.float32)
     if chosen is not None:
         index = torch.where(chosen < 0, index, chosen.to(index.dtype))
     picked = logits.gather(-1, index)
-    if renormalize:
-        return picked.softmax(-1), index
-    return (picked - logits.logsumexp(-1, keepdim=True)).exp(), index
+    weights = picked.softmax(-1) if renormalize else (picked - logits.logsumexp(-1, keepdim=True)).exp()
+    return weights.to(torch.float32), index
 
 
 def _linear(weight: nn.Parameter) -> nn.Linear:
