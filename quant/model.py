@@ -147,7 +147,10 @@ class LowBitModel(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Materialize every master: a new weight version, used by all forwards, the publish and the export."""
+        """Materialize every master: a new weight version, used by all forwards, the publish and the export.
+
+        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it.
+        """
         for layer in self._multiplied():
             layer.refresh()
         for name, copy in self._copies.items():
@@ -204,7 +207,8 @@ class LowBitModel(nn.Module):
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
         """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
 
-        Tied output heads are left out, as transformers leaves them out. Nothing is copied or requantized.
+        Tied output heads are left out, as transformers leaves them out. Nothing is copied or requantized: these are the
+        buffers that the next `refresh` writes, to be read before it.
         """
         for name in self._order:
             written = self._layout.checkpoint_name(name)
@@ -214,7 +218,9 @@ class LowBitModel(nn.Module):
             elif layer not in self.linears:
                 yield LowBitTensor(written, self._copies[name].detach())
             elif key == "bias":
-                yield LowBitTensor(written, self.masters[name].detach().to(self.dtype))
+                bias = self.linears[layer].low_bit_bias
+                assert bias is not None
+                yield LowBitTensor(written, bias)
             else:
                 low_bit = self.linears[layer].low_bit
                 assert low_bit is not None
@@ -237,7 +243,7 @@ class LowBitModel(nn.Module):
         """The learner's side of the audit: every linear layer and every layer's experts, with the kernel that
         multiplies them."""
         reports = [
-            LayerReport(name, layer.scheme.name, layer.scheme.group_size, str(self.dtype), _kernel(layer))
+            LayerReport(name, layer.scheme.name, layer.scheme.group_size, str(self.dtype), layer.product.name)
             for name, layer in (self.linears | self.experts).items()
         ]
         routers = [name for name in map(self._layout.checkpoint_name, self._routers) if name not in self.linears]
@@ -249,11 +255,6 @@ class LowBitModel(nn.Module):
         kept = {id(layer.master) for name, layer in self.linears.items() if name not in self._not_matrices}
         kept |= {id(master) for layer in self.experts.values() for master in layer.masters}
         return {name for name, master in self.masters.items() if id(master) in kept}
-
-
-def _kernel(layer: LowBitLinear | RoutedLowBitExperts) -> str:
-    assert layer.product is not None
-    return layer.product.name
 
 
 def _gradient_to(master: nn.Parameter):
