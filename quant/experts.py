@@ -119,7 +119,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.experts = experts
         if experts.quantizes_activations:
             low_bit = quantize_activation(x, experts.scheme)
-            ctx.save_for_backward(weights, index, low_bit.codes, low_bit.scale)
+            ctx.save_for_backward(weights, index, low_bit.codes, low_bit.scale, low_bit.zero_point)
         else:
             ctx.save_for_backward(weights, index, x)
         return experts.product(x, weights, index)
@@ -128,7 +128,7 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         experts: RoutedLowBitExperts = ctx.experts
         weights, index, *saved = ctx.saved_tensors
-        x = LowBitActivation(*saved).dequantized(torch.float32) if len(saved) == 2 else saved[0].to(torch.float32)
+        x = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
         dy = grad_outputs[0].to(torch.float32)
         dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
         needed = ctx.needs_input_grad[2:4]

@@ -1,8 +1,8 @@
-"""How checkpoints name what transformers fuses: experts one by one, and Mixtral's own words for blocks.
+"""How checkpoints name what transformers fuses or renames: experts one by one, and some modules in other words.
 
 transformers 5 holds a layer's experts as two 3-D parameters, `mlp.experts.gate_up_proj` [E, 2I, H] and
 `mlp.experts.down_proj` [E, H, I]. Checkpoints and vLLM name every expert's three matrices. This is the one place that
-knows both; tests/test_experts.py holds it to what `save_pretrained` writes.
+knows both; tests/test_layout.py holds it to what `save_pretrained` writes.
 
 Axes: E experts, H hidden columns, I expert columns.
 """
@@ -22,13 +22,13 @@ FUSED_IN_ENGINE = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": (
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """gate, up, down: a checkpoint's names of an expert's matrices. block: its name of the module transformers calls
-    `mlp`."""
+    """gate, up, down: a checkpoint's names of an expert's matrices. renamed: parts of other names that differ,
+    (transformers', the checkpoint's)."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    block: str = "mlp"
+    renamed: tuple[tuple[str, str], ...] = ()
 
     @property
     def projections(self) -> tuple[str, str, str]:
@@ -37,7 +37,9 @@ class ExpertLayout:
 
     def checkpoint_name(self, name: str) -> str:
         """A module's or parameter's name as checkpoints have it."""
-        return name if self.block == "mlp" else name.replace(".mlp.", f".{self.block}.")
+        for ours, written in self.renamed:
+            name = name.replace(ours, written)
+        return name
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,10 @@ class ExpertsShape:
 
 
 _QWEN = ExpertLayout()
-_MIXTRAL = ExpertLayout("w1", "w3", "w2", "block_sparse_moe")
 _LAYOUTS = {
-    **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "ernie4_5_moe", "dots1"), _QWEN
-    ),
-    "mixtral": _MIXTRAL,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "dots1"), _QWEN),
+    "ernie4_5_moe": ExpertLayout(renamed=((".gate.moe_statics.", ".moe_statics."),)),
+    "mixtral": ExpertLayout("w1", "w3", "w2", renamed=((".mlp.", ".block_sparse_moe."),)),
 }
 
 

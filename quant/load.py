@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from quant.completeness import expert_faults
+from quant.schemes import SchemeError
 
 
 class ModelError(ValueError):
@@ -69,13 +73,30 @@ def check_model(folder: Path) -> None:
 def model_skeleton(folder: Path) -> PreTrainedModel:
     """The model in `folder` on the meta device: names, kinds and shapes of its layers without any weight.
 
-    Raises `ModelError` for what `check_model` refuses, and for a config.json of an unknown architecture.
+    Raises `ModelError` for what `check_model` refuses, for a config.json of an unknown architecture, and for experts
+    that are incomplete; `SchemeError` for experts whose checkpoint layout is not known.
     """
     check_model(folder)
     try:
-        return empty_model(AutoConfig.from_pretrained(folder))
+        model = empty_model(AutoConfig.from_pretrained(folder))
     except Exception as error:
         raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {error}") from error
+    _check_experts(folder, model)
+    return model
+
+
+def _check_experts(folder: Path, model: PreTrainedModel) -> None:
+    try:
+        faults = expert_faults(folder, model)
+    except SchemeError:
+        raise
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(f"model {str(folder)!r} could not be read, its files may be truncated: {error}") from error
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ModelError(
+            f"model {str(folder)!r} has other experts than its config.json: {faults[0]}{more}; copy it again"
+        )
 
 
 def load_masters(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
@@ -83,9 +104,9 @@ def load_masters(folder: Path, dtype: torch.dtype, device: torch.device | None =
 
     device: where the masters live and the learner computes; None is the CPU.
 
-    Raises `ModelError` for what `check_model` refuses, and for truncated or missing tensors.
+    Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors.
     """
-    check_model(folder)
+    model_skeleton(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded

@@ -14,6 +14,9 @@ from quant.layout import expert_layout, fused_experts
 from quant.plan import Plan, make_plan
 from quant.schemes import Scheme, SchemeError
 
+_UNQUANTIZED_ROUTERS = ("mixtral",)
+"""Model types whose router vLLM builds without a scheme, whatever the checkpoint says."""
+
 
 def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
     """Every matrix's scheme. model: may be on the meta device, only names, kinds and shapes are read.
@@ -68,6 +71,9 @@ def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]])
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     layout = expert_layout(model.config.model_type)
     reasons = {}
+    if model.config.model_type in _UNQUANTIZED_ROUTERS:
+        why = f"vLLM multiplies the router of a {model.config.model_type!r} model unquantized"
+        reasons = {layout.checkpoint_name(name): why for name in router_names(dict(fused_experts(model)))}
     for name, module in model.named_modules():
         written = layout.checkpoint_name(name)
         weight = getattr(module, "weight", None)

@@ -1,0 +1,66 @@
+"""Whether a checkpoint has every expert: read from its headers, before anything is loaded.
+
+transformers stacks the experts it finds; where some are missing it reports shapes of the stack, not which are missing.
+
+Axes: E experts.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from quant.layout import expert_layout, fused_experts
+from quant.weights import weight_shapes
+
+
+def expert_faults(folder: Path, model: PreTrainedModel) -> list[str]:
+    """What is wrong with the experts' tensors in `folder`, one phrase each, naming the tensor; empty if nothing.
+
+    model: its architecture, may be on the meta device. A layer of which the checkpoint has no expert under the
+    layout's names is left to the loader: it may be stored fused, or under a prefix the loader strips.
+    """
+    layers = [expert_layout(model.config.model_type).checkpoint_name(name) for name, _ in fused_experts(model)]
+    files = _weight_files(folder) if layers else []
+    unreadable = [f"file {file.name!r} is missing" for file in files if not file.is_file()]
+    if unreadable:
+        return unreadable
+    held = _shapes(files)
+    expected = {f"{name}.weight": shape for name, shape in weight_shapes(model).items()}
+    return [fault for layer in layers for fault in _layer_faults(layer, expected, held)]
+
+
+def _layer_faults(layer: str, expected: dict[str, tuple[int, int]], held: dict[str, list[int]]) -> list[str]:
+    one = re.compile(rf"{re.escape(layer)}\.\d+\.")
+    mine = {name: shape for name, shape in expected.items() if one.match(name)}
+    found = [name for name in held if one.match(name)]
+    if not found:
+        return []
+    lacking = [f"{name!r} is missing" for name in mine if name not in held]
+    beyond = [f"{name!r} is of none of them" for name in found if name not in mine]
+    sizes = [
+        f"{name!r} is {held[name]} instead of {list(shape)}"
+        for name, shape in mine.items()
+        if name in held and held[name] != list(shape)
+    ]
+    return lacking + beyond + sizes
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint; none where it has another format."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [whole] if whole.is_file() else []
+
+
+def _shapes(files: Sequence[Path]) -> dict[str, list[int]]:
+    shapes = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            shapes |= {name: opened.get_slice(name).get_shape() for name in names}
+    return shapes

@@ -1,0 +1,130 @@
+"""Fused experts → every expert's low-bit tensors, held against compressed-tensors on that expert's own matrices."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_materialize import as_bytes, library
+
+from quant.expert_weights import LowBitExperts, materialize_experts
+from quant.layout import expert_layout
+from quant.materialize import materialize
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def heavy(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    normal = torch.randn(shape, generator=generator)
+    return normal * torch.randn(shape, generator=generator).exp() * 0.05
+
+
+@st.composite
+def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masters [E, 2I, H] and [E, H, I]: experts of different magnitudes, one of zeros, in fp32 or bf16."""
+    step = max(get_scheme(scheme).group_size or 8, 8)
+    experts, inner, hidden = draw(st.integers(1, 6)), step * draw(st.integers(1, 2)), step * draw(st.integers(1, 2))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    size = 10.0 ** torch.randint(-2, 3, (experts, 1, 1), generator=generator)
+    gate_up = heavy(experts, 2 * inner, hidden, generator=generator) * size
+    down = heavy(experts, hidden, inner, generator=generator) * size
+    if draw(st.booleans()):
+        gate_up[draw(st.integers(0, experts - 1))] = 0
+    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16)))
+    return gate_up.to(dtype), down.to(dtype)
+
+
+def expected(gate_up: torch.Tensor, down: torch.Tensor, scheme: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """By compressed-tensors, expert by expert and matrix by matrix; NVFP4's tensor-wide scale spans gate and up."""
+    found = get_scheme(scheme)
+    rows, tensors = gate_up.shape[1] // 2, {}
+    for e in range(len(gate_up)):
+        parts = dict(zip(PROJECTIONS, (gate_up[e, :rows], gate_up[e, rows:], down[e]), strict=True))
+        if found.quantization is None:
+            tensors |= {f"{e}.{name}.weight": part.to(dtype) for name, part in parts.items()}
+            continue
+        both = library(gate_up[e], found, dtype)
+        for name, part in parts.items():
+            written = library(part, found, dtype)
+            if found.fuses_scales and name != "down_proj":
+                cut = slice(0, rows) if name == "gate_proj" else slice(rows, None)
+                written = {k: v[cut] if v.ndim == 2 else v for k, v in both.items()}
+            tensors |= {f"{e}.{name}.{suffix}": tensor for suffix, tensor in written.items()}
+    return tensors
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
+@given(data=st.data())
+@settings(max_examples=8, deadline=None)
+def test_every_experts_tensors_are_the_librarys(scheme: str, dtype: torch.dtype, data: st.DataObject):
+    """Contract: names, dtypes, shapes and bytes are those compressed-tensors writes for the expert's matrix alone: one
+    pass over a stack lets no expert's scale see another's weights. Magnitudes of experts differ by up to 10^4."""
+    gate_up, down = data.draw(stacks(scheme))
+    low_bit = materialize_experts(gate_up, down, get_scheme(scheme), dtype, "layer")
+    ours = dict(low_bit.tensors(expert_layout("qwen3_moe")))
+    theirs = expected(gate_up, down, scheme, dtype)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(as_bytes(ours[name]), as_bytes(tensor)), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
+    """Nothing is copied between what the forward multiplies and what is published; NVFP4, whose scale spans a matrix,
+    has a buffer an expert."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = heavy(3, 256, 128, generator=generator), heavy(3, 128, 128, generator=generator)
+    low_bit = materialize_experts(gate_up, down, get_scheme(scheme), torch.bfloat16, "layer")
+    single = not get_scheme(scheme).fuses_scales
+    for part in ("gate_up", "down"):
+        weights = [getattr(expert, part) for expert in low_bit.experts]
+        assert len({w.codes.untyped_storage().data_ptr() for w in weights}) == (1 if single else 3)
+    for expert in low_bit.experts:
+        streamed = dict(expert.tensors(expert_layout("qwen3_moe")))
+        for name, tensor in streamed.items():
+            source = expert.down if name.startswith("down") else expert.gate_up
+            if name.endswith((".weight", ".weight_packed")):
+                assert tensor.untyped_storage().data_ptr() == source.codes.untyped_storage().data_ptr()
+            if name.endswith(".weight_scale"):
+                assert source.scale is not None
+                assert tensor.untyped_storage().data_ptr() == source.scale.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dequantized_experts_are_their_matrices_dequantized(scheme: str):
+    generator = torch.Generator().manual_seed(1)
+    gate_up, down = heavy(3, 256, 256, generator=generator), heavy(3, 256, 128, generator=generator)
+    low_bit = materialize_experts(gate_up, down, get_scheme(scheme), torch.float16, "layer")
+    for e, expert in enumerate(low_bit.experts):
+        for found, matrix in ((expert.gate_up, gate_up[e]), (expert.down, down[e])):
+            alone = materialize(matrix, get_scheme(scheme), torch.float16)
+            assert torch.equal(found.dequantized(), alone.dequantized())
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
+def test_one_bad_weight_among_all_experts_is_refused(scheme: str):
+    generator = torch.Generator().manual_seed(2)
+    gate_up, down = heavy(3, 256, 128, generator=generator), heavy(3, 128, 128, generator=generator)
+    down[2, 100, 50] = float("nan")
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts': a master weight holds NaN"):
+        materialize_experts(gate_up, down, get_scheme(scheme), torch.bfloat16, "model.layers.0.mlp.experts")
+
+
+def test_a_size_no_group_divides_is_refused():
+    with pytest.raises(SchemeError, match=r"'experts' has 96 input columns, no multiple of the group size 128"):
+        materialize_experts(
+            torch.ones(2, 192, 128), torch.ones(2, 128, 96), get_scheme("w4a16"), torch.float16, "experts"
+        )
+
+
+def test_mixtrals_words():
+    generator = torch.Generator().manual_seed(3)
+    gate_up, down = heavy(2, 256, 128, generator=generator), heavy(2, 128, 128, generator=generator)
+    low_bit: LowBitExperts = materialize_experts(gate_up, down, get_scheme("bf16"), torch.bfloat16, "layer")
+    found = dict(low_bit.tensors(expert_layout("mixtral")))
+    assert list(found) == [f"{e}.{w}.weight" for e in range(2) for w in ("w1", "w3", "w2")]
+    assert torch.equal(found["1.w1.weight"], gate_up[1, :128].bfloat16())
+    assert torch.equal(found["1.w3.weight"], gate_up[1, 128:].bfloat16())
+    assert torch.equal(found["1.w2.weight"], down[1].bfloat16())

@@ -1,0 +1,377 @@
+"""A layer of routed low-bit experts: its products against vLLM's dense layers, its straight-through gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quant.activations import quantize_activation
+from quant.experts import RoutedLowBitExperts
+from quant.kernels import make_factory
+from quant.layout import ExpertsShape, expert_layout
+from quant.materialize import LowBitWeight
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+
+LAYER = "model.layers.1.mlp.experts"
+SHAPE = ExpertsShape(5, 2, 128, 256, "silu", expert_layout("qwen3_moe"))
+CPU_SCHEMES = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
+"""Schemes vLLM runs on a CPU without AMX, with this project's plugin."""
+TORCH_SCHEMES = (*CPU_SCHEMES, "w4afp8", "fp8-block")
+
+STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8": 0.06, "nvfp4": 0.05}
+"""Relative error allowed for codes of activations between the two products that fall to the other side."""
+
+dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heavy(*shape: int, seed: int) -> torch.Tensor:
+    """Normal times log-normal: tails that make quantization visible."""
+    return normal(*shape, seed=seed) * normal(*shape, seed=seed + 1).exp()
+
+
+def make_experts(
+    scheme: str,
+    kernel: str = "reference",
+    dtype: torch.dtype = torch.bfloat16,
+    shape: ExpertsShape = SHAPE,
+    aligned: bool = True,
+    master_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> RoutedLowBitExperts:
+    E, H, inner = shape.experts, shape.hidden, shape.intermediate
+    gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=seed) * 0.06).to(master_dtype))
+    down = nn.Parameter((heavy(E, H, inner, seed=seed + 2) * 0.04).to(master_dtype))
+    factory = make_factory(kernel, dtype)
+    experts = RoutedLowBitExperts(LAYER, gate_up, down, shape, get_scheme(scheme), factory, dtype, aligned)
+    experts.refresh()
+    return experts
+
+
+def routed(tokens: int, shape: ExpertsShape = SHAPE, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights fp32 [N, K] that sum to one, and K different experts a token, int64 [N, K]."""
+    logits = normal(tokens, shape.experts, seed=seed)
+    picked, index = logits.topk(shape.top_k, dim=-1)
+    return picked.softmax(-1), index
+
+
+ROUTINGS = {
+    "random": (SHAPE, lambda: routed(23)),
+    "one token": (SHAPE, lambda: routed(1)),
+    "two experts idle": (SHAPE, lambda: (routed(9)[0], torch.tensor([[4, 1], [1, 2], [2, 4]] * 3))),
+    "all to the same": (SHAPE, lambda: (routed(7)[0], torch.tensor([[3, 0]] * 7))),
+    "one expert a token": (replace(SHAPE, top_k=1), lambda: (torch.ones(11, 1), torch.arange(11)[:, None] % 5)),
+    "every expert for every token": (
+        replace(SHAPE, experts=3, top_k=3),
+        lambda: (normal(4, 3, seed=1).softmax(-1), torch.tensor([[2, 0, 1]] * 4)),
+    ),
+    "weights that do not sum to one": (SHAPE, lambda: (routed(6)[0] * 2.5, routed(6)[1])),
+}
+routings = pytest.mark.parametrize("routing", ROUTINGS)
+
+
+# --- the product
+
+
+@no_cuda
+@routings
+@pytest.mark.parametrize("scheme", CPU_SCHEMES[1:])
+@dtypes
+def test_vllms_experts_are_its_dense_layers_expert_by_expert(scheme: str, dtype: torch.dtype, routing: str):
+    """Contract: bit for bit Σ w_k · down(silu(gate)·up) with the dense layers vLLM builds for every expert's own
+    matrices and vLLM's activation, summed in fp32 in the order of the experts' numbers and rounded once.
+    tests/test_experts_engine.py holds the module to the one inside a running engine."""
+    shape, route = ROUTINGS[routing]
+    experts = make_experts(scheme, "vllm", dtype, shape)
+    weights, index = route()
+    x = heavy(len(index), shape.hidden, seed=9).to(dtype)
+    factory, total = make_factory("vllm", dtype), torch.zeros(x.shape)
+    assert experts.low_bit is not None
+    with torch.no_grad():
+        y = experts(x, index, weights)
+        for e, expert in enumerate(experts.low_bit.experts):
+            chosen = index == e
+            rows = chosen.any(-1).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            merged = factory(f"{LAYER}.{e}.gate_proj", expert.gate_up, None)(x[rows])
+            hidden = torch.empty(len(rows), shape.intermediate, dtype=dtype)
+            torch.ops._C.silu_and_mul(hidden, merged)
+            out = factory(f"{LAYER}.{e}.down_proj", expert.down, None)(hidden)
+            total[rows] += out.float() * (weights * chosen).sum(-1)[rows, None]
+    assert y.dtype == dtype
+    assert torch.equal(y, total.to(dtype))
+
+
+def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
+    """codes · scale, float64 [O, I]."""
+    codes = low_bit.unpacked().double()
+    if low_bit.scale is None:
+        return codes
+    scale = low_bit.wide_scale().double().repeat_interleave(low_bit.shape[0] // low_bit.scale.shape[0], dim=0)
+    return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
+
+
+def as_multiplied(x: torch.Tensor, experts: RoutedLowBitExperts) -> torch.Tensor:
+    """x rounded to the compute dtype and then as its scheme quantizes activations, float64."""
+    x = x.to(experts.dtype)
+    if not experts.quantizes_activations:
+        return x.double()
+    low_bit = quantize_activation(x, experts.scheme)
+    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
+    return low_bit.values().double() * scale
+
+
+def exact_output(
+    experts: RoutedLowBitExperts, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, masters: bool = False
+) -> torch.Tensor:
+    """In float64, token by token. masters: multiply those, unquantized."""
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    assert experts.low_bit is not None
+    for n in range(len(x)):
+        for weight, e in zip(weights[n].tolist(), index[n].tolist(), strict=True):
+            gate_up, down = (master.detach()[e].double() for master in experts.masters)
+            token = x[n : n + 1]
+            if not masters:
+                gate_up, down = unpacked(experts.low_bit.experts[e].gate_up), unpacked(experts.low_bit.experts[e].down)
+                token = as_multiplied(token, experts)
+            gate, up = (token.double() @ gate_up.t()).chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+            y[n] += weight * ((hidden if masters else as_multiplied(hidden, experts)) @ down.t())[0]
+    return y
+
+
+def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((given.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("routing", ["random", "one expert a token"])
+@pytest.mark.parametrize(
+    ("kernel", "scheme"),
+    [
+        *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in CPU_SCHEMES),
+        *(("torch", scheme) for scheme in TORCH_SCHEMES),
+        *(("reference", scheme) for scheme in SCHEMES),
+    ],
+)
+@dtypes
+def test_the_product_is_that_of_the_published_codes(kernel: str, scheme: str, dtype: torch.dtype, routing: str):
+    """Contract: within BOUND of float64 on codes and scales, quantized activations included. The product of the masters
+    is further off wherever codes are coarse: so a kernel that read other weights would be seen."""
+    shape, route = ROUTINGS[routing]
+    experts = make_experts(scheme, kernel, dtype, shape)
+    weights, index = route()
+    x = heavy(len(index), shape.hidden, seed=9).to(dtype)
+    with torch.no_grad():
+        y = experts(x, index, weights)
+    exact, unquantized = (exact_output(experts, x, weights, index, masters) for masters in (False, True))
+    bound = 1.5 * torch.finfo(dtype).eps + STEP.get(scheme, 0.0)
+    assert relative_error(y, exact) <= bound
+    args = get_scheme(scheme).weights
+    if args is not None and (args.num_bits == 4 or dtype == torch.float16):
+        assert relative_error(unquantized, exact) > 1.4 * bound
+
+
+@no_cuda
+@pytest.mark.parametrize("scheme", CPU_SCHEMES)
+def test_kernels_are_vllms_own_low_bit_ones(scheme: str):
+    names = {"bf16": "CPUUnquantizedExperts", "w8a8": "CPUInt8ScaledMM", "w4a8": "Dynamic4bit", "fp8": "FP8ScaledMM"}
+    product = make_experts(scheme, "vllm").product
+    assert product is not None and names.get(scheme, "WNA16") in product.name
+    assert product.name.endswith(", per expert") or scheme == "bf16"
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):
+    experts, fresh = make_experts(scheme, aligned=aligned), make_experts(scheme, aligned=aligned, seed=7)
+    (weights, index), x = routed(9), heavy(9, 128, seed=9).bfloat16()
+    before = experts(x, index, weights)
+    with torch.no_grad():
+        for master, other in zip(experts.masters, fresh.masters, strict=True):
+            master.copy_(other)
+    assert torch.equal(experts(x, index, weights), before)
+    experts.refresh()
+    assert torch.equal(experts(x, index, weights), fresh(x, index, weights))
+    assert not torch.equal(experts(x, index, weights), before)
+
+
+def test_experts_never_materialized_say_so():
+    gate_up, down = nn.Parameter(torch.ones(5, 512, 128)), nn.Parameter(torch.ones(5, 128, 256))
+    factory = make_factory("reference", torch.bfloat16)
+    experts = RoutedLowBitExperts(LAYER, gate_up, down, SHAPE, get_scheme("fp8"), factory, torch.bfloat16)
+    weights, index = routed(2)
+    with pytest.raises(RuntimeError, match=r"'model\.layers\.1\.mlp\.experts' was never materialized.*refresh"):
+        experts(torch.ones(2, 128, dtype=torch.bfloat16), index, weights)
+
+
+@no_cuda
+@pytest.mark.parametrize("scheme", CPU_SCHEMES)
+def test_an_old_weight_version_is_freed_at_once(scheme: str):
+    """No reference cycle keeps replaced experts alive: they are nearly all of a model's memory."""
+    import gc
+    import weakref
+
+    experts = make_experts(scheme, "vllm")
+    assert experts.low_bit is not None
+    gc.disable()
+    try:
+        product = make_factory("vllm", torch.bfloat16).experts(LAYER, SHAPE, experts.low_bit)
+        watched = weakref.ref(product._experts)  # type: ignore[attr-defined]
+        del product
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+# --- the gradients
+
+
+def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """`used` forward, the gradient of `value` backward."""
+    return value + (used.to(value.dtype) - value).detach()
+
+
+def fake_quant_gradients(
+    experts: RoutedLowBitExperts,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    dy: torch.Tensor,
+    activations: bool = True,
+) -> list[torch.Tensor]:
+    """Of x, routing weights and both masters, by torch's autograd on float64 through the detach trick.
+
+    activations: quantize them too (else only weights, to show that it matters)."""
+    x, weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
+    gate_up, down = (master.detach().double().requires_grad_() for master in experts.masters)
+    y = torch.zeros(x.shape, dtype=torch.float64)
+
+    def used(values: torch.Tensor) -> torch.Tensor:
+        rounded = values.detach().to(experts.dtype)
+        return straight_through(values, as_multiplied(rounded, experts) if activations else rounded)
+
+    for e in range(experts.shape.experts):
+        rows, slots = (index == e).nonzero(as_tuple=True)
+        if experts.aligned:
+            assert experts.low_bit is not None
+            matrices = unpacked(experts.low_bit.experts[e].gate_up), unpacked(experts.low_bit.experts[e].down)
+        else:
+            matrices = gate_up[e].to(experts.dtype), down[e].to(experts.dtype)
+        both, out = straight_through(gate_up[e], matrices[0]), straight_through(down[e], matrices[1])
+        merged = used(x[rows]) @ both.t()
+        merged = straight_through(merged, merged.detach().to(experts.dtype))
+        gate, up = merged.chunk(2, dim=-1)
+        y = y.index_add(0, rows, used(F.silu(gate) * up) @ out.t() * weights[rows, slots, None])
+    y.backward(dy.double())
+    return [leaf.grad for leaf in (x, weights, gate_up, down) if leaf.grad is not None]
+
+
+def own_gradients(
+    experts: RoutedLowBitExperts, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, dy: torch.Tensor
+) -> list[torch.Tensor]:
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    experts(x, index, weights).backward(dy)
+    return [leaf.grad for leaf in (x, weights, *experts.masters) if leaf.grad is not None]
+
+
+@routings
+@pytest.mark.parametrize(("scheme", "aligned"), [*((scheme, True) for scheme in SCHEMES), ("w8a8", False)])
+def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, aligned: bool, routing: str):
+    """Contract: gradients of inputs, routing weights and both masters equal autograd's through dequantized weights and
+    activations with every rounding as identity, in the relative Frobenius norm: 1e-5, and 2e-3 where a code of the
+    second product's activations may fall to the other side. Experts without a token get exact zeros. Quantizing no
+    activation gives gradients further off than that bound. Blind spot: codes are quant's own."""
+    shape, route = ROUTINGS[routing]
+    experts = make_experts(scheme, "reference", torch.float32, shape, aligned)
+    weights, index = route()
+    x, dy = heavy(len(index), shape.hidden, seed=9), heavy(len(index), shape.hidden, seed=11)
+    ours = own_gradients(experts, x, weights, index, dy)
+    theirs = fake_quant_gradients(experts, x, weights, index, dy)
+    bound = 2e-3 if experts.quantizes_activations else 1e-5
+    assert len(ours) == len(theirs) == 4
+    for given, expected in zip(ours, theirs, strict=True):
+        assert given.dtype == torch.float32
+        assert relative_error(given, expected) <= bound
+    idle = [e for e in range(shape.experts) if not (index == e).any()]
+    assert not ours[2][idle].any() and not ours[3][idle].any()
+    if experts.quantizes_activations:
+        other = fake_quant_gradients(experts, x, weights, index, dy, activations=False)
+        assert all(relative_error(o, t) > bound for o, t in zip(other[1:], theirs[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scheme"),
+    [
+        *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in CPU_SCHEMES),
+        *(("torch", scheme) for scheme in TORCH_SCHEMES),
+    ],
+)
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16], ids=["fp32-masters", "bf16-masters"])
+@dtypes
+def test_gradients_in_a_low_compute_dtype(kernel: str, scheme: str, dtype: torch.dtype, master_dtype: torch.dtype):
+    """Whatever kernel multiplied: gradients come in the dtype of what they are for, within the bound of the forward."""
+    experts = make_experts(scheme, kernel, dtype, master_dtype=master_dtype)
+    weights, index = routed(23)
+    x, dy = heavy(23, 128, seed=9).to(dtype), normal(23, 128, seed=11).to(dtype)
+    ours = own_gradients(experts, x, weights, index, dy)
+    theirs = fake_quant_gradients(experts, x, weights, index, dy)
+    kept = (dtype, torch.float32, master_dtype, master_dtype)
+    for given, expected, kind in zip(ours, theirs, kept, strict=True):
+        assert given.dtype == kind
+        coarsest = max(torch.finfo(kind).eps, torch.finfo(dtype).eps)
+        assert relative_error(given, expected) <= 1.5 * coarsest + STEP.get(scheme, 0.0)
+
+
+def test_gradients_only_where_they_are_needed():
+    """Frozen masters and inputs without gradient: the others' gradients are the same bits."""
+    weights, index = routed(9)
+    x, dy = heavy(9, 128, seed=9).bfloat16(), normal(9, 128, seed=11).bfloat16()
+    everything = own_gradients(make_experts("w8a8"), x, weights, index, dy)
+    frozen = make_experts("w8a8")
+    frozen.gate_up_proj.requires_grad_(False)
+    experts_input = x.clone()
+    frozen(experts_input, index, weights).backward(dy)
+    assert experts_input.grad is None and frozen.gate_up_proj.grad is None
+    assert frozen.down_proj.grad is not None and torch.equal(frozen.down_proj.grad, everything[3])
+
+
+KEPT = {"w8a8": (1, 4), "w4a8": (1, 8), "fp8": (1, 4), "w4afp8": (1, 4), "fp8-block": (1, 4), "nvfp4": (0.5, 8)}
+"""Bytes of codes a value, and of scales (with zero points) a token, of 128 columns."""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scheme"),
+    [
+        *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in CPU_SCHEMES),
+        *(("reference", scheme) for scheme in SCHEMES),
+    ],
+)
+@dtypes
+def test_what_is_kept_for_backward(kernel: str, scheme: str, dtype: torch.dtype):
+    """Contract: routing (weights and expert numbers) and the layer's input: as codes of at most a byte with their
+    scales where the scheme quantizes activations, else in the compute dtype. No weight, dequantized or not, and nothing
+    of the tokens inside the experts."""
+    experts = make_experts(scheme, kernel, dtype)
+    weights, index = routed(23)
+    x = heavy(23, 128, seed=9).to(dtype).requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = experts(x, index, weights)
+    y.float().sum().backward()
+    assert x.grad is not None
+    a_value, a_token = KEPT.get(scheme, (dtype.itemsize, 0))
+    routing_bytes = weights.nbytes + index.nbytes
+    assert sum(t.nbytes for t in saved) == 23 * (128 * a_value + a_token) + routing_bytes
+    assert max(t.numel() for t in saved) == 23 * 128 if a_value >= 1 else 23 * 64

@@ -1,0 +1,292 @@
+"""Mixtures of experts in the real engine: what it holds, what it multiplies, and publish after publish."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_models import CONFIGS, random_moe
+from test_experts import heavy, routed
+from test_publish import SEQUENCES, disturb, start_engine
+
+from qarl.config import load_config
+from qarl.tiny import RECIPES, ensure_recipe
+from quant.experts import RoutedLowBitExperts
+from quant.kernels import make_factory
+from quant.load import load_masters
+from quant.model import LowBitModel, LowBitTensor
+from quant.schemes import COMPUTE_DTYPES, SchemeError, get_scheme
+from rollout.engine import EngineError
+from rollout.vllm_engine import VllmEngine
+from sync.audit import AuditError, audit, require_agreement
+from sync.publisher import Publisher, PublishError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's")
+
+
+@pytest.fixture(scope="module")
+def random_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied embeddings."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def build(tied: bool) -> Path:
+        recipe = dataclasses.replace(RECIPES["tiny-qwen3-moe"], warm_start_steps=0, tie_word_embeddings=tied)
+        return ensure_recipe("tied" if tied else "untied", recipe, cache, progress=lambda message: None)
+
+    return build
+
+
+def make_model(folder: Path, scheme: str, dtype: str = "bfloat16", layers: str = "[]") -> LowBitModel:
+    compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
+    masters, factory = load_masters(folder, torch.float32), make_factory("vllm", compute)
+    return LowBitModel(masters, get_scheme(scheme), compute, factory, rules=rules)
+
+
+def call(engine: VllmEngine, function: Callable[..., Any], *args: object) -> Any:
+    """Run function(model, *args) inside the engine's worker, on the model it holds."""
+    return engine._llm.collective_rpc(lambda worker: function(worker.model_runner.get_model(), *args))[0]
+
+
+def routed_experts(model: torch.nn.Module, layer: str) -> Any:
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    return next(m for m in model.modules() if isinstance(m, RoutedExperts) and m.layer_name == layer)
+
+
+def held(experts: Any) -> dict[str, torch.Tensor]:
+    """Every tensor a RoutedExperts module multiplies with: its own, or those of its experts' dense layers."""
+    found = dict(experts.named_parameters())
+    for prefix, linears in getattr(experts.quant_method, "_experts", {}).items():
+        for number, linear in enumerate(linears):
+            tensors = [*linear.named_parameters(), *linear.named_buffers()]
+            found |= {f"{prefix}.{number}.{name}": tensor for name, tensor in tensors if tensor.numel()}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def product_of(layer: RoutedLowBitExperts) -> Any:
+    """The learner's module, built anew from the tensors that are published."""
+    assert layer.low_bit is not None
+    return make_factory("vllm", layer.dtype).experts(layer.layer, layer.shape, layer.low_bit)
+
+
+def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> None:
+    """The engine holds the bytes of the learner's product, and multiplies to the same bits, for several batches."""
+    for name, layer in model.experts.items():
+        product = product_of(layer)
+        ours, theirs = held(product._experts), call(engine, lambda m, n: held(routed_experts(m, n)), name)
+        assert ours.keys() == theirs.keys() and ours
+        for key, tensor in ours.items():
+            assert torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8)), f"{name}: {key}"
+        for tokens in (1, 5, 40):
+            weights, index = routed(tokens, layer.shape)
+            x = heavy(tokens, layer.shape.hidden, seed=tokens).to(model.dtype)
+            with torch.no_grad():
+                y = call(engine, forward, name, x, weights, index)
+                assert torch.equal(layer(x, index, weights), y), f"{name}, {tokens} tokens"
+
+
+def forward(model: torch.nn.Module, name: str, *given: torch.Tensor) -> torch.Tensor:
+    experts, (x, weights, index) = routed_experts(model, name), given
+    return experts.forward_modular(x, weights, index.to(experts.quant_method.topk_indices_dtype or torch.int32)).clone()
+
+
+def check_reported_schemes(model: LowBitModel, engine: VllmEngine) -> None:
+    reported = {row.name: row.scheme for row in engine.layers()}
+    assert reported.keys() >= model.experts.keys()
+    for name, found in model.plan.schemes.items():
+        if name != "lm_head" or name in reported:
+            assert reported[name if name in reported else name.rsplit(".", 2)[0]] == found.name, name
+
+
+def publish_and_compare(
+    model: LowBitModel, engine: VllmEngine, folder: Path, tmp_path: Path, dtype: str, publishes: int
+) -> None:
+    """Audit, compare layers, publish changing weights, compare layers again, and the answers with a fresh engine's."""
+    try:
+        require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
+        check_reported_schemes(model, engine)
+        check_every_layer_is_the_engines(model, engine)
+        publisher = Publisher(model, engine, SEQUENCES, model.plan.bound, canary_every=publishes)
+        before = engine.score(SEQUENCES)
+        for version in range(1, publishes + 1):
+            disturb(model, version)
+            publisher.publish(version)
+        publisher.canary(publishes)
+        check_every_layer_is_the_engines(model, engine)
+        after = engine.score(SEQUENCES)
+    finally:
+        engine.close()
+    fresh = start_engine(model, folder, tmp_path / "fresh", dtype)
+    reloaded = fresh.score(SEQUENCES)
+    fresh.close()
+    assert after != before
+    assert after == reloaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "tied"),
+    [
+        ("bf16", "bfloat16", True),
+        ("bf16", "float16", False),
+        ("w4a16", "bfloat16", False),
+        ("w4a16-channel", "float16", True),
+        ("w8a8", "bfloat16", True),
+        ("w4a8", "bfloat16", False),
+        ("fp8", "bfloat16", False),
+        ("fp8", "float16", True),
+    ],
+)
+def test_twenty_publishes_equal_a_fresh_engine_bit_for_bit(
+    random_experts: Callable[[bool], Path], tmp_path: Path, scheme: str, dtype: str, tied: bool
+):
+    """Contract: before and after 20 publishes of changing weights the engine holds, expert by expert, the tensors of
+    the learner's own product, multiplies to the same bits, and answers as an engine that loaded the last weights from
+    disk. oneDNN's packed int8 weights are no parameters: the equal products speak for those."""
+    folder = random_experts(tied)
+    model = make_model(folder, scheme, dtype)
+    engine = start_engine(model, folder, tmp_path / "start", dtype)
+    publish_and_compare(model, engine, folder, tmp_path, dtype, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "layers"),
+    [
+        ("w4a16", "model.layers.0.mlp.experts.*=w8a8,model.layers.1.self_attn.*=fp8,model.layers.1.mlp.gate=w8a8"),
+        ("fp8", r"re:model\.layers\.1\.mlp\.experts\.=bf16"),
+        ("bf16", "model.layers.1.mlp.experts.*=w4a16-g32"),
+    ],
+    ids=["two schemes and a router", "some experts left alone", "some experts alone"],
+)
+def test_mixed_plans(random_experts: Callable[[bool], Path], tmp_path: Path, scheme: str, layers: str):
+    """Layers of experts in different schemes, or unquantized, in one model; a router by its exact name."""
+    folder = random_experts(False)
+    model = make_model(folder, scheme, layers=layers)
+    assert len({layer.scheme.name for layer in model.experts.values()}) == 2
+    engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
+    publish_and_compare(model, engine, folder, tmp_path, "bfloat16", 5)
+
+
+def with_tokenizer(kind: str, policy: Path, folder: Path) -> Path:
+    random_moe(CONFIGS[kind]).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(policy / name, folder / name)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "scheme", "layers"),
+    [
+        ("mixtral", "bf16", "[]"),
+        ("mixtral", "w4a16", "[]"),
+        ("mixtral", "fp8", "model.layers.1.block_sparse_moe.experts.*=w8a8"),
+        ("deepseek_v2", "bf16", "[]"),
+        ("deepseek_v3", "w8a8", "*.kv_b_proj=bf16"),
+    ],
+)
+def test_other_architectures(
+    random_experts: Callable[[bool], Path], tmp_path: Path, kind: str, scheme: str, layers: str
+):
+    """Other names of experts (Mixtral), grouped routing with a correction bias beside shared experts and latent
+    attention (DeepSeek). Their weights are 1.5 times those of an initialization, which amplifies every rounding: the
+    canary's bound is loose, the fresh engine's answers exact."""
+    folder = with_tokenizer(kind, random_experts(True), tmp_path / "model")
+    model = make_model(folder, scheme, layers=layers)
+    engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
+    publish_and_compare(model, engine, folder, tmp_path, "bfloat16", 3)
+
+
+# --- publishes that are not whole, in one engine
+
+
+@pytest.fixture(scope="module")
+def running(
+    random_experts: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LowBitModel, VllmEngine]]:
+    folder = random_experts(True)
+    model = make_model(folder, "w4a16")
+    engine = start_engine(model, folder, tmp_path_factory.mktemp("run") / "start", "bfloat16")
+    yield model, engine
+    engine.close()
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drop",
+    [
+        (f"{EXPERTS}.3.up_proj.weight_scale",),
+        (f"{EXPERTS}.0.down_proj.weight_packed",),
+        (f"{EXPERTS}.7.gate_proj.weight_shape",),
+        tuple(f"{EXPERTS}.5.{p}_proj.weight_{s}" for p in ("gate", "up", "down") for s in ("packed", "scale", "shape")),
+    ],
+    ids=["scale", "codes", "shape", "whole expert"],
+)
+def test_a_publish_that_lacks_an_experts_tensor_is_refused(
+    running: tuple[LowBitModel, VllmEngine], drop: Sequence[str]
+):
+    model, engine = running
+    report = engine.load([item for item in model.low_bit_tensors() if item.name not in drop], 1)
+    assert any(name.startswith(EXPERTS) for name in report.missing), report
+    assert not [name for name in report.missing if not name.startswith(EXPERTS)]
+    again = engine.load(model.low_bit_tensors(), 2)
+    assert (again.missing, again.unconsumed) == ((), ())
+
+
+@pytest.mark.slow
+def test_a_publish_that_lacks_one_matrix_names_it(running: tuple[LowBitModel, VllmEngine]):
+    model, engine = running
+    lost = f"{EXPERTS}.5.up_proj"
+    report = engine.load([item for item in model.low_bit_tensors() if not item.name.startswith(lost + ".")], 1)
+    assert lost in report.missing
+    assert engine.load(model.low_bit_tensors(), 2).missing == ()
+
+
+@pytest.mark.slow
+def test_the_audit_tells_of_other_experts(running: tuple[LowBitModel, VllmEngine], random_experts):
+    _, engine = running
+    other = make_model(random_experts(True), "w4a16", layers="model.layers.0.mlp.experts.*=w8a8")
+    with pytest.raises(AuditError) as caught:
+        require_agreement(audit(other.layers(), engine.layers(), same_kernels=True))
+    assert "model.layers.0.mlp.experts: scheme 'w8a8' (learner) and 'w4a16' (engine)" in str(caught.value)
+    assert "layers.1" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [f"{EXPERTS}.8.up_proj.weight_scale", "model.layers.7.mlp.experts.0.up_proj.weight_scale"]
+)
+def test_an_experts_tensor_too_many_is_refused(
+    running: tuple[LowBitModel, VllmEngine], monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Last in this file's engine: vLLM finds some surplus in mid-stream, and the engine then refuses to answer."""
+    model, engine = running
+    items = [*model.low_bit_tensors(), LowBitTensor(name, torch.ones(128, 1, dtype=torch.bfloat16))]
+    monkeypatch.setattr(model, "low_bit_tensors", lambda: items)
+    with pytest.raises((EngineError, PublishError), match=r"experts\.8|layers\.7"):
+        Publisher(model, engine, SEQUENCES, 0.05, 50).publish(1)
+
+
+# --- routers
+
+
+def test_routers_are_quantized_by_their_exact_name_only(random_experts: Callable[[bool], Path]):
+    folder = random_experts(True)
+    with pytest.raises(SchemeError, match=r"'\*\.gate=w8a8' would quantize 'model\.layers\.0\.mlp\.gate'.*exactly"):
+        make_model(folder, "w4a16", layers="*.gate=w8a8")
+    plan = make_model(folder, "w4a16", layers="model.layers.0.mlp.gate=w8a8").plan
+    assert [plan.scheme(f"model.layers.{i}.mlp.gate").name for i in (0, 1)] == ["w8a8", "bf16"]
+
+
+def test_mixtrals_router_cannot_be_quantized(tmp_path: Path):
+    """vLLM builds it without a scheme, and would not start ("no module or parameter named …gate.weight_scale")."""
+    random_moe(CONFIGS["mixtral"]).save_pretrained(tmp_path)
+    with pytest.raises(SchemeError, match=r"block_sparse_moe\.gate', which cannot be: .*router"):
+        make_model(tmp_path, "w4a16", layers="model.layers.0.block_sparse_moe.gate=w8a8")

@@ -1,0 +1,193 @@
+"""The checkpoint's names of fused experts, and what a mixture of experts streams under them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from moe_models import CONFIGS, SIZES, random_moe
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
+
+from quant.kernels import make_factory
+from quant.layout import _LAYOUTS
+from quant.load import ModelError, load_masters, model_skeleton
+from quant.materialize import materialize
+from quant.model import LowBitModel
+from quant.schemes import SCHEMES, SchemeError, get_scheme
+from quant.weights import plan_layers, weight_shapes
+
+kinds = pytest.mark.parametrize("kind", CONFIGS)
+
+
+def wrap(folder: Path, scheme: str, dtype: torch.dtype = torch.bfloat16) -> LowBitModel:
+    masters = load_masters(folder, torch.float32)
+    return LowBitModel(masters, get_scheme(scheme), dtype, make_factory("reference", dtype))
+
+
+def streamed(model: LowBitModel) -> dict[str, torch.Tensor]:
+    items = list(model.low_bit_tensors())
+    found = {item.name: item.tensor for item in items}
+    assert len(found) == len(items), "a name was sent twice"
+    return found
+
+
+def test_every_known_layout_is_tested():
+    assert set(CONFIGS) == set(_LAYOUTS)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype: torch.dtype, tmp_path: Path):
+    """Contract: same names, none missing, none extra; same shapes; parameters rounded once to the compute dtype, and
+    persistent buffers (a router's correction bias) as they are. transformers' own reader and writer are the oracle."""
+    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
+    theirs = load_file(tmp_path / "model.safetensors")
+    model = wrap(tmp_path, "bf16", dtype)
+    ours = streamed(model)
+    buffers = {name for name, _ in model.module.named_buffers()}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        expected = tensor if name in buffers else tensor.to(dtype)
+        assert ours[name].dtype == expected.dtype, name
+        assert torch.equal(ours[name], expected), name
+
+
+def test_persistent_buffers_are_streamed(tmp_path: Path):
+    """The three models whose router has a correction bias, so that the test above compares some."""
+    for kind in ("deepseek_v3", "glm4_moe", "dots1"):
+        random_moe(CONFIGS[kind]).save_pretrained(tmp_path / kind)
+        ours = streamed(wrap(tmp_path / kind, "w8a8"))
+        bias = ours["model.layers.1.mlp.gate.e_score_correction_bias"]
+        assert bias.dtype == torch.float32 and bias.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        *(("qwen3_moe", scheme) for scheme in SCHEMES),
+        *((kind, scheme) for kind in CONFIGS if kind != "qwen3_moe" for scheme in ("w4a16-g32", "w8a8", "nvfp4")),
+    ],
+)
+def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: str, scheme: str, tmp_path: Path):
+    """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone; nothing else changes."""
+    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
+    plain, model = load_file(tmp_path / "model.safetensors"), wrap(tmp_path, scheme)
+    ours, shapes = streamed(model), weight_shapes(model_skeleton(tmp_path))
+    experts = [layer for layer in shapes if ".experts." in layer]
+    assert len(experts) > 8 and (scheme == "bf16" or not set(experts) & set(model.plan.ignored))
+    for layer, shape in shapes.items():
+        weight = plain.pop(f"{layer}.weight", None)
+        if weight is None:  # a tied head
+            assert layer == "lm_head"
+            continue
+        assert weight.shape == shape
+        found = model.plan.scheme(layer)
+        for suffix, tensor in materialize(weight, found, torch.bfloat16, layer).tensors():
+            given = ours.pop(f"{layer}.{suffix}")
+            assert (given.dtype, given.shape) == (tensor.dtype, tensor.shape), f"{layer}.{suffix}"
+            if not found.fuses_scales:  # else over gate and up together, see tests/test_experts.py
+                assert torch.equal(given.view(torch.uint8), tensor.view(torch.uint8)), f"{layer}.{suffix}"
+    assert ours.keys() == plain.keys()
+
+
+@kinds
+def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tmp_path: Path):
+    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
+    plan = plan_layers(model_skeleton(tmp_path), get_scheme("w8a8"))
+    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
+    expected = {f"model.layers.1.{block}.gate", "lm_head"}
+    expected |= {"model.layers.0.block_sparse_moe.gate"} if kind == "mixtral" else set()
+    expected |= {"model.layers.0.mlp.gate"} if kind == "olmoe" else set()
+    expected |= {"model.layers.1.mlp.shared_expert_gate"} if kind == "qwen2_moe" else set()
+    assert set(plan.ignored) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=64), "'gpt_oss'"),
+        (PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), "'phimoe'"),
+        (Qwen3NextConfig(**SIZES, num_experts=4, num_experts_per_tok=2, head_dim=64), "'qwen3_next'"),
+    ],
+    ids=["gpt_oss", "phimoe", "qwen3_next"],
+)
+def test_unknown_layouts_are_refused_from_the_skeleton(config, words: str, tmp_path: Path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SchemeError, match=f"{words}.*layout is not known.*qwen3_moe"):
+        model_skeleton(tmp_path)
+
+
+# --- checkpoints whose experts are not what config.json says
+
+
+def spoiled(tmp_path: Path, kind: str, drop: str, shards: bool = False) -> Path:
+    """A checkpoint without the tensors whose name contains `drop`."""
+    random_moe(CONFIGS[kind]).save_pretrained(tmp_path, max_shard_size="300KB" if shards else "1GB")
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({n: t for n, t in tensors.items() if drop not in n}, file, metadata={"format": "pt"})
+    return tmp_path
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one-file", "shards"])
+@pytest.mark.parametrize(
+    ("kind", "drop", "first", "more"),
+    [
+        ("qwen3_moe", "layers.1.mlp.experts.3.up_proj", "model.layers.1.mlp.experts.3.up_proj.weight", ""),
+        ("qwen3_moe", "layers.1.mlp.experts.4.", "model.layers.1.mlp.experts.4.gate_proj.weight", r" \(and 2 more\)"),
+        ("mixtral", "layers.0.block_sparse_moe.experts.0.w2", r"layers.0.block_sparse_moe.experts.0.w2.weight", ""),
+        ("deepseek_v3", "layers.1.mlp.experts.1.down", "model.layers.1.mlp.experts.1.down_proj.weight", ""),
+    ],
+)
+def test_missing_experts_are_named(kind: str, drop: str, first: str, more: str, shards: bool, tmp_path: Path):
+    folder = spoiled(tmp_path, kind, drop, shards)
+    for read in (model_skeleton, lambda path: load_masters(path, torch.float32)):
+        with pytest.raises(ModelError, match=rf"other experts than .*: '[\w.]*{first}' is missing{more}; copy it"):
+            read(folder)
+
+
+def test_a_layer_without_any_expert_is_refused(tmp_path: Path):
+    folder = spoiled(tmp_path, "qwen3_moe", "layers.1.mlp.experts.")
+    with pytest.raises(ModelError, match=r"lacks 2 tensors, the first being 'model\.layers\.1\.mlp\.experts\.down"):
+        load_masters(folder, torch.float32)
+
+
+def test_experts_of_other_number_or_size_than_the_config_says(tmp_path: Path):
+    random_moe(CONFIGS["qwen3_moe"]).save_pretrained(tmp_path)
+    written = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(written.replace('"num_local_experts": 5', '"num_local_experts": 4'))
+    with pytest.raises(ModelError, match=r"experts\.4\.down_proj\.weight' is of none of them"):
+        model_skeleton(tmp_path)
+    (tmp_path / "config.json").write_text(written.replace('_intermediate_size": 128', '_intermediate_size": 64'))
+    with pytest.raises(ModelError, match=r"gate_proj\.weight' is \[128, 128\] instead of \[64, 128\]"):
+        model_skeleton(tmp_path)
+
+
+def test_lost_and_truncated_files_are_refused(tmp_path: Path):
+    random_moe(CONFIGS["qwen3_moe"]).save_pretrained(tmp_path, max_shard_size="300KB")
+    lost, cut = sorted(tmp_path.glob("*.safetensors"))[:2]
+    cut.write_bytes(cut.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="could not be read, its files may be truncated"):
+        model_skeleton(tmp_path)
+    lost.unlink()
+    with pytest.raises(ModelError, match=f"other experts than its config.json: file '{lost.name}' is missing"):
+        model_skeleton(tmp_path)
+
+
+def test_fused_checkpoints_are_left_to_the_loader(tmp_path: Path):
+    """transformers can write its own fused names too, and reads them back: nothing is missing there."""
+    model = random_moe(CONFIGS["qwen3_moe"])
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
+    loaded = load_masters(tmp_path, torch.float32).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_sizes_no_group_divides_name_the_experts_layer(tmp_path: Path):
+    config = type(CONFIGS["qwen3_moe"])(**{**CONFIGS["qwen3_moe"].to_dict(), "moe_intermediate_size": 96})
+    config.save_pretrained(tmp_path)
+    said = r"'w4a16': layer 'model\.layers\.1\.mlp\.experts\.0\.down_proj' has 96 input columns, no multiple of .* 128"
+    with pytest.raises(SchemeError, match=rf"{said}.*\(and 4 more layers\)"):
+        plan_layers(model_skeleton(tmp_path), get_scheme("w4a16"))
+    plan_layers(model_skeleton(tmp_path), get_scheme("w8a8"))
