@@ -17,6 +17,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from quant.materialize.llvmlite_repair import repair
+
+repair()
 F = np.float32
 U = np.uint32
 _intrinsic: Any = intrinsic
