@@ -297,6 +297,7 @@ def _add_bench(commands: Any) -> None:
     mismatch.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
     mismatch.set_defaults(run=_bench_mismatch)
     _add_bench_ptq(names)
+    _add_bench_publish(names)
 
 
 def _add_bench_ptq(names: Any) -> None:
@@ -351,6 +352,30 @@ def _bench_mismatch(known: argparse.Namespace, rest: list[str], console: Console
     )  # fmt: skip
     console.print(mismatch.table(rows))
     _write_json(known.json, mismatch.rows_as_data(rows))
+    return 0
+
+
+def _add_bench_publish(names: Any) -> None:
+    publish = names.add_parser("publish", help="materializing and publishing against memory-copy bandwidth, and memory")
+    publish.add_argument("--scheme", default="w4a16", help="default w4a16")
+    publish.add_argument("--parameters", type=float, default=1e9, help="of the random Qwen3-MoE (default 1e9)")
+    publish.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    publish.add_argument("--master-dtype", default="bfloat16", help="bfloat16 (default) or float32")
+    publish.add_argument("--repeats", type=int, default=7, help="rounds; medians are shown (default 7)")
+    publish.add_argument("--json", metavar="FILE", help="write every round as JSON too")
+    publish.set_defaults(run=_bench_publish)
+
+
+def _bench_publish(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.bench import publish
+
+    found = publish.measure(known.scheme, known.parameters, known.dtype, known.master_dtype, known.repeats)
+    console.print(publish.table(found))
+    _write_json(known.json, publish.as_data(found))
     return 0
 
 

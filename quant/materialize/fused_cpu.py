@@ -1,7 +1,7 @@
 """Integer and per-row fp8 codes on CPUs in one pass over the master: the arithmetic of `integer` and `fp8`, compiled.
 
-A quantization group is read once from memory: its absolute maximum, the stored scale and the codes are made while it
-is in the cache, and written where they are published from. Nothing of the weight's size is held in between. numba
+A row is read once from memory: its groups' absolute maxima, the stored scales and the codes are made while it is
+in the cache, and written where they are published from. Nothing of the weight's size is held in between. numba
 (LLVM, no compiler needed) builds the loops at first use, in about two seconds, and keeps them on disk.
 
 Every operation is IEEE's and rounds as torch's does (tests/test_fused.py compares bits); no fast-math. All numbers are
@@ -124,13 +124,32 @@ def _absmax(group):
 
 
 @_compiled
-def _integers(group, scale, rounds, low, high, offset, mask, codes):
-    """round(clamp(w / scale)) + offset, a byte each. rounds: whether torch rounds the quotient to bfloat16."""
+def _quotients(group, scale, rounds, quotients):
+    """w / scale, float32. rounds: whether torch rounds it to bfloat16, which is the case for bfloat16 by bfloat16.
+
+    Then a product with the reciprocal does, at half the time. Both significands have 8 bits, so a quotient that is not
+    halfway between two bfloat16 numbers is at least 2^-17 of itself away from there, and the product within 2^-22 of
+    the quotient. None is halfway: that has 9 significant bits, and times an odd number it has no fewer.
+    Outside of the range below a reciprocal may be infinite, or have lost bits.
+    """
+    if rounds and F(2.0**-100) <= scale <= F(2.0**100):
+        inverse = F(F(1) / scale)
+        for i in range(group.size):
+            quotients[i] = _to_bfloat16(F(_value(group[i]) * inverse))
+    elif rounds:
+        for i in range(group.size):
+            quotients[i] = _to_bfloat16(F(_value(group[i]) / scale))
+    else:
+        for i in range(group.size):
+            quotients[i] = F(_value(group[i]) / scale)
+
+
+@_compiled
+def _integers(quotients, low, high, offset, mask, codes):
+    """round(clamp(quotient)) + offset, a byte each."""
     bias = F(_INTEGER_BIAS + offset)
-    for i in range(group.size):
-        value = F(_value(group[i]) / scale)
-        if rounds:
-            value = _to_bfloat16(value)
+    for i in range(quotients.size):
+        value = quotients[i]
         if value < low:
             value = low
         if value > high:
@@ -139,12 +158,10 @@ def _integers(group, scale, rounds, low, high, offset, mask, codes):
 
 
 @_compiled
-def _e4m3(group, scale, rounds, low, high, codes):
-    """The nearest e4m3 of clamp(w / scale), a byte each."""
-    for i in range(group.size):
-        value = F(_value(group[i]) / scale)
-        if rounds:
-            value = _to_bfloat16(value)
+def _e4m3(quotients, low, high, codes):
+    """The nearest e4m3 of clamp(quotient), a byte each."""
+    for i in range(quotients.size):
+        value = quotients[i]
         if value < low:
             value = low
         if value > high:
@@ -165,6 +182,30 @@ def _pack(nibbles, codes):
 
 
 @_compiled
+def _row_scales(master, columns, stored, epsilon, half_range, scales, values):
+    """Of every group of a row: its scale as stored, and as a float32. Returns whether weights and scales are finite."""
+    finite = True
+    narrow = master.itemsize == 2
+    for q in range(scales.size):
+        absmax = _value(_absmax(master[q * columns : (q + 1) * columns]))
+        finite &= absmax <= _LARGEST
+        values[q] = absmax
+    for q in range(scales.size):
+        scale = F(values[q] / half_range)
+        if narrow:
+            scale = _to_bfloat16(scale)
+        if scale == F(0):
+            scale = epsilon
+        bits, value = _as_stored(scale, stored)
+        finite &= value <= _LARGEST
+        if value == F(0):
+            bits, value = _as_stored(_SMALLEST_STORED, stored)
+        scales[q] = bits
+        values[q] = value
+    return finite
+
+
+@_compiled
 def quantize_rows(master, columns, stored, epsilon, half_range, low, high, offset, kind, scales, codes):
     """Quantize rows. Returns whether every weight and scale was finite; if not, the rest is not written.
 
@@ -173,32 +214,22 @@ def quantize_rows(master, columns, stored, epsilon, half_range, low, high, offse
     kind: 4 packs nibbles, 8 writes integers, 0 e4m3. offset: added to integer codes. scales: bits, uint16 or uint32
     [O, Q]. codes: uint32 [O, I/8] for kind 4, else uint8 [O, I].
     """
-    narrow = master.itemsize == 2
-    rounds = narrow and stored == 0
-    mask = U(15) if kind == 4 else U(255)
-    scratch = np.empty(columns if kind == 4 else 0, np.uint8)
+    rounds = master.itemsize == 2 and stored == 0
+    width = master.shape[1]
+    values = np.empty(width // columns, np.float32)
+    quotients = np.empty(width, np.float32)
+    nibbles = np.empty(width if kind == 4 else 0, np.uint8)
     for o in range(master.shape[0]):
-        for q in range(master.shape[1] // columns):
-            group = master[o, q * columns : (q + 1) * columns]
-            absmax = _value(_absmax(group))
-            if not absmax <= _LARGEST:
-                return False
-            scale = F(absmax / half_range)
-            if narrow:
-                scale = _to_bfloat16(scale)
-            if scale == F(0):
-                scale = epsilon
-            bits, value = _as_stored(scale, stored)
-            if not value <= _LARGEST:
-                return False
-            if value == F(0):
-                bits, value = _as_stored(_SMALLEST_STORED, stored)
-            scales[o, q] = bits
-            if kind == 4:
-                _integers(group, value, rounds, low, high, offset, mask, scratch)
-                _pack(scratch.view(np.uint64), codes[o, q * columns // 8 : (q + 1) * columns // 8])
-            elif kind == 8:
-                _integers(group, value, rounds, low, high, offset, mask, codes[o, q * columns : (q + 1) * columns])
-            else:
-                _e4m3(group, value, rounds, low, high, codes[o, q * columns : (q + 1) * columns])
+        if not _row_scales(master[o], columns, stored, epsilon, half_range, scales[o], values):
+            return False
+        for q in range(width // columns):
+            group = slice(q * columns, (q + 1) * columns)
+            _quotients(master[o, group], values[q], rounds, quotients[group])
+        if kind == 4:
+            _integers(quotients, low, high, offset, U(15), nibbles)
+            _pack(nibbles.view(np.uint64), codes[o])
+        elif kind == 8:
+            _integers(quotients, low, high, offset, U(255), codes[o])
+        else:
+            _e4m3(quotients, low, high, codes[o])
     return True
