@@ -102,14 +102,20 @@ def check_reported_schemes(model: LowBitModel, engine: VllmEngine) -> None:
 
 
 def publish_and_compare(
-    model: LowBitModel, engine: VllmEngine, folder: Path, tmp_path: Path, dtype: str, publishes: int
+    model: LowBitModel,
+    engine: VllmEngine,
+    folder: Path,
+    tmp_path: Path,
+    dtype: str,
+    publishes: int,
+    bound: float | None = None,
 ) -> None:
     """Audit, compare layers, publish changing weights, compare layers again, and the answers with a fresh engine's."""
     try:
         require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
         check_reported_schemes(model, engine)
         check_every_layer_is_the_engines(model, engine)
-        publisher = Publisher(model, engine, SEQUENCES, model.plan.bound, canary_every=publishes)
+        publisher = Publisher(model, engine, SEQUENCES, bound or model.plan.bound, canary_every=publishes)
         before = engine.score(SEQUENCES)
         for version in range(1, publishes + 1):
             disturb(model, version)
@@ -185,20 +191,54 @@ def with_tokenizer(kind: str, policy: Path, folder: Path) -> Path:
         ("mixtral", "bf16", "[]"),
         ("mixtral", "w4a16", "[]"),
         ("mixtral", "fp8", "model.layers.1.block_sparse_moe.experts.*=w8a8"),
-        ("deepseek_v2", "bf16", "[]"),
-        ("deepseek_v3", "w8a8", "*.kv_b_proj=bf16"),
     ],
 )
 def test_other_architectures(
     random_experts: Callable[[bool], Path], tmp_path: Path, kind: str, scheme: str, layers: str
 ):
-    """Other names of experts (Mixtral), grouped routing with a correction bias beside shared experts and latent
-    attention (DeepSeek). Their weights are 1.5 times those of an initialization, which amplifies every rounding: the
-    canary's bound is loose, the fresh engine's answers exact."""
+    """Mixtral names experts and their block otherwise. A test of DeepSeek is below."""
     folder = with_tokenizer(kind, random_experts(True), tmp_path / "model")
     model = make_model(folder, scheme, layers=layers)
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
     publish_and_compare(model, engine, folder, tmp_path, "bfloat16", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "scheme", "layers"), [("deepseek_v2", "bf16", "[]"), ("deepseek_v3", "w8a8", "*.kv_b_proj=bf16")]
+)
+def test_deepseek_is_published_right_and_refused(
+    random_experts: Callable[[bool], Path], tmp_path: Path, kind: str, scheme: str, layers: str
+):
+    """Grouped routing with a correction bias, shared experts and latent attention: the engine takes every publish as a
+    fresh one takes the export. But vLLM 0.32 on CPUs rotates such queries wrongly (next test), which is another policy,
+    and the canary says so. (vLLM cannot load a quantized kv_b_proj there.)"""
+    folder = with_tokenizer(kind, random_experts(True), tmp_path / "model")
+    model = make_model(folder, scheme, layers=layers)
+    engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
+    try:
+        with pytest.raises(PublishError, match="canary's mean"):
+            Publisher(model, engine, SEQUENCES, model.plan.bound, 1).publish(0)
+    except BaseException:
+        engine.close()
+        raise
+    publish_and_compare(model, engine, folder, tmp_path, "bfloat16", 3, bound=float("inf"))
+
+
+def test_vllm_rotates_queries_of_several_heads_wrongly():
+    """The fault that keeps DeepSeek from CPUs: `rotary_embedding` is right for queries [N, heads·D], and wrong for
+    [N, heads, D]. When this fails, hold DeepSeek to its canary like the others."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(64, 64, False, {"rope_type": "default", "rope_theta": 10000.0}, torch.float32)
+    positions, q, k = torch.arange(9), heavy(9, 4, 64, seed=0), heavy(9, 1, 64, seed=1)
+    right, _ = rope.forward_native(positions, q.clone(), k.clone())
+    flat, _ = rope.forward_cpu(positions, q.flatten(1).clone(), k.flatten(1).clone())
+    stacked, _ = rope.forward_cpu(positions, q.clone(), k.clone())
+    torch.testing.assert_close(flat.view_as(right), right)
+    assert not torch.allclose(stacked, right, atol=0.1)
 
 
 # --- publishes that are not whole, in one engine

@@ -127,14 +127,17 @@ def _prepare_heads(model: nn.Module) -> None:
 
 
 def _checkpoint_layers(model: nn.Module) -> set[str]:
-    """Checkpoint names of all modules that own parameters; a tied head has none of its own."""
+    """Checkpoint names of all modules that own parameters; a tied head has none of its own, and those of latent
+    attention are made from other layers'."""
     packed = getattr(model, "packed_modules_mapping", {})
     tied = getattr(model.config, "tie_word_embeddings", False)
     names: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             names.update(_expert_matrices(module))
-        elif _own_parameters(module) and not (tied and isinstance(module, ParallelLMHead)):
+        elif is_deferred_attention_layer(module) or (tied and isinstance(module, ParallelLMHead)):
+            continue
+        elif _own_parameters(module):
             names.update(_parts(name, packed))
     return names
 
