@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,17 +112,19 @@ def moe_config(parameters: float) -> Qwen3MoeConfig:
     hidden, intermediate, experts = (2048, 768, 16) if large else (256, 128, 4)
     heads, head_dim, vocabulary = (32, 128, 32768) if large else (4, 64, 2048)
     layer = 3 * experts * hidden * intermediate + hidden * head_dim * (2 * heads + 2 * 2)
-    return Qwen3MoeConfig(
+    sizes: dict[str, Any] = dict(
         hidden_size=hidden, moe_intermediate_size=intermediate, intermediate_size=intermediate, num_experts=experts,
         num_experts_per_tok=2, num_attention_heads=heads, num_key_value_heads=2, head_dim=head_dim,
         vocab_size=vocabulary, num_hidden_layers=max(1, round((parameters - 2 * vocabulary * hidden) / layer)),
         tie_word_embeddings=False,
     )  # fmt: skip
+    return Qwen3MoeConfig(**sizes)
 
 
 def random_masters(config: Qwen3MoeConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A model of this architecture: 4 million normal values, again and again."""
-    model = empty_model(config).to(dtype).to_empty(device="cpu").eval()
+    model: Any = empty_model(config)
+    model = model.to(dtype).to_empty(device="cpu").eval()
     values = torch.randn(_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

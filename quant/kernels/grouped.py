@@ -74,7 +74,7 @@ def _scaled_grouped_mm(stack: LowBitWeight, codes: torch.Tensor, experts: int) -
 
     def multiply(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         low_bit = quantize_activation(x, stack.scheme)
-        return torch._scaled_grouped_mm(
+        return torch.ops.aten._scaled_grouped_mm(
             low_bit.codes, codes, low_bit.scale.flatten(), scale, offs=ends, out_dtype=torch.bfloat16
         ).to(x.dtype)
 
