@@ -298,6 +298,7 @@ def _add_bench(commands: Any) -> None:
     mismatch.set_defaults(run=_bench_mismatch)
     _add_bench_ptq(names)
     _add_bench_publish(names)
+    _add_bench_kernels(names)
 
 
 def _add_bench_ptq(names: Any) -> None:
@@ -376,6 +377,41 @@ def _bench_publish(known: argparse.Namespace, rest: list[str], console: Console)
     found = publish.measure(known.scheme, known.parameters, known.dtype, known.master_dtype, known.repeats)
     console.print(publish.table(found))
     _write_json(known.json, publish.as_data(found))
+    return 0
+
+
+def _add_bench_kernels(names: Any) -> None:
+    kernels = names.add_parser("kernels", help="the learner's low-bit products against its bf16 product")
+    kernels.add_argument("--schemes", default="", help="comma-separated (default: all)")
+    kernels.add_argument(
+        "--shapes", default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x columns), or of a model: "
+        "qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",
+    )  # fmt: skip
+    kernels.add_argument("--tokens", help="comma-separated (default: 1,16,256; on GPUs 1 to 32768)")
+    kernels.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    kernels.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    kernels.add_argument("--repeats", type=int, default=5, help="rounds; medians are shown (default 5)")
+    kernels.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
+    kernels.set_defaults(run=_bench_kernels)
+
+
+def _bench_kernels(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from qarl.bench import kernels
+    from rollout.vllm_engine import VllmOptions, prepare_environment
+
+    prepare_environment(VllmOptions())
+    default = "1,16,256,4096,32768" if torch.cuda.is_available() else "1,16,256"
+    shapes, tokens = kernels.parse_shapes(known.shapes), kernels.parse_tokens(known.tokens or default)
+    schemes = [name for name in known.schemes.split(",") if name]
+    rows = kernels.measure(schemes, shapes, tokens, known.dtype, known.kernel, known.repeats)
+    console.print(kernels.table(rows, known.dtype))
+    _write_json(known.json, kernels.rows_as_data(rows))
     return 0
 
 

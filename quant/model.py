@@ -19,6 +19,7 @@ from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear, fuse_scales
+from quant.materialize import materializer
 from quant.moe_operators import EngineMoeBlock
 from quant.operators import OperatorError, install_engine_operators, why_not
 from quant.plan import Plan
@@ -248,6 +249,12 @@ class LowBitModel(nn.Module):
         ]
         routers = [name for name in map(self._layout.checkpoint_name, self._routers) if name not in self.linears]
         return reports + [LayerReport(name, "bf16", None, str(self.dtype), "unquantized") for name in routers]
+
+    def materializers(self) -> dict[str, str]:
+        """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all schemes in use."""
+        schemes = {layer.scheme.name: layer.scheme for layer in self._multiplied()}
+        dtype = next(iter(self.masters.values())).dtype
+        return {name: materializer(scheme, dtype, self.device) for name, scheme in schemes.items()}
 
     def matrices(self) -> set[str]:
         """Names of the masters that are matrices of the decoder: linear layers' weights and experts, no router and no

@@ -22,7 +22,7 @@ from qarl.bench.memory import PeakMemory
 from qarl.config import ConfigError
 from quant.kernels import make_factory
 from quant.load import empty_model
-from quant.materialize import materialize, materializer
+from quant.materialize import materialize
 from quant.model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from rollout.digest import StreamDigest
@@ -89,12 +89,11 @@ def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repea
     with PeakMemory() as running:
         bandwidths, work = _rounds(model, sink, repeats)
     low_bit_bytes = sum(tensor.nbytes for tensor in sink)
-    schemes = {layer.scheme.name: layer.scheme for layer in (*model.linears.values(), *model.experts.values())}
     return PublishFigures(
         f"Qwen3-MoE, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_experts} experts of "
         f"{config.moe_intermediate_size}, vocabulary {config.vocab_size}",
         scheme, dtype, master_dtype, torch.get_num_threads(),
-        {name: materializer(used, master, model.device) for name, used in schemes.items()},
+        model.materializers(),
         sum(p.numel() for p in model.masters.values()),
         sum(p.nbytes for p in model.masters.values()),
         low_bit_bytes,
@@ -107,17 +106,17 @@ def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repea
 
 def moe_config(parameters: float) -> Qwen3MoeConfig:
     """Layers as in Qwen3-30B-A3B, with 16 of its 128 experts and a fifth of its vocabulary, as many as make up the
-    parameters; below 10^8, layers an eighth as wide."""
-    large = parameters >= 1e8
+    parameters; below 2.5e8, layers an eighth as wide."""
+    large = parameters >= 2.5e8
     hidden, intermediate, experts = (2048, 768, 16) if large else (256, 128, 4)
     heads, head_dim, vocabulary = (32, 128, 32768) if large else (4, 64, 2048)
     layer = 3 * experts * hidden * intermediate + hidden * head_dim * (2 * heads + 2 * 2)
-    sizes: dict[str, Any] = dict(
-        hidden_size=hidden, moe_intermediate_size=intermediate, intermediate_size=intermediate, num_experts=experts,
-        num_experts_per_tok=2, num_attention_heads=heads, num_key_value_heads=2, head_dim=head_dim,
-        vocab_size=vocabulary, num_hidden_layers=max(1, round((parameters - 2 * vocabulary * hidden) / layer)),
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    layers = max(1, round((parameters - 2 * vocabulary * hidden) / layer))
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden, "moe_intermediate_size": intermediate, "intermediate_size": intermediate,
+        "num_experts": experts, "num_experts_per_tok": 2, "num_attention_heads": heads, "num_key_value_heads": 2,
+        "head_dim": head_dim, "vocab_size": vocabulary, "num_hidden_layers": layers, "tie_word_embeddings": False,
+    }  # fmt: skip
     return Qwen3MoeConfig(**sizes)
 
 
