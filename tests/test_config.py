@@ -19,7 +19,8 @@ def test_paper_file_holds_the_papers_numbers():
     config = load_config(config_file("paper"), {})
     objective, optimizer = config.learner.objective, config.learner.optimizer
     assert (objective.epsilon_high, objective.delta_high, objective.delta_low) == (4e-4, 7e-4, 3e-4)
-    assert (objective.mismatch_cap, config.rollout.samples) == (2.0, 8)
+    correction = config.learner.correction
+    assert (correction.name, correction.cap, config.rollout.samples) == ("geometric", 2.0, 8)
     assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("muon", 1e-6, 0.01)
 
 
@@ -43,7 +44,7 @@ def test_every_field_is_described():
         ({"lerner.aligned": "false"}, r"unknown option --lerner\.aligned"),
         ({"steps": "0"}, r"steps: .*greater than or equal to 1 \(given: 0\)"),
         ({"dtype": "bfloat32"}, r"dtype: .*'bfloat16' or 'float16'.*given: 'bfloat32'"),
-        ({"learner.objective.name": "ppo"}, r"learner\.objective\.name: .*'tbpo' or 'grpo'"),
+        ({"learner.objective.name": "ppo"}, r"learner\.objective: name 'ppo' is no objective; choose one of tbpo, grpo"),
         ({"learner.mini_batches": "9", "rollout.prompts": "8"}, r"mini_batches 9 is more than rollout\.prompts 8"),
         ({"learner.micro_batch_tokens": "10"}, r"micro_batch_tokens 10 is less than one longest sequence"),
     ],
@@ -85,7 +86,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     other = {
         "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3",
         "task.name": "gcd", "task.options": "{a: 1}", "task.reward": "m:f", "rollout.prompts": "16",
-        "rollout.samples": "4", "rollout.max_new_tokens": "9",
+        "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.dynamic_sampling": "2",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
     }  # fmt: skip
     file = config_file("tiny-qwen3")
