@@ -104,7 +104,7 @@ class GspoDualClipConfig(Objective):
 
 
 class SapoConfig(Objective):
-    """Temperatures of SAPO, section 5."""
+    """Temperatures that SAPO recommends."""
 
     name: Literal["sapo"] = Field(default="sapo", description=_WHAT)
     tau_positive: float = Field(default=1.0, gt=0, description="gate temperature for positive advantages")

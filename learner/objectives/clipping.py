@@ -1,4 +1,4 @@
-"""PPO's pessimistic clip, on any ratio. Source: PPO (arXiv 1707.06347, eq. 7); dual clip (arXiv 1912.09729, eq. 5)."""
+"""PPO's pessimistic clip, on any ratio. Source: PPO (arXiv 1707.06347, eq. 7); dual clip (arXiv 1912.09729)."""
 
 import torch
 

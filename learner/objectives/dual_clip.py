@@ -2,7 +2,7 @@
 
     J_t = w_t · max(min(r_t · A, clip(r_t, 1 - ε_l, 1 + ε_h) · A), c · A)   where A < 0, the plain clip elsewhere
 
-Source: Ye et al. (arXiv 1912.09729, eq. 5; c = 3).
+Source: Ye et al. (arXiv 1912.09729; c = 3).
 """
 
 from learner.objectives.base import ObjectiveInput, ObjectiveResult

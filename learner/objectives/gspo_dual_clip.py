@@ -2,7 +2,7 @@
 
     J = mean over responses of w · max(min(s · A, clip(s, 1 - ε_l, 1 + ε_h) · A), c · A)   where A < 0; GSPO elsewhere
 
-Source: GSPO (arXiv 2507.18071, eq. 5) and dual clip (arXiv 1912.09729, eq. 5). For A < 0 this is clip(s, 1 - ε_l, c) A:
+Source: GSPO (arXiv 2507.18071, eq. 5) and dual clip (arXiv 1912.09729). For A < 0 this is clip(s, 1 - ε_l, c) A:
 with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's band; with the usual c = 3 it is not.
 """
 

@@ -4,7 +4,7 @@
     J    = mean over responses of mean_t  w_t · f(r_t) · A
 
 f'(r) = 4 σ (1 - σ) is 1 at r = 1 and falls off on both sides, faster for negative samples (τ_neg > τ_pos).
-Source: SAPO (arXiv 2511.20347, eq. 5 and 6).
+Source: SAPO (arXiv 2511.20347).
 """
 
 import torch
