@@ -52,10 +52,10 @@ class Batch:
         return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
 
 
-def make_batch(groups: Sequence[Group], pad_token: int) -> Batch:
-    """Every completion of every group as one row, in order; advantages are normalized within each group."""
+def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo") -> Batch:
+    """Every completion of every group as one row, in order. advantage: estimator, see `learner.advantages`."""
     rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float32)
-    advantages = group_advantages(rewards).flatten()
+    advantages = group_advantages(rewards, advantage).flatten()
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
     longest = max(len(p) + len(c.token_ids) for _, p, c in pairs)
     tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)

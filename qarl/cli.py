@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qarl.config import ConfigError, RunConfig, field_paths, load_config
+from qarl.config import ConfigError, RunConfig, choice_sections, field_paths, load_config
+from qarl.config_base import Choice
 from qarl.shipped import config_file, default_config
 
 # Short flags for the common things; every field has its dotted name as well.
@@ -101,14 +102,25 @@ def _add_train(commands: Any) -> None:
 
 
 def _field_help() -> str:
-    defaults = RunConfig()
     lines = ["every field, as --dotted.name VALUE:"]
+    choices = choice_sections()
     for path, info in field_paths().items():
-        value: Any = defaults
-        for key in path.split("."):
-            value = getattr(value, key)
-        lines.append(f"  --{path} ({value})\n        {info.description}")
+        section, _, leaf = path.rpartition(".")
+        value, text = info.get_default(call_default_factory=True), info.description
+        if section in choices:
+            value, text = _choice_help(choices[section], leaf, text)
+        lines.append(f"  --{path} ({value})\n        {text}")
     return "\n".join(lines)
+
+
+def _choice_help(alternatives: tuple[type[Choice], ...], leaf: str, text: str | None) -> tuple[str, str]:
+    """Default and description of a field that only some alternatives of a section have."""
+    if leaf == "name":
+        names = [name for section in alternatives for name in section.names()]
+        return ", ".join(names), text or ""
+    having = [s for s in alternatives if leaf in s.options()]
+    defaults = [f"{'/'.join(s.names())} {s.model_fields[leaf].get_default()}" for s in having]
+    return ", ".join(defaults), text or ""
 
 
 def _overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:

@@ -68,8 +68,7 @@ class Dashboard:
             self._accuracies.append((metrics.step, metrics.accuracy))
         for phase, seconds in metrics.seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        rollout = self._config.rollout
-        self._tokens += metrics.response_tokens * rollout.prompts * rollout.samples
+        self._tokens += metrics.response_tokens * metrics.prompts * self._config.rollout.samples
         if self._live:
             self._live.update(self.panel())
         elif metrics.accuracy is not None or metrics.step % max(1, self._config.steps // 20) == 0:

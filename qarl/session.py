@@ -97,12 +97,19 @@ def open_policy(config: RunConfig) -> Policy:
     dtype = COMPUTE_DTYPES[config.dtype]
     prompter = Prompter(folder, config.rollout.max_prompt_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
     factory = make_factory(config.learner.kernel, dtype)
-    model = LowBitModel(
-        masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers
-    )
-    return Policy(folder, task, prompter, model, Learner(model, config.learner))
+
+    def initial_model() -> LowBitModel:
+        masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
+        return LowBitModel(
+            masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers
+        )
+
+    model = initial_model()
+    # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
+    # made from the model's folder, so a resumed run has the same one.
+    reference = initial_model() if config.learner.kl.name != "none" else None
+    return Policy(folder, task, prompter, model, Learner(model, config.learner, reference))
 
 
 @dataclass
