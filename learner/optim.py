@@ -17,7 +17,7 @@ class MasterOptimizer:
     def __init__(self, masters: dict[str, nn.Parameter], matrices: set[str], config: OptimizerConfig):
         """masters: name → parameter. matrices: names of the weights that Muon may take, [O, I] or stacked experts."""
         self._config = config
-        by_muon = {n: p for n, p in masters.items() if config.name == "muon" and n in matrices}
+        by_muon = {n: p for n, p in masters.items() if config.name == "muon" and n in matrices and p.ndim > 1}
         rest = [p for n, p in masters.items() if n not in by_muon]
         decay, lr = config.weight_decay, config.lr
         self._optimizers: list[torch.optim.Optimizer] = []
