@@ -16,8 +16,10 @@ from quant.materialize import LowBitWeight, materialize, materializer
 from quant.materialize import _quantize as by_operators
 from quant.materialize.fused import numba_missing, quantize_on_cpu
 from quant.materialize.weight import empty
+from quant.model import LowBitTensor
 from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
 from quant.threads import in_threads
+from rollout.digest import StreamDigest
 
 FUSED = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8", "w4afp8", "fp8")
 EAGER = ("fp8-block", "nvfp4a16", "mxfp4a16")
@@ -158,17 +160,13 @@ def test_what_is_not_finite_is_refused_wherever_it_is(name: str, master: torch.d
 
 @needs_numba
 @schemes
-def test_threads_and_strides_change_no_bit(name: str):
+def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
     """Rows cut over 1, 2 or 3 threads, and masters that are transposed or sliced views."""
     weight = torch.randn(1030, 512, generator=torch.Generator().manual_seed(0))
     expected = by_operators(weight, get_scheme(name), torch.bfloat16, "layer", ())
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert same_bits(materialize(weight, get_scheme(name), torch.bfloat16), expected)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)  # vLLM ignores set_num_threads
+        assert same_bits(materialize(weight, get_scheme(name), torch.bfloat16), expected)
     for view in (weight.t().contiguous().t(), torch.cat((weight, weight), dim=1)[:, :512]):
         assert not view.is_contiguous()
         assert same_bits(materialize(view, get_scheme(name), torch.bfloat16), expected)
@@ -272,17 +270,39 @@ def test_without_numba_operators_make_the_same_and_it_is_said():
     assert out.startswith(f"{total} torch (numba cannot be imported: ")
 
 
-def test_ranges_cover_the_work_once_in_order():
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            for items in (1, 2, 7, 100):
-                ranges = in_threads(lambda start, stop: (start, stop), items, at_least=3)
-                assert [i for start, stop in ranges for i in range(start, stop)] == list(range(items))
-                assert len(ranges) == max(1, min(count, items // 3))
-    finally:
-        torch.set_num_threads(threads)
+def test_ranges_cover_the_work_once_in_order(monkeypatch: pytest.MonkeyPatch):
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        for items in (1, 2, 7, 100):
+            ranges = in_threads(lambda start, stop: (start, stop), items, at_least=3)
+            assert [i for start, stop in ranges for i in range(start, stop)] == list(range(items))
+            assert len(ranges) == max(1, min(count, items // 3))
+
+
+def test_a_digest_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch):
+    """And changes with any byte, wherever its piece is hashed, and with name, shape, dtype and order."""
+    data = torch.randint(0, 256, (3 << 17,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)[:-5]
+
+    def digest(*items: tuple[str, torch.Tensor]) -> str:
+        found = StreamDigest()
+        for name, tensor in items:
+            found.update(LowBitTensor(name, tensor))
+        return found.hexdigest()
+
+    found = set()
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        found.add(digest(("a", data), ("b", data[:7])))
+    assert len(found) == 1
+    for position in (0, 1 << 17, len(data) - 1):
+        changed = data.clone()
+        changed[position] ^= 1
+        found.add(digest(("a", changed), ("b", data[:7])))
+    found |= {
+        digest(("b", data[:7]), ("a", data)), digest(("a", data), ("c", data[:7])),
+        digest(("a", data.view(1, -1)), ("b", data[:7])), digest(("a", data.view(torch.int8)), ("b", data[:7])),
+    }  # fmt: skip
+    assert len(found) == 8
 
 
 def test_an_error_in_a_thread_is_raised():
