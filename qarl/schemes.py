@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from transformers import PreTrainedModel
 
 from quant.load import empty_model, load_config
 from quant.materialize.size import stored_bytes
@@ -21,6 +21,7 @@ from quant.schemes import (
     get_scheme,
 )
 from quant.support import Support, support
+from quant.weights import weight_shapes
 from rollout.vllm_engine import VllmOptions, prepare_environment
 
 REFERENCE_SHAPE = (4096, 4096)
@@ -67,7 +68,7 @@ def _architecture(name: str) -> Any:
     return recipe_config(RECIPES[name]) if name in tiny_names() else load_config(name)
 
 
-def _row(scheme: Scheme, model: nn.Module | None, dtype: torch.dtype, kernel: str) -> SchemeRow:
+def _row(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype, kernel: str) -> SchemeRow:
     learner, engine = support(scheme.name, dtype, kernel), support(scheme.name, dtype, "vllm")
     per_parameter, total, reason = None, None, ""
     try:
@@ -83,7 +84,7 @@ def _usable(found: Support) -> tuple[str, str]:
     return ("" if found.reason else found.kernel), found.reason
 
 
-def _bytes(scheme: Scheme, model: nn.Module | None, dtype: torch.dtype) -> tuple[float, int | None]:
+def _bytes(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype) -> tuple[float, int | None]:
     """Bytes per parameter of the quantized layers, and of the whole checkpoint. Raises `SchemeError` for shapes."""
     if model is None:
         rows, columns = REFERENCE_SHAPE
@@ -91,22 +92,19 @@ def _bytes(scheme: Scheme, model: nn.Module | None, dtype: torch.dtype) -> tuple
     shapes = _quantized_layers(scheme, model)
     quantized = sum(stored_bytes(scheme, shape, dtype) for shape in shapes.values())
     parameters = sum(rows * columns for rows, columns in shapes.values())
-    others = sum(p.numel() for name, p in model.named_parameters() if name.removesuffix(".weight") not in shapes)
+    others = sum(p.numel() for p in model.parameters()) - parameters
     return quantized / parameters, quantized + others * dtype.itemsize
 
 
-def _quantized_layers(scheme: Scheme, model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Shapes (O, I) of the linear layers by name; of `bf16`, those any other scheme would quantize."""
-    fused = next((name for name, p in model.named_parameters() if p.ndim == 3), None)
-    if fused is not None and scheme.quantization is not None:
-        raise SchemeError(f"{fused!r} holds fused experts, which quantized training does not cover yet")
+def _quantized_layers(scheme: Scheme, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Shapes (O, I) of the matrices by checkpoint name; of `bf16`, those any other scheme would quantize."""
     selecting = scheme if scheme.quantization else get_scheme("w8a8")
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    shapes = {n: (m.out_features, m.in_features) for n, m in linears.items() if not selecting.leaves_alone(n)}
+    matrices = weight_shapes(model)
+    shapes = {name: shape for name, shape in matrices.items() if not selecting.leaves_alone(name)}
     for name, shape in shapes.items():
         scheme.check_layer(name, shape)
     if not shapes:
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(linears)} linear layers")
+        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(matrices)} linear layers")
     return shapes
 
 
