@@ -1,5 +1,7 @@
 """Small random mixtures of experts of every layout known to quant/layout.py, for the tests."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,3 +61,11 @@ def random_moe(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
                 one = 1.0 if tensor.ndim == 1 and name.endswith("norm.weight") else 0.0
                 tensor.copy_(one + noise * (0.1 if tensor.ndim == 1 else 1.5 * tensor.shape[-1] ** -0.5))
     return model.eval()
+
+
+def with_tokenizer(kind: str, policy: Path, folder: Path) -> Path:
+    """Write `random_moe` of that kind with the tokenizer of an embedded policy, which engines want."""
+    random_moe(CONFIGS[kind]).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(policy / name, folder / name)
+    return folder
