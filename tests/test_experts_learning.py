@@ -124,8 +124,10 @@ def test_kill_and_resume_gives_the_uninterrupted_run(random_experts: Callable[[b
     ]  # fmt: skip
     done = qarl("train", *flags, "--output", whole, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    log = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command("train", *flags, "--output", cut), env={**os.environ, **environment}, **log)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(
+        command("train", *flags, "--output", cut), env={**os.environ, **environment}, stdout=quiet, stderr=quiet
+    )
     wait_for_lines(process, cut / "metrics.jsonl", 1)
     process.send_signal(signal.SIGKILL)
     process.wait()
