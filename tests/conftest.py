@@ -20,10 +20,18 @@ prepare_environment(VllmOptions())
 @pytest.fixture(scope="session")
 def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     """folder = random_policy(tied): a randomly initialized tiny Qwen3 with tied or untied embeddings."""
-    cache = tmp_path_factory.mktemp("cache")
+    return random_recipe("tiny-qwen3", tmp_path_factory.mktemp("cache"))
 
+
+@pytest.fixture(scope="session")
+def random_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied embeddings."""
+    return random_recipe("tiny-qwen3-moe", tmp_path_factory.mktemp("cache"))
+
+
+def random_recipe(name: str, cache: Path) -> Callable[[bool], Path]:
     def build(tied: bool) -> Path:
-        recipe = dataclasses.replace(RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=tied)
+        recipe = dataclasses.replace(RECIPES[name], warm_start_steps=0, tie_word_embeddings=tied)
         return ensure_recipe("tied" if tied else "untied", recipe, cache, progress=lambda message: None)
 
     return build

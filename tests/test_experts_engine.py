@@ -1,19 +1,16 @@
 """Mixtures of experts in the real engine: what it holds, what it multiplies, and publish after publish."""
 
-import dataclasses
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from moe_models import CONFIGS, random_moe
+from moe_models import CONFIGS, random_moe, with_tokenizer
 from test_experts import heavy, routed
 from test_publish import SEQUENCES, disturb, start_engine
 
 from qarl.config import load_config
-from qarl.tiny import RECIPES, ensure_recipe
 from quant.experts import RoutedLowBitExperts
 from quant.kernels import make_factory
 from quant.load import load_masters
@@ -25,18 +22,6 @@ from sync.audit import AuditError, audit, require_agreement
 from sync.publisher import Publisher, PublishError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's")
-
-
-@pytest.fixture(scope="module")
-def random_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied embeddings."""
-    cache = tmp_path_factory.mktemp("cache")
-
-    def build(tied: bool) -> Path:
-        recipe = dataclasses.replace(RECIPES["tiny-qwen3-moe"], warm_start_steps=0, tie_word_embeddings=tied)
-        return ensure_recipe("tied" if tied else "untied", recipe, cache, progress=lambda message: None)
-
-    return build
 
 
 def make_model(folder: Path, scheme: str, dtype: str = "bfloat16", layers: str = "[]") -> LowBitModel:
@@ -175,13 +160,6 @@ def test_mixed_plans(random_experts: Callable[[bool], Path], tmp_path: Path, sch
     assert len({layer.scheme.name for layer in model.experts.values()}) == 2
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
     publish_and_compare(model, engine, folder, tmp_path, "bfloat16", 5)
-
-
-def with_tokenizer(kind: str, policy: Path, folder: Path) -> Path:
-    random_moe(CONFIGS[kind]).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(policy / name, folder / name)
-    return folder
 
 
 @pytest.mark.slow

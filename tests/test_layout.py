@@ -8,6 +8,7 @@ from moe_models import CONFIGS, SIZES, random_moe
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
+from qarl.schemes import _bytes
 from quant.kernels import make_factory
 from quant.layout import _LAYOUTS
 from quant.load import ModelError, load_masters, model_skeleton
@@ -88,6 +89,15 @@ def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: s
             if not found.fuses_scales:  # else over gate and up together, see tests/test_experts.py
                 assert torch.equal(given.view(torch.uint8), tensor.view(torch.uint8)), f"{layer}.{suffix}"
     assert ours.keys() == plain.keys()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "nvfp4"])
+def test_qarl_schemes_counts_the_bytes_that_are_streamed(kind: str, scheme: str, tmp_path: Path):
+    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
+    model = wrap(tmp_path, scheme)
+    _, total = _bytes(get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16)
+    assert total == sum(tensor.nbytes for tensor in streamed(model).values())
 
 
 @kinds

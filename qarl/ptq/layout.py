@@ -1,5 +1,6 @@
 """What a quantized checkpoint must look like, and reading llmcompressor's as such."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,14 @@ import torch
 from safetensors import safe_open
 
 from quant.kernels import make_factory
+from quant.layout import ExpertLayout, expert_layout
 from quant.load import load_masters
 from quant.model import LayerReport, LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from sync.export import checkpoint_config
 from sync.transports.directory import ExportError
+
+_EXPERT = re.compile(rf"(\.experts\.\d+\.)({'|'.join(ExpertLayout().projections)})(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,14 @@ class Layout:
     """A checkpoint of one model in one scheme, but for its values.
 
     tensors: (name, shape, dtype) in stream order. ignored: linear layers left alone, by full name. config: contents of
-    config.json. layers: as an engine that loaded it must report them.
+    config.json. layers: as an engine that loaded it must report them. experts: its names of an expert's matrices.
     """
 
     tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
     ignored: tuple[str, ...]
     config: dict[str, Any]
     layers: list[LayerReport]
+    experts: ExpertLayout
 
 
 def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
@@ -38,8 +43,9 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
     compute = COMPUTE_DTYPES[dtype]
     masters = load_masters(folder, compute)
     model = LowBitModel(masters, get_scheme(scheme), compute, make_factory("reference", compute))
+    experts = expert_layout(model.config.model_type)
     tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
-    return Layout(tensors, tuple(model.plan.ignored), checkpoint_config(model), model.layers())
+    return Layout(tensors, tuple(model.plan.ignored), checkpoint_config(model), model.layers(), experts)
 
 
 def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
@@ -48,21 +54,27 @@ def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
     All are checked before the first is handed out. Raises `ExportError` where one is missing, additional, or of
     another shape or dtype: a layer was left unquantized, or one quantized that should not be.
     """
-    where: dict[str, Path] = {}
+    where: dict[str, tuple[Path, str]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
+            where |= {_renamed(name, layout.experts): (file, name) for name in opened.keys()}  # noqa: SIM118
     expected = [name for name, _, _ in layout.tensors]
     _refuse("lacks", [name for name in expected if name not in where])
     _refuse("has in addition", sorted(where.keys() - set(expected)))
     for name, shape, dtype in layout.tensors:
-        found = _read(where[name], name)
+        found = _read(*where[name])
         if (found.shape, found.dtype) != (shape, dtype):
             raise ExportError(
                 f"llmcompressor wrote {name!r} as {found.dtype} {list(found.shape)}, the scheme stores it as {dtype} "
                 f"{list(shape)}; this model and method do not go together"
             )
-    return (LowBitTensor(name, _read(where[name], name)) for name in expected)
+    return (LowBitTensor(name, _read(*where[name])) for name in expected)
+
+
+def _renamed(name: str, experts: ExpertLayout) -> str:
+    """llmcompressor calls every model's expert matrices gate_proj, up_proj and down_proj; the checkpoint's name."""
+    words = dict(zip(ExpertLayout().projections, experts.projections, strict=True))
+    return _EXPERT.sub(lambda found: found[1] + words[found[2]], name)
 
 
 def _read(file: Path, name: str) -> torch.Tensor:

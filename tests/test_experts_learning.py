@@ -1,0 +1,153 @@
+"""Learning with stacked experts: Muon on views, and runs that are killed and resumed."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_models import CONFIGS, random_moe
+from test_train import ROOT, command, lines, qarl, wait_for_lines
+from torch import nn
+
+from learner.optim import MasterOptimizer, matrices_of
+from qarl.config import OptimizerConfig
+from quant.kernels import make_factory
+from quant.model import LowBitModel
+from quant.schemes import get_scheme
+
+
+def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
+    """Each matrix of `rows` rows as a parameter of its own."""
+    return [nn.Parameter(part.clone()) for expert in stacked.detach() for part in expert.split(rows)]
+
+
+@given(
+    experts=st.integers(1, 5),
+    inner=st.sampled_from([8, 24]),
+    hidden=st.sampled_from([8, 16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=20, deadline=None)
+def test_muon_on_stacks_is_muon_on_matrices(experts: int, inner: int, hidden: int, dtype: torch.dtype, seed: int):
+    """Contract: five steps on [E, 2I, H] and [E, H, I] equal, bit for bit, those on every expert's gate, up and down as
+    2-D parameters: each matrix is orthogonalized alone. Includes steps without a gradient for one expert (zeros), and
+    a state that is saved and loaded half way."""
+    generator = torch.Generator().manual_seed(seed)
+    stacks = {
+        "layers.0.mlp.experts.gate_up_proj": nn.Parameter(
+            torch.randn(experts, 2 * inner, hidden, generator=generator).to(dtype)
+        ),
+        "layers.0.mlp.experts.down_proj": nn.Parameter(
+            torch.randn(experts, hidden, inner, generator=generator).to(dtype)
+        ),
+    }
+    rows = (inner, hidden)
+    matrices = [separate(stack, r) for stack, r in zip(stacks.values(), rows, strict=True)]
+    alone = {str(i): p for i, p in enumerate(p for parts in matrices for p in parts)}
+    config = OptimizerConfig(name="muon", lr=0.05, weight_decay=0.1)
+    ours, theirs = MasterOptimizer(stacks, set(stacks), config), MasterOptimizer(alone, set(alone), config)
+    for step in range(5):
+        for stack, parts, r in zip(stacks.values(), matrices, rows, strict=True):
+            stack.grad = torch.randn(stack.shape, generator=generator).to(dtype)
+            stack.grad[step % experts] = 0
+            for part, grad in zip(parts, (g for e in stack.grad for g in e.split(r)), strict=True):
+                part.grad = grad.clone()
+        if step == 3:
+            state = ours.state_dict()
+            ours = MasterOptimizer(stacks, set(stacks), config)
+            ours.load_state_dict(state)
+        for optimizer in (ours, theirs):
+            optimizer.step(0.5 + step / 10)
+            optimizer.zero_grad()
+    for stack, parts, r in zip(stacks.values(), matrices, rows, strict=True):
+        now = [part for expert in stack.detach() for part in expert.split(r)]
+        assert all(torch.equal(a, b.detach()) for a, b in zip(now, parts, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"])
+def test_which_matrices_muon_takes(kind: str):
+    """Experts, shared experts and attention; no router, embedding or output head."""
+    dtype = torch.bfloat16
+    model = LowBitModel(random_moe(CONFIGS[kind]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
+    taken = model.matrices()
+    left = {name for name, master in model.masters.items() if master.ndim > 1} - taken
+    routers = {name for name in model.masters if name.endswith((".gate.weight", ".shared_expert_gate.weight"))}
+    assert {n for n, m in model.masters.items() if m.ndim == 3} <= taken
+    assert left - routers == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert not {name for name in routers if name.endswith(".gate.weight")} & taken
+    for name in taken:
+        master = model.masters[name]
+        covered = sum(master.detach()[index].numel() for index in matrices_of(name, master))
+        assert covered == master.numel(), name
+
+
+def test_a_step_moves_the_experts_that_got_tokens():
+    """From the loss to stepped masters through the whole model: gradients reach chosen experts and every router."""
+    dtype = torch.bfloat16
+    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
+    before = {name: master.detach().clone() for name, master in model.masters.items()}
+    optimizer = MasterOptimizer(
+        model.masters, model.matrices(), OptimizerConfig(name="muon", lr=0.01, weight_decay=0.0)
+    )
+    tokens = torch.tensor([[5]])
+    model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).float().logsumexp(-1).sum().backward()
+    optimizer.step()
+    moved = {
+        e
+        for e in range(5)
+        for n, m in model.masters.items()
+        if n.endswith("experts.down_proj") and (m[e] != before[n][e]).any()
+    }
+    assert len(moved) == 2, "one token, two experts"
+    assert (model.masters["model.layers.1.mlp.gate.weight"] != before["model.layers.1.mlp.gate.weight"]).any()
+
+
+REWARD = "import hashlib\n\ndef reward(problem, text):\n    return hashlib.sha256(text.encode()).digest()[0] / 255\n"
+
+
+@pytest.mark.slow
+def test_kill_and_resume_gives_the_uninterrupted_run(random_experts: Callable[[bool], Path], tmp_path: Path):
+    """As tests/test_train.py for dense models: every metric, digests of published experts included, to the last bit."""
+    (tmp_path / "hashed.py").write_text(REWARD)
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    flags = [
+        "--config", "tiny-qwen3-moe", "--model", random_experts(True), "--reward", "hashed:reward", "--steps", "3",
+        "--prompts", "4", "--samples", "4", "--eval.problems", "0", "--checkpoint-every", "1", "--export", "false",
+    ]  # fmt: skip
+    done = qarl("train", *flags, "--output", whole, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(
+        command("train", *flags, "--output", cut), env={**os.environ, **environment}, stdout=quiet, stderr=quiet
+    )
+    wait_for_lines(process, cut / "metrics.jsonl", 1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len((cut / "metrics.jsonl").read_text().splitlines()) < 3
+    resumed = qarl("train", "--resume", cut, **environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert lines(cut) == lines(whole)
+    assert len({line["digest"] for line in lines(whole)}) == 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_an_expert_is_refused_before_a_run_folder_is_made(random_experts, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(random_experts(True), folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.6.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done = qarl("train", "--config", "tiny-qwen3-moe", "--model", folder, "--output", tmp_path / "run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "'model.layers.0.mlp.experts.6.up_proj.weight' is missing" in done.stderr
+    assert not (tmp_path / "run").exists()
