@@ -1,16 +1,29 @@
-"""Group-normalized advantages (GRPO, arXiv 2402.03300, eq. 2)."""
+"""Advantages from the rewards of a prompt's group.
+
+    grpo      (R - mean) / std                      GRPO (arXiv 2402.03300, section 4.1.2)
+    dr_grpo   R - mean                              Dr. GRPO (arXiv 2503.20783): no bias to easy or hard prompts
+    rloo      R - mean of the group's others        RLOO (arXiv 2402.14740, section 2)
+
+"Leave-one-out" is rloo's other name, not a fourth: R - mean of the others = S/(S-1) · (R - mean) in a group of S, so
+it differs from dr_grpo by that constant alone.
+"""
 
 import torch
 
 _STD_FLOOR = 1e-6
 
 
-def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """(reward - group mean) / group standard deviation.
+def group_advantages(rewards: torch.Tensor, estimator: str = "grpo") -> torch.Tensor:
+    """Advantages within each group.
 
-    rewards: fp32 [G, S], one row per prompt's group of S samples. Returns fp32 [G, S]; a group whose rewards are
-    all equal teaches nothing and gets zeros.
+    rewards: fp32 [G, S], one row per prompt's group of S ≥ 2 samples. estimator: "grpo", "dr_grpo" or "rloo". Returns
+    fp32 [G, S]; a group whose rewards are all equal teaches nothing and gets zeros.
     """
     centered = rewards - rewards.mean(dim=-1, keepdim=True)
     std = rewards.std(dim=-1, keepdim=True, unbiased=False)
-    return torch.where(std > _STD_FLOOR, centered / std.clamp_min(_STD_FLOOR), torch.zeros_like(centered))
+    if estimator == "grpo":
+        scaled = centered / std.clamp_min(_STD_FLOOR)
+    else:
+        samples = rewards.shape[-1]
+        scaled = centered * (samples / (samples - 1)) if estimator == "rloo" else centered
+    return torch.where(std > _STD_FLOOR, scaled, torch.zeros_like(centered))

@@ -5,6 +5,7 @@ Axes: B sequences, T tokens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ class Batch:
     tokens: int64 [B, T], prompt then response then padding. length: int64 [B], prompt + response.
     response: bool [B, T-1], True where tokens[:, 1:] is a response token (position t predicts token t + 1).
     sampler_logprobs: fp32 [B, T-1], the sampler's, zero outside the response. advantages: fp32 [B].
-    group: int64 [B], which prompt each sequence answers.
+    group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed each
+    token to in each decoder layer, -1 where it did not tell; None where routing is not replayed.
     """
 
     tokens: torch.Tensor
@@ -28,23 +30,32 @@ class Batch:
     sampler_logprobs: torch.Tensor
     advantages: torch.Tensor
     group: torch.Tensor
+    experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
-        return Batch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return Batch(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def real(self) -> torch.Tensor:
+        """Which of `tokens` are no padding, bool [B, T]."""
+        return torch.arange(self.tokens.shape[1])[None] < self.length.cpu()[:, None]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (int64 [n]), with padding no longer than their longest."""
         longest = int(self.length[index].max())
-        cut = {"tokens": longest, "response": longest - 1, "sampler_logprobs": longest - 1}
-        picked = {f.name: getattr(self, f.name)[index] for f in fields(self)}
+        cut = {"tokens": longest, "response": longest - 1, "sampler_logprobs": longest - 1, "experts": longest}
+        picked = {name: tensor[index] for name, tensor in self._tensors().items()}
         return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
 
 
-def make_batch(groups: Sequence[Group], pad_token: int) -> Batch:
-    """Every completion of every group as one row, in order; advantages are normalized within each group."""
+def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo") -> Batch:
+    """Every completion of every group as one row, in order. advantage: estimator, see `learner.advantages`."""
     rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float32)
-    advantages = group_advantages(rewards).flatten()
+    advantages = group_advantages(rewards, advantage).flatten()
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
     longest = max(len(p) + len(c.token_ids) for _, p, c in pairs)
     tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)
@@ -56,7 +67,18 @@ def make_batch(groups: Sequence[Group], pad_token: int) -> Batch:
         response[row, start - 1 : end - 1] = True
         sampler[row, start - 1 : end - 1] = torch.tensor(completion.logprobs)
     length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
-    return Batch(tokens, length, response, sampler, advantages, torch.tensor([i for i, _, _ in pairs]))
+    experts = _stack_experts([c.experts for _, _, c in pairs], longest)
+    return Batch(tokens, length, response, sampler, advantages, torch.tensor([i for i, _, _ in pairs]), experts)
+
+
+def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:
+    """`Completion.experts` of every row as int32 [B, T, L, K]; the last token of each was never routed."""
+    if any(experts is None for experts in chosen):
+        return None
+    stacked = torch.full((len(chosen), longest, *chosen[0].shape[1:]), -1, dtype=torch.int32)
+    for row, experts in enumerate(chosen):
+        stacked[row, : len(experts)] = torch.from_numpy(experts.astype("int32"))
+    return stacked
 
 
 def mini_batches(batch: Batch, count: int, seed: int) -> list[torch.Tensor]:

@@ -1,26 +1,55 @@
-"""Mismatch weights: how far the learner's old policy is from the sampler that drew the tokens.
+"""Correction weights: how far the learner's old policy is from the sampler that drew the tokens.
+
+    w_t = π_old / π_sampler a token;   w_seq = Π_t w_t;   w_geo = w_seq^(1/T)
+
+    none           1
+    token_tis      min(w_t, c)                   Yao et al., "Your efficient RL framework secretly brings you
+                                                 off-policy RL training", 2025
+    sequence_tis   min(w_seq, c)                 Liu, Li et al., "When speed kills stability", 2025
+    token_mis      w_t where f ≤ w_t ≤ c, else 0     IcePop (Ling team, 2025)
+    sequence_mis   w_seq where f ≤ w_seq ≤ c, else 0    Liu, Li et al., 2025
+    geometric      clip(w_geo, 1/c, c)           QaRL (arXiv 2604.07853)
+
+With `ratio_from: sampler` the objective's own ratio π_cur / π_sampler holds the weight already, so the masked kinds
+only mask. A masked token still counts where an aggregation divides: masking shrinks a step, it does not shift it onto
+the other tokens.
 
 Axes: B sequences, T tokens.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-
-def sequence_mean(values: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """Mean over each response's tokens. values: fp32 [B, T]; response: bool [B, T] → fp32 [B]."""
-    return (values * response).sum(-1) / response.sum(-1).clamp_min(1)
+from learner.ratios import sequence_log_ratio
+from qarl.config_objectives import AnyCorrection, SequenceMisConfig, TokenMisConfig, TruncatedConfig
 
 
-def sequence_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """mean_t(log numerator - log denominator) of each response, fp32 [B]: the log of a geometric-mean ratio."""
-    return sequence_mean(numerator - denominator, response)
+@dataclass(frozen=True)
+class Correction:
+    """weight: fp32, of each token [B, T] or of each sequence [B, 1]. held: bool, same shape: at a cap, or masked."""
+
+    weight: torch.Tensor
+    held: torch.Tensor
 
 
-def sequence_mismatch_weight(log_w: torch.Tensor, cap: float) -> torch.Tensor:
-    """w̃ = clip(exp(log_w), 1/cap, cap) (QaRL's two-sided cap). log_w: fp32 [B] → fp32 [B]."""
-    return log_w.exp().clamp(1.0 / cap, cap)
+def correction(old: torch.Tensor, sampler: torch.Tensor, response: torch.Tensor, config: AnyCorrection) -> Correction:
+    """Weights of a batch. old, sampler: log-probs, fp32 [B, T], no gradient; response: bool [B, T]."""
+    log_w = (old - sampler) * response
+    if isinstance(config, TruncatedConfig):
+        if config.name == "geometric":
+            weight = sequence_log_ratio(old, sampler, response)[:, None].exp()
+            return _held(weight, weight.clamp(1.0 / config.cap, config.cap))
+        weight = (log_w if config.name == "token_tis" else log_w.sum(-1, keepdim=True)).exp()
+        return _held(weight, weight.clamp_max(config.cap))
+    if isinstance(config, TokenMisConfig | SequenceMisConfig):
+        weight = (log_w if config.name == "token_mis" else log_w.sum(-1, keepdim=True)).exp()
+        kept = (weight >= config.floor) & (weight <= config.cap)
+        inside = weight if config.ratio_from == "learner" else torch.ones_like(weight)
+        return Correction(torch.where(kept, inside, 0.0), ~kept)
+    ones = torch.ones_like(log_w[:, :1])
+    return Correction(ones, torch.zeros_like(ones, dtype=torch.bool))
 
 
-def token_mismatch_weight(log_w: torch.Tensor, cap: float) -> torch.Tensor:
-    """Truncated importance sampling per token: min(exp(log_w), cap). log_w: fp32 [B, T] → fp32 [B, T]."""
-    return log_w.exp().clamp_max(cap)
+def _held(weight: torch.Tensor, capped: torch.Tensor) -> Correction:
+    return Correction(capped, capped != weight)

@@ -10,54 +10,85 @@ from typing import Any
 
 import torch
 
+from learner.aggregation import Totals
 from learner.batching import Batch, micro_batches, mini_batches
+from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import token_logprobs
+from learner.loss import LossInput, LossShare, policy_loss
 from learner.mismatch import Mismatch, measure_mismatch
-from learner.objectives import OBJECTIVES, ObjectiveInput
 from learner.optim import MasterOptimizer
 from learner.precision import LossScale
-from qarl.config import LearnerConfig
+from learner.ratio_fix import shadowed
+from qarl.config import ConfigError, LearnerConfig
+from qarl.config_objectives import KlConfig
 from quant.model import LowBitModel
 
 
 @dataclass(frozen=True)
 class LearnStats:
-    """loss, grad_norm, clipped (share of tokens whose gradient was cut), update_log_ratio (mean |log r| at the last
-    mini-batch) and entropy (nats a token) are means over the batch's updates. updates, skipped: optimizer steps
-    taken, and left out because gradients were not finite. loss_scale: after the batch."""
+    """loss, grad_norm, clipped, phantom_clipped, corrected, kl (see `learner.loss.LossShare`), update_log_ratio (mean
+    |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0 without)
+    are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients were not
+    finite. loss_scale: after the batch."""
 
     mismatch: Mismatch
     loss: float
     grad_norm: float
     clipped: float
+    phantom_clipped: float
+    corrected: float
+    kl: float
     update_log_ratio: float
     entropy: float
+    load_balance: float
     updates: int
     skipped: int
     loss_scale: float
 
 
 class Learner:
-    """Owns the policy's masters and their optimizer."""
+    """Owns the policy's masters and their optimizer.
 
-    def __init__(self, model: LowBitModel, config: LearnerConfig):
+    reference: the policy a KL penalty measures from, never stepped; needed exactly where `config.kl` asks for one, else
+    `ConfigError`.
+    """
+
+    def __init__(self, model: LowBitModel, config: LearnerConfig, reference: LowBitModel | None = None):
+        if isinstance(config.kl, KlConfig) != (reference is not None):
+            raise ConfigError(
+                f"learner.kl.name is {config.kl.name!r}, but the learner was given "
+                f"{'no' if reference is None else 'a'} reference policy"
+            )
         self.model = model
         self.config = config
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer)
         self.loss_scale = LossScale(model.dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
-        self._objective = OBJECTIVES[config.objective.name]
+        self._balance = load_balance_coefficient(model, config.router_aux_loss)
+        model.records_router_logits = self._balance > 0
+        self._reference = reference
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
+        return self._logprobs(self.model, batch, torch.arange(len(batch.tokens)))
+
+    @torch.no_grad()
+    def _logprobs(self, model: LowBitModel, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """As above, of the rows at `index` alone; the others are zero."""
         logprobs = torch.zeros_like(batch.sampler_logprobs)
         entropy = 0.0
-        for index in micro_batches(batch, torch.arange(len(batch.tokens)), self.config.micro_batch_tokens):
-            rows = batch.rows(index).to(self.model.device)
-            values, entropies = token_logprobs(self.model, rows.tokens, rows.response)
-            logprobs[index, : values.shape[1]] = values.cpu()
+        for part in micro_batches(batch, index, self.config.micro_batch_tokens):
+            rows = batch.rows(part).to(model.device)
+            values, entropies = token_logprobs(model, rows.tokens, rows.response, rows.experts)
+            logprobs[part, : values.shape[1]] = values.cpu()
             entropy += float(entropies.sum())
-        return logprobs, entropy / int(batch.response.sum())
+        return logprobs, entropy / int(batch.response[index].sum())
+
+    def _engine_precision(self, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """The log-probs that ratios are made of: with a shadow forward those of the published codes."""
+        if self.config.ratio_fix != "shadow_forward":
+            return self._logprobs(self.model, batch, index)
+        with self.model.published_forward():
+            return self._logprobs(self.model, batch, index)
 
     def learn(
         self, batch: Batch, seed: int, gate: Callable[[Mismatch], None] | None = None, lr_factor: float = 1.0
@@ -68,12 +99,14 @@ class Learner:
         rate, see `learner.optim.lr_factor`. A mini-batch with a non-finite gradient is skipped and counted; masters
         then stay as they were.
         """
-        old, entropy = self.logprobs(batch)
+        everything = torch.arange(len(batch.tokens))
+        old, entropy = self._engine_precision(batch, everything)
         mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response)
         if gate is not None:
             gate(mismatch)
         taught = [i for i in mini_batches(batch, self.config.mini_batches, seed) if batch.advantages[i].any()]
-        updates = [self._update(batch, old, index, lr_factor) for index in taught]
+        reference = self._logprobs(self._reference, batch, everything)[0] if self._reference is not None else None
+        updates = [self._update(batch, old, reference, index, lr_factor) for index in taught]
         done = [u for u in updates if u.applied]
 
         def mean(name: str) -> float:
@@ -84,34 +117,56 @@ class Learner:
             mean("loss"),
             mean("grad_norm"),
             mean("clipped"),
+            mean("phantom_clipped"),
+            mean("corrected"),
+            mean("kl"),
             updates[-1].log_ratio if updates else 0.0,
             entropy,
+            mean("balance"),
             len(done),
             len(updates) - len(done),
             self.loss_scale.scale,
         )
 
-    def _update(self, batch: Batch, old: torch.Tensor, index: torch.Tensor, lr_factor: float) -> "_Update":
+    def _update(
+        self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor, lr_factor: float
+    ) -> "_Update":
         self.optimizer.zero_grad()
-        loss = clipped = log_ratio = 0.0
+        totals = Totals(len(index), int(batch.response[index].sum()))
+        shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
+        loss = balance = 0.0
+        shares: list[LossShare] = []
         for micro in micro_batches(batch, index, self.config.micro_batch_tokens):
-            rows = batch.rows(micro)
-            current, _ = token_logprobs(self.model, rows.tokens, rows.response)
-            given = ObjectiveInput(
-                current,
-                old[micro][:, : current.shape[1]],
-                rows.sampler_logprobs,
-                rows.response,
-                rows.advantages,
-            )
-            result = self._objective(given, self.config.objective)
-            share = result.loss.sum() / len(index)
+            rows = batch.rows(micro).to(self.model.device)
+            current, _ = token_logprobs(self.model, rows.tokens, rows.response, rows.experts)
+            old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
+            assert old_ is not None
+            current = current if shadow_ is None else shadowed(current, shadow_)
+            given = LossInput(current, old_, rows.sampler_logprobs, reference_, rows.response, rows.advantages)
+            shares.append(policy_loss(given, self.config, totals))
+            share = shares[-1].loss
+            if self.model.records_router_logits:
+                balance_loss = load_balance_loss(self.model, rows.real().flatten())
+                share = share + self._balance * balance_loss * len(micro) / len(index)
+                balance += float(balance_loss.detach()) * len(micro) / len(index)
             (share * self.loss_scale.scale).backward()
             loss += float(share.detach())
-            clipped += float(result.clipped.sum()) / len(index)
-            log_ratio += float(result.log_ratio.abs().sum()) / len(index)
         norm, applied = self._apply(lr_factor)
-        return _Update(loss, norm, clipped, log_ratio, applied)
+
+        def total(name: str) -> float:
+            return sum(getattr(share, name) for share in shares)
+
+        return _Update(
+            loss,
+            norm,
+            total("clipped"),
+            total("phantom_clipped"),
+            total("corrected"),
+            total("kl"),
+            total("log_ratio"),
+            balance,
+            applied,
+        )
 
     def _apply(self, lr_factor: float) -> tuple[float, bool]:
         """Unscale, clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
@@ -150,5 +205,14 @@ class _Update:
     loss: float
     grad_norm: float
     clipped: float
+    phantom_clipped: float
+    corrected: float
+    kl: float
     log_ratio: float
+    balance: float
     applied: bool
+
+
+def _rows_like(current: torch.Tensor, rows: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
+    """The rows of `values`, fp32 [B, T-1], cut to the padding and moved to the device of `current`."""
+    return None if values is None else values[rows][:, : current.shape[1]].to(current.device)

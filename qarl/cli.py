@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qarl.config import ConfigError, RunConfig, field_paths, load_config
+from qarl.config import ConfigError, RunConfig, choice_sections, field_paths, load_config
+from qarl.config_base import Choice
 from qarl.shipped import config_file, default_config
 
 # Short flags for the common things; every field has its dotted name as well.
@@ -101,14 +102,25 @@ def _add_train(commands: Any) -> None:
 
 
 def _field_help() -> str:
-    defaults = RunConfig()
     lines = ["every field, as --dotted.name VALUE:"]
+    choices = choice_sections()
     for path, info in field_paths().items():
-        value: Any = defaults
-        for key in path.split("."):
-            value = getattr(value, key)
-        lines.append(f"  --{path} ({value})\n        {info.description}")
+        section, _, leaf = path.rpartition(".")
+        value, text = info.get_default(call_default_factory=True), info.description
+        if section in choices:
+            value, text = _choice_help(choices[section], leaf, text)
+        lines.append(f"  --{path} ({value})\n        {text}")
     return "\n".join(lines)
+
+
+def _choice_help(alternatives: tuple[type[Choice], ...], leaf: str, text: str | None) -> tuple[str, str]:
+    """Default and description of a field that only some alternatives of a section have."""
+    if leaf == "name":
+        names = [name for section in alternatives for name in section.names()]
+        return ", ".join(names), text or ""
+    having = [s for s in alternatives if leaf in s.options()]
+    defaults = [f"{'/'.join(s.names())} {s.model_fields[leaf].get_default()}" for s in having]
+    return ", ".join(defaults), text or ""
 
 
 def _overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
@@ -280,18 +292,25 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     mismatch = names.add_parser("mismatch", help="learner against sampler, per scheme and dtype")
-    mismatch.add_argument("--model", metavar="PATH", help="default: a random tiny Qwen3 with a peaky output head")
+    mismatch.add_argument(
+        "--model",
+        default="random-qwen3",
+        help="folder, hub id, embedded name, or a tiny untrained model with a peaky output head: random-qwen3 "
+        "(default), random-qwen3-moe",
+    )
     mismatch.add_argument("--schemes", default="w4a16,w8a8,fp8", help="comma-separated")
     mismatch.add_argument("--dtypes", default="bfloat16,float16", help="comma-separated")
     mismatch.add_argument("--prompts", type=int, default=32)
     mismatch.add_argument("--tokens", type=int, default=64, help="sampled tokens a prompt")
     mismatch.add_argument(
-        "--peak", type=float, help="factor on the output head (default 12 for the random model, else 1)"
+        "--peak", type=float, help="factor on the output head (default 12 for the untrained models, else 1)"
     )
     mismatch.add_argument("--seed", type=int, default=0)
     mismatch.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
     mismatch.set_defaults(run=_bench_mismatch)
     _add_bench_ptq(names)
+    _add_bench_publish(names)
+    _add_bench_kernels(names)
 
 
 def _add_bench_ptq(names: Any) -> None:
@@ -346,6 +365,65 @@ def _bench_mismatch(known: argparse.Namespace, rest: list[str], console: Console
     )  # fmt: skip
     console.print(mismatch.table(rows))
     _write_json(known.json, mismatch.rows_as_data(rows))
+    return 0
+
+
+def _add_bench_publish(names: Any) -> None:
+    publish = names.add_parser("publish", help="materializing and publishing against memory-copy bandwidth, and memory")
+    publish.add_argument("--scheme", default="w4a16", help="default w4a16")
+    publish.add_argument("--parameters", type=float, default=1e9, help="of the random Qwen3-MoE (default 1e9)")
+    publish.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    publish.add_argument("--master-dtype", default="bfloat16", help="bfloat16 (default) or float32")
+    publish.add_argument("--repeats", type=int, default=7, help="rounds; medians are shown (default 7)")
+    publish.add_argument("--json", metavar="FILE", help="write every round as JSON too")
+    publish.set_defaults(run=_bench_publish)
+
+
+def _bench_publish(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    from qarl.bench import publish
+
+    found = publish.measure(known.scheme, known.parameters, known.dtype, known.master_dtype, known.repeats)
+    console.print(publish.table(found))
+    _write_json(known.json, publish.as_data(found))
+    return 0
+
+
+def _add_bench_kernels(names: Any) -> None:
+    kernels = names.add_parser("kernels", help="the learner's low-bit products against its bf16 product")
+    kernels.add_argument("--schemes", default="", help="comma-separated (default: all)")
+    kernels.add_argument(
+        "--shapes", default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x columns), or of a model: "
+        "qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",
+    )  # fmt: skip
+    kernels.add_argument("--tokens", help="comma-separated (default: 1,16,256; on GPUs 1 to 32768)")
+    kernels.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    kernels.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    kernels.add_argument("--repeats", type=int, default=5, help="rounds; medians are shown (default 5)")
+    kernels.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
+    kernels.set_defaults(run=_bench_kernels)
+
+
+def _bench_kernels(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    _refuse_rest(rest)
+    from qarl.quiet import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from qarl.bench import kernels
+    from rollout.vllm_engine import VllmOptions, prepare_environment
+
+    prepare_environment(VllmOptions())
+    default = "1,16,256,4096,32768" if torch.cuda.is_available() else "1,16,256"
+    shapes, tokens = kernels.parse_shapes(known.shapes), kernels.parse_tokens(known.tokens or default)
+    schemes = [name for name in known.schemes.split(",") if name]
+    rows = kernels.measure(schemes, shapes, tokens, known.dtype, known.kernel, known.repeats)
+    console.print(kernels.table(rows, known.dtype))
+    _write_json(known.json, kernels.rows_as_data(rows))
     return 0
 
 

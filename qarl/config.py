@@ -7,22 +7,27 @@ override (`--learner.optimizer.lr 3e-4`).
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from qarl.config_base import Choice, ConfigError, Section, alternatives
+from qarl.config_objectives import (
+    AggregationChoice,
+    AnyObjective,
+    CorrectionChoice,
+    KlChoice,
+    MeanAggregation,
+    NoKl,
+    ObjectiveChoice,
+    TbpoConfig,
+    TruncatedConfig,
+    ratio_from,
+    refuse_incompatible,
+)
 
 Dtype = Literal["bfloat16", "float16"]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message quotes the value, what is allowed and the remedy."""
-
-
-class Section(BaseModel):
-    """A frozen group of fields; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TaskConfig(Section):
@@ -46,26 +51,17 @@ class RolloutConfig(Section):
     prefix_caching: bool = Field(
         default=True, description="reuse key/values of shared prefixes within a weight version"
     )
+    dynamic_sampling: int | None = Field(
+        default=None,
+        ge=0,
+        description="drop groups whose rewards are all equal, and sample up to this many more rounds to replace them; "
+        "None keeps all",
+    )
+    router_replay: bool = Field(
+        default=False, description="mixtures of experts: the learner reuses the experts the engine chose (GPU)"
+    )
     enforce_eager: bool = Field(default=True, description="no CUDA graphs (they would hold tensors a publish replaces)")
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="ERROR", description="of vLLM")
-
-
-class ObjectiveConfig(Section):
-    """What is maximized. Bounds are on ratios, so 4e-4 means a ratio of at most 1.0004."""
-
-    name: Literal["tbpo", "grpo"] = Field(
-        default="tbpo", description="tbpo (the paper's) or grpo (token ratio with TIS)"
-    )
-    epsilon_high: float = Field(default=4e-4, gt=0, description="tbpo: ratio bound for positive advantages, 1 + this")
-    delta_high: float = Field(
-        default=7e-4, gt=0, description="tbpo: upper ratio bound for negative advantages, 1 + this"
-    )
-    delta_low: float = Field(
-        default=3e-4, gt=0, lt=1, description="tbpo: lower ratio bound for negative ones, 1 - this"
-    )
-    mismatch_cap: float = Field(default=2.0, ge=1, description="c: mismatch weights are clipped to [1/c, c]")
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="grpo: token ratio is clipped from below at 1 - this")
-    clip_high: float = Field(default=0.2, gt=0, description="grpo: token ratio is clipped from above at 1 + this")
 
 
 class OptimizerConfig(Section):
@@ -85,8 +81,18 @@ class LearnerConfig(Section):
     """How the policy is learned."""
 
     aligned: bool = Field(default=True, description="multiply the low-bit codes; false is the plain quantized rollout")
-    objective: ObjectiveConfig = Field(default_factory=lambda: ObjectiveConfig())
+    objective: ObjectiveChoice = Field(default_factory=TbpoConfig)
+    correction: CorrectionChoice = Field(default_factory=TruncatedConfig)
+    aggregation: AggregationChoice = Field(default_factory=MeanAggregation)
+    kl: KlChoice = Field(default_factory=NoKl)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
+        default="grpo",
+        description="reward minus group mean, over its deviation; dr_grpo: not over it; rloo: leave one out",
+    )
+    ratio_fix: Literal["none", "shadow_forward", "no_clip", "detached"] = Field(
+        default="none", description="remedy for clipping caused by precision alone (docs/objectives.md)"
+    )
     mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="padded tokens a forward")
     master_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the master weights")
@@ -97,9 +103,39 @@ class LearnerConfig(Section):
         default="auto",
         description="norms, rotary, attention: rounded as the engine does; auto: where the model allows",
     )
+    router_aux_loss: float | None = Field(
+        default=None,
+        ge=0,
+        description="factor of the experts' load-balance loss; None: the model's, if it asks",
+    )
     loss_scale: float = Field(default=65536.0, gt=0, description="initial, for float16; grows and backs off by itself")
     loss_scale_growth: int = Field(default=200, ge=1, description="good steps after which the loss scale doubles")
     threads: int | None = Field(default=None, ge=1, description="torch threads; None leaves torch's choice")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _objective_defaults(cls, data: Any) -> Any:
+        """Correction and aggregation, where none is named, are the objective's own."""
+        if not isinstance(data, dict):
+            return data
+        objective = data.get("objective", {})
+        name = objective.get("name", "tbpo") if isinstance(objective, dict) else getattr(objective, "name", None)
+        section = next((s for s in get_args(AnyObjective) if name in s.names()), TbpoConfig)
+        filled = dict(data)
+        for part, default in (
+            ("correction", section.default_correction),
+            ("aggregation", {"name": section.default_aggregation}),
+        ):
+            given = data.get(part, {})
+            filled[part] = {**default, **given} if isinstance(given, dict) and "name" not in given else given
+        return filled
+
+    @model_validator(mode="after")
+    def _compatible(self) -> "LearnerConfig":
+        refuse_incompatible(
+            self.objective, ratio_from(self.correction), self.ratio_fix, self.aligned, self.mini_batches
+        )
+        return self
 
 
 class SyncConfig(Section):
@@ -201,6 +237,11 @@ class RunConfig(Section):
                 f"learner.mini_batches {self.learner.mini_batches} is more than rollout.prompts "
                 f"{self.rollout.prompts}; each mini-batch needs at least one prompt's group"
             )
+        if self.rollout.router_replay and self.rollout.prefix_caching:
+            raise ValueError(
+                "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the cache are not "
+                "routed again, so the engine cannot tell their experts"
+            )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         if self.learner.micro_batch_tokens < longest:
             raise ValueError(
@@ -211,26 +252,44 @@ class RunConfig(Section):
 
 
 def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Any]:
-    """Every leaf field by dotted path → its pydantic `FieldInfo`."""
+    """Every leaf field by dotted path → its pydantic `FieldInfo`; of a choice, the first alternative's that has it."""
     paths: dict[str, Any] = {}
     for name, info in section.model_fields.items():
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            paths.update(field_paths(inner, f"{prefix}{name}."))
-        else:
+        inner = alternatives(info.annotation)
+        if not inner:
             paths[prefix + name] = info
+        for part in inner:
+            for path, leaf in field_paths(part, f"{prefix}{name}.").items():
+                paths.setdefault(path, leaf)
     return paths
+
+
+def choice_sections(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, tuple[type[Choice], ...]]:
+    """Sections with a deciding `name`, by dotted path → their alternatives."""
+    found: dict[str, tuple[type[Choice], ...]] = {}
+    for name, info in section.model_fields.items():
+        parts = alternatives(info.annotation)
+        if parts and all(issubclass(part, Choice) for part in parts):
+            found[prefix + name] = parts  # pyright: ignore[reportArgumentType]
+        for part in parts:
+            found |= choice_sections(part, f"{prefix}{name}.")
+    return found
 
 
 def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
     """The resolved configuration: defaults, then the YAML file, then dotted overrides (YAML-typed values).
 
-    Raises `ConfigError` for an unreadable file, an unknown key (with the nearest), or a value out of range.
+    An override that names another objective (correction, aggregation, KL penalty) than the file starts from that one's
+    defaults: the file's options were for the other. Raises `ConfigError` for an unreadable file, an unknown key (with
+    the nearest), or a value out of range.
     """
     tree = _read_yaml(file) if file else {}
     _refuse_unknown(tree, str(file))
-    for path, text in overrides.items():
-        _set(tree, path, _parse(path, text))
+    chosen = {path: _parse(path, text) for path, text in overrides.items()}
+    for section in choice_sections():
+        _forget_unchosen(tree, section, chosen.get(f"{section}.name"))
+    for path, value in chosen.items():
+        _set(tree, path, value)
     return config_from_tree(tree)
 
 
@@ -241,10 +300,20 @@ def config_from_tree(tree: dict[str, Any]) -> RunConfig:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            path = ".".join(str(part) for part in problem["loc"])
+            path = _field_of(problem["loc"])
             given = "" if problem["type"] == "missing" or not path else f" (given: {problem['input']!r})"
             lines.append(f"{path}{': ' if path else ''}{problem['msg'].removeprefix('Value error, ')}{given}")
         raise ConfigError("; ".join(lines)) from error
+
+
+def _field_of(location: tuple[str | int, ...]) -> str:
+    """The dotted path of a pydantic error's location, which also holds the name chosen for a section."""
+    parts: list[str] = []
+    for part in map(str, location):
+        alternatives_here = choice_sections().get(".".join(parts), ())
+        if not any(part in section.names() for section in alternatives_here):
+            parts.append(part)
+    return ".".join(parts)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -259,6 +328,14 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration {str(file)!r} must hold keys and values, not a {type(tree).__name__}")
     return tree
+
+
+def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
+    *parents, leaf = section.split(".")
+    for key in parents:
+        tree = tree.get(key) or {}
+    if name is not None and tree.get(leaf) and tree[leaf].get("name") != name:
+        tree[leaf] = {}
 
 
 def _refuse_unknown(tree: dict[str, Any], source: str) -> None:

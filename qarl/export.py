@@ -6,7 +6,7 @@ from pathlib import Path
 from learner.mismatch import Mismatch
 from qarl.checkpoint import load_checkpoint
 from qarl.run_folder import RunFolder
-from qarl.session import canary_sequences, engine_options, open_policy, require_scheme
+from qarl.session import canary_sequences, engine_options, open_policy, require_schemes
 from rollout.vllm_engine import VllmEngine
 from sync.export import export_checkpoint
 from sync.publisher import Publisher
@@ -28,7 +28,7 @@ def export_run(run: Path, output: Path) -> Exported:
     learner's; raises `PublishError` beyond the bound of the schemes in use."""
     folder = RunFolder.open(run)
     config = folder.config()
-    require_scheme(config)
+    require_schemes(config)
     step, state = load_checkpoint(folder.checkpoints)
     policy = open_policy(config)
     policy.learner.load_state_dict(state["learner"])

@@ -16,13 +16,15 @@ from rollout.types import Group
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step. reward, response_tokens: batch means. distinct: share of groups whose rewards differ (the others
-    teach nothing). accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were equal.
-    seconds: wall time by phase, and tokens_per_second of sampling; the only fields that two equal runs differ in.
+    """One step. prompts: sampled; reward, response_tokens: means over all their completions. distinct: share of groups
+    whose rewards differ (the others teach nothing). accuracy: held-out greedy, where evaluated. learn: None where every
+    group's rewards were equal. seconds: wall time by phase, and tokens_per_second of sampling; the only fields that two
+    equal runs differ in.
     """
 
     step: int
     weight_version: int
+    prompts: int
     reward: float
     response_tokens: float
     truncated: float
@@ -38,11 +40,12 @@ class StepMetrics:
         return dict(_flatten("", dataclasses.asdict(self)))
 
 
-def batch_metrics(groups: list[Group]) -> dict[str, float]:
-    """reward, response_tokens, truncated and distinct of a batch."""
+def batch_metrics(groups: list[Group]) -> dict[str, Any]:
+    """prompts, reward, response_tokens, truncated and distinct of a step's groups."""
     rewards = [r for g in groups for r in g.rewards]
     completions = [c for g in groups for c in g.completions]
     return {
+        "prompts": len(groups),
         "reward": sum(rewards) / len(rewards),
         "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
         "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),

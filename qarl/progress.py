@@ -48,10 +48,12 @@ class Dashboard:
         if self._live:
             self._live.stop()
 
-    def audited(self, rows: list[AuditRow]) -> None:
-        """Print the audit table, one line for layers that are alike."""
+    def audited(self, rows: list[AuditRow], materializers: dict[str, str]) -> None:
+        """Print the audit table, one line for layers that are alike, and what materializes each scheme."""
         self._kernels = ", ".join(sorted({r.learner.kernel for r in rows if r.learner}))
         self._console.print(audit_table(rows))
+        made = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
+        self._console.print(f"materialized: {made}", soft_wrap=True, markup=False)
 
     def baseline(self, accuracy: float) -> None:
         """Held-out accuracy before step 1."""
@@ -66,8 +68,7 @@ class Dashboard:
             self._accuracies.append((metrics.step, metrics.accuracy))
         for phase, seconds in metrics.seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        rollout = self._config.rollout
-        self._tokens += metrics.response_tokens * rollout.prompts * rollout.samples
+        self._tokens += metrics.response_tokens * metrics.prompts * self._config.rollout.samples
         if self._live:
             self._live.update(self.panel())
         elif metrics.accuracy is not None or metrics.step % max(1, self._config.steps // 20) == 0:

@@ -21,7 +21,7 @@ from quant.schemes import (
     get_scheme,
 )
 from quant.support import Support, support
-from quant.weights import weight_shapes
+from quant.weights import expert_modules, weight_shapes
 from rollout.vllm_engine import VllmOptions, prepare_environment
 
 REFERENCE_SHAPE = (4096, 4096)
@@ -69,7 +69,8 @@ def _architecture(name: str) -> Any:
 
 
 def _row(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype, kernel: str) -> SchemeRow:
-    learner, engine = support(scheme.name, dtype, kernel), support(scheme.name, dtype, "vllm")
+    experts = model is not None and bool(expert_modules(model))
+    learner, engine = (support(scheme.name, dtype, family, experts) for family in (kernel, "vllm"))
     per_parameter, total, reason = None, None, ""
     try:
         per_parameter, total = _bytes(scheme, model, dtype)
@@ -99,12 +100,12 @@ def _bytes(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype) ->
 def _quantized_layers(scheme: Scheme, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Shapes (O, I) of the matrices by checkpoint name; of `bf16`, those any other scheme would quantize."""
     selecting = scheme if scheme.quantization else get_scheme("w8a8")
-    matrices = weight_shapes(model)
-    shapes = {name: shape for name, shape in matrices.items() if not selecting.leaves_alone(name)}
+    found = weight_shapes(model)
+    shapes = {name: shape for name, shape in found.items() if not selecting.leaves_alone(name)}
     for name, shape in shapes.items():
         scheme.check_layer(name, shape)
     if not shapes:
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(matrices)} linear layers")
+        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(found)} linear layers")
     return shapes
 
 
@@ -118,12 +119,13 @@ def print_schemes(console: Console, rows: list[SchemeRow], model: str | None) ->
     table.add_column("bytes/param", justify="right", no_wrap=True)
     if model:
         table.add_column("checkpoint", justify="right", no_wrap=True)
-    table.add_column("learner", overflow="fold")
-    table.add_column("engine", overflow="fold")
+    same = all(row.learner_kernel == row.engine_kernel for row in rows)
+    for user in ("learner and engine",) if same else ("learner", "engine"):
+        table.add_column(user, overflow="fold")
     for row in rows:
         per = "–" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
         size = ["–" if row.checkpoint_bytes is None else _size(row.checkpoint_bytes)] if model else []
-        kernels = row.learner_kernel or "–", row.engine_kernel or "–"
+        kernels = [row.engine_kernel or "–"] if same else [row.learner_kernel or "–", row.engine_kernel or "–"]
         table.add_row(row.name, row.weights, row.activations, per, *size, *kernels)
     console.print(table)
     for reason, names in _reasons(rows).items():

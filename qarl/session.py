@@ -18,7 +18,7 @@ from quant.load import load_masters, model_skeleton, resolve_model
 from quant.model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from quant.support import require_support
-from quant.weights import plan_layers
+from quant.weights import expert_modules, plan_layers
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
@@ -47,14 +47,22 @@ def engine_options(config: RunConfig) -> VllmOptions:
         prefix_caching=r.prefix_caching,
         enforce_eager=r.enforce_eager,
         logging_level=r.logging_level,
+        router_replay=r.router_replay,
     )
 
 
-def require_scheme(config: RunConfig) -> None:
-    """Raise `SchemeError` for a scheme that is unknown, or that engine or learner cannot run on this machine."""
-    scheme = get_scheme(config.scheme)
+def require_schemes(config: RunConfig) -> None:
+    """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
+    and for a scheme that engine or learner cannot run on this machine. Only the model's config.json is read."""
     prepare_environment(engine_options(config))
-    require_support(scheme, COMPUTE_DTYPES[config.dtype], config.learner.kernel)
+    dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
+    require_support(get_scheme(config.scheme), dtype, kernel)  # before the model is looked for
+    skeleton = model_skeleton(model_folder(config.model))
+    plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
+    experts = tuple(f"{name}." for name in expert_modules(skeleton))
+    kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
+    for name, of_experts in sorted(kinds):
+        require_support(get_scheme(name), dtype, kernel, of_experts)
 
 
 def check_input(config: RunConfig) -> None:
@@ -62,9 +70,9 @@ def check_input(config: RunConfig) -> None:
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`).
     """
-    require_scheme(config)
+    get_scheme(config.scheme)
     load_task(config.task.name, config.task.options, config.task.reward)
-    plan_layers(model_skeleton(model_folder(config.model)), get_scheme(config.scheme), config.layers)
+    require_schemes(config)
 
 
 @dataclass
@@ -89,12 +97,19 @@ def open_policy(config: RunConfig) -> Policy:
     dtype = COMPUTE_DTYPES[config.dtype]
     prompter = Prompter(folder, config.rollout.max_prompt_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
     factory = make_factory(config.learner.kernel, dtype)
-    model = LowBitModel(
-        masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers
-    )
-    return Policy(folder, task, prompter, model, Learner(model, config.learner))
+
+    def initial_model() -> LowBitModel:
+        masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
+        return LowBitModel(
+            masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers
+        )
+
+    model = initial_model()
+    # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
+    # made from the model's folder, so a resumed run has the same one.
+    reference = initial_model() if config.learner.kl.name != "none" else None
+    return Policy(folder, task, prompter, model, Learner(model, config.learner, reference))
 
 
 @dataclass

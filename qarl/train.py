@@ -9,11 +9,10 @@ from qarl.finish import Outcome, finish
 from qarl.interrupt import deferred_interrupt
 from qarl.metrics import MetricsWriter, StepMetrics, Stopwatch, batch_metrics
 from qarl.progress import Dashboard
-from qarl.prompts import score_groups
 from qarl.run_folder import RunFolder
+from qarl.sample import sample_step, step_seed
 from qarl.session import Position, Session, open_policy, open_session
-from qarl.tasks.base import stable_hash
-from rollout.types import Group, Sampling
+from rollout.types import Group
 
 
 def train(config: RunConfig, folder: RunFolder, dashboard: Dashboard, resume: bool = False) -> Outcome:
@@ -24,7 +23,7 @@ def train(config: RunConfig, folder: RunFolder, dashboard: Dashboard, resume: bo
         policy.learner.load_state_dict(state["learner"])
         at = Position(**state["position"])
     session = open_session(config, folder, policy)
-    dashboard.audited(session.audited)
+    dashboard.audited(session.audited, policy.model.materializers())
     session.publisher.publish(at.version)
     writer = MetricsWriter(folder, at.step if resume else None)
     if at.first_accuracy is None and config.eval.problems:
@@ -44,23 +43,16 @@ def train(config: RunConfig, folder: RunFolder, dashboard: Dashboard, resume: bo
 
 def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetrics, list[Group]]:
     """One step of the loop; moves `at` forward."""
-    policy, watch, count = session.policy, Stopwatch(), config.rollout.prompts
-    with watch("sample"):
-        problems = policy.task.problems("train", at.step * count, count, config.seed)
-        prompts = [policy.prompter.prompt(problem) for problem in problems]
-        seed = stable_hash("step", config.seed, at.step) >> 1
-        sampling = Sampling(config.rollout.samples, config.rollout.max_new_tokens, seed=seed)
-        completions = session.engine.generate(prompts, sampling)
-    with watch("score"):
-        groups = score_groups(policy.task, problems, prompts, completions)
-        batch = make_batch(groups, policy.prompter.pad_token)
+    policy, watch = session.policy, Stopwatch()
+    sampled, groups = sample_step(session, config, at.step, watch)
+    batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage) if groups else None
     learned = published = None
-    if batch.advantages.any():
+    if batch is not None and batch.advantages.any():
         with watch("learn"):
             optimizer = config.learner.optimizer
             factor = lr_factor(at.step, config.steps, optimizer.warmup_steps, optimizer.decay_steps)
             gate = session.gate if at.version == 0 else None
-            learned = policy.learner.learn(batch, seed, gate, factor)
+            learned = policy.learner.learn(batch, step_seed(config, at.step), gate, factor)
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)
         at.version += 1
@@ -72,9 +64,9 @@ def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetric
             accuracy = _accuracy(session, config)
     metrics = StepMetrics(
         step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned, accuracy=accuracy,
-        digest=published and published.digest, seconds=watch.seconds, **batch_metrics(groups),
+        digest=published and published.digest, seconds=watch.seconds, **batch_metrics(sampled),
     )  # fmt: skip
-    return metrics, groups
+    return metrics, sampled
 
 
 def _accuracy(session: Session, config: RunConfig) -> float:

@@ -31,9 +31,14 @@ class LowBitExpert:
 
 @dataclass(frozen=True)
 class LowBitExperts:
-    """A layer's experts in their checkpoint order."""
+    """A layer's experts in their checkpoint order.
+
+    stacks: gate and up of all experts [E · 2I, H], and down [E · H, I], of which the experts' are views; None where
+    each matrix was materialized alone.
+    """
 
     experts: tuple[LowBitExpert, ...]
+    stacks: tuple[LowBitWeight, LowBitWeight] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -48,20 +53,39 @@ class LowBitExperts:
 
 
 def materialize_experts(
-    gate_up: torch.Tensor, down: torch.Tensor, scheme: Scheme, dtype: torch.dtype, layer: str
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    layer: str,
+    out: LowBitExperts | None = None,
 ) -> LowBitExperts:
     """Quantize a layer's experts. gate_up: master [E, 2I, H]; down: master [E, H, I]; dtype: compute dtype.
 
     Unless a scale spans a whole matrix (gate and up then share it), a stack is one pass into one buffer, of which every
-    expert's tensors are views. Raises what `materialize` raises.
+    expert's tensors are views. out: an earlier result, whose buffers are written again and returned. Raises what
+    `materialize` raises.
     """
-    pairs = zip(*(_matrices(stack, scheme, dtype, layer) for stack in (gate_up, down)), strict=True)
-    return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in pairs))
-
-
-def _matrices(stack: torch.Tensor, scheme: Scheme, dtype: torch.dtype, layer: str) -> list[LowBitWeight]:
-    experts, rows, columns = stack.shape
+    masters = (gate_up.detach(), down.detach())
     if scheme.fuses_scales:
-        return [materialize(matrix, scheme, dtype, layer) for matrix in stack]
-    whole = materialize(stack.detach().reshape(experts * rows, columns), scheme, dtype, layer)
+        kept = zip(*((e.gate_up, e.down) for e in out.experts), strict=True) if out else ([None] * len(gate_up),) * 2
+        made = [
+            [materialize(matrix, scheme, dtype, layer, out=into) for matrix, into in zip(stack, outs, strict=True)]
+            for stack, outs in zip(masters, kept, strict=True)
+        ]
+        return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in zip(*made, strict=True)))
+    flat = [stack.reshape(-1, stack.shape[2]) for stack in masters]
+    if out is not None:
+        assert out.stacks is not None
+        for stack, into in zip(flat, out.stacks, strict=True):
+            materialize(stack, scheme, dtype, layer, out=into)
+        return out
+    first, second = (materialize(stack, scheme, dtype, layer) for stack in flat)
+    views = zip(*(_split(whole, len(gate_up)) for whole in (first, second)), strict=True)
+    return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (first, second))
+
+
+def _split(whole: LowBitWeight, experts: int) -> list[LowBitWeight]:
+    """The matrices of a stack, as views."""
+    rows = whole.shape[0] // experts
     return [whole.rows(e * rows, (e + 1) * rows) for e in range(experts)]

@@ -52,19 +52,28 @@ class RoutedLowBitExperts(nn.Module):
         self.activation: nn.Module = ACT2FN[shape.activation]
         self._factory = factory
         self.low_bit: LowBitExperts | None = None
-        self.product: ExpertsProduct | None = None
+        self._product: ExpertsProduct | None = None
 
     def refresh(self) -> None:
-        """Materialize the masters' present values and prepare the kernel for them."""
-        low_bit = materialize_experts(self.gate_up_proj, self.down_proj, self.scheme, self.dtype, self.layer)
-        self.low_bit = low_bit
-        self.product = self._factory.experts(self.layer, self.shape, low_bit) if self.aligned else self._plain()
+        """See `LowBitLinear.refresh`."""
+        self._product = None
+        self.low_bit = materialize_experts(*self.masters, self.scheme, self.dtype, self.layer, self.low_bit)
+        if not self.aligned:
+            self._product = self._plain()
+
+    @property
+    def product(self) -> ExpertsProduct:
+        """See `LowBitLinear.product`."""
+        if self.low_bit is None:
+            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
+        if self._product is None:
+            with torch.no_grad():
+                self._product = self._factory.experts(self.layer, self.shape, self.low_bit)
+        return self._product
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
         dtype [N, H]. The signature is that of the transformers modules replaced."""
-        if self.product is None:
-            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
         return _StraightThrough.apply(
             hidden_states, top_k_weights.to(torch.float32), self.gate_up_proj, self.down_proj, top_k_index, self
         )
@@ -107,7 +116,6 @@ class _StraightThrough(torch.autograd.Function):
         index: torch.Tensor,
         experts: RoutedLowBitExperts,
     ) -> torch.Tensor:
-        assert experts.product is not None
         ctx.experts = experts
         if experts.quantizes_activations:
             low_bit = quantize_activation(x, experts.scheme)

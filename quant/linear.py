@@ -48,21 +48,32 @@ class LowBitLinear(nn.Module):
         self._factory = factory
         self.fused: tuple[nn.Parameter, ...] = ()
         self.low_bit: LowBitWeight | None = None
-        self.product: Product | None = None
+        self.low_bit_bias: torch.Tensor | None = None
+        self._product: Product | None = None
 
     def refresh(self) -> None:
-        """Materialize the master's present value and prepare the kernel for it."""
-        self.low_bit = materialize(self.master, self.scheme, self.dtype, self.layer, self.fused)
-        bias = None if self.bias is None else self.bias.detach().to(self.dtype)
-        if self.aligned:
-            self.product = self._factory(self.layer, self.low_bit, bias)
-        else:
-            self.product = PlainProduct(self.master.detach().to(self.dtype, copy=True), bias)
+        """Materialize the masters' present values, into the buffers of the version before: whatever still points to
+        those tensors then sees the new version. The kernel is prepared by the next use of `product`."""
+        self._product = None
+        self.low_bit = materialize(self.master, self.scheme, self.dtype, self.layer, self.fused, self.low_bit)
+        if self.bias is not None:
+            self.low_bit_bias = self.bias.detach().to(self.dtype, copy=True)
+        if not self.aligned:  # now, for the master may have moved on by the next forward
+            self._product = PlainProduct(self.master.detach().to(self.dtype, copy=True), self.low_bit_bias)
+
+    @property
+    def product(self) -> Product:
+        """This weight version in the kernel's own layout: a second copy of it, built at first use, so that publishing
+        and exporting alone do without. Raises `KernelError` where the kernel family has none."""
+        if self.low_bit is None:
+            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
+        if self._product is None:
+            with torch.no_grad():
+                self._product = self._factory(self.layer, self.low_bit, self.low_bit_bias)
+        return self._product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]."""
-        if self.product is None:
-            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
         flat = x.reshape(-1, x.shape[-1])
         y = _StraightThrough.apply(flat, self.master, self.bias, self)
         return y.view(*x.shape[:-1], -1)
@@ -108,7 +119,6 @@ class _StraightThrough(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, master: torch.Tensor, bias: torch.Tensor | None, linear: LowBitLinear
     ) -> torch.Tensor:
-        assert linear.product is not None
         ctx.linear = linear
         if linear.aligned and linear.scheme.activations is not None:
             low_bit = quantize_activation(x, linear.scheme)

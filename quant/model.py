@@ -19,7 +19,9 @@ from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear, fuse_scales
-from quant.operators import install_engine_operators, why_not
+from quant.materialize import materializer
+from quant.moe_operators import EngineMoeBlock
+from quant.operators import OperatorError, install_engine_operators, why_not
 from quant.plan import Plan
 from quant.schemes import Scheme, SchemeError
 from quant.weights import plan_layers, router_names
@@ -89,6 +91,10 @@ class LowBitModel(nn.Module):
         self.experts = self._replace_experts(model, experts, factory, aligned)
         self._copies = self._detach_copies(model)
         self.module = model
+        self.router_logits: list[torch.Tensor] = []
+        self.records_router_logits = False
+        for name in self._routers:
+            model.get_submodule(name).register_forward_hook(self._record)
         self.refresh()
 
     @property
@@ -142,22 +148,43 @@ class LowBitModel(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Materialize every master: a new weight version, used by all forwards, the publish and the export."""
+        """Materialize every master: a new weight version, used by all forwards, the publish and the export.
+
+        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it.
+        """
         for layer in self._multiplied():
             layer.refresh()
         for name, copy in self._copies.items():
             copy.copy_(self.masters[name])
 
-    def logits(self, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
         """Next-token logits at chosen positions.
 
-        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. Returns compute dtype [n, V], one row for
-        each True in row-major order.
+        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
+        over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. Returns compute dtype
+        [n, V], one row for each True in row-major order. With `records_router_logits`, `router_logits` then holds one
+        [B·T, E] a layer of experts.
         """
+        self.router_logits.clear()
+        self._replay(experts)
         hidden = self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         head = self.module.get_output_embeddings()
         assert head is not None
         return head(hidden[wanted])
+
+    def _replay(self, experts: torch.Tensor | None) -> None:
+        blocks = [module for module in self.module.modules() if isinstance(module, EngineMoeBlock)]
+        if experts is not None and not blocks:
+            raise OperatorError(
+                "the engine's expert choices can be replayed by the engine's operators alone, which this model does "
+                "not run with; set rollout.router_replay false, or learner.operators 'engine' where the model allows"
+            )
+        for block in blocks:
+            block.replayed = None if experts is None else experts[:, :, block.decoder_layer].flatten(0, 1)
+
+    def _record(self, router: nn.Module, inputs: object, output: Any) -> None:
+        if self.records_router_logits:
+            self.router_logits.append(output if isinstance(output, torch.Tensor) else output[0])
 
     @contextlib.contextmanager
     def published_forward(self) -> Iterator[None]:
@@ -181,7 +208,8 @@ class LowBitModel(nn.Module):
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
         """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
 
-        Tied output heads are left out, as transformers leaves them out. Nothing is copied or requantized.
+        Tied output heads are left out, as transformers leaves them out. Nothing is copied or requantized: these are the
+        buffers that the next `refresh` writes, to be read before it.
         """
         for name in self._order:
             written = self._layout.checkpoint_name(name)
@@ -191,7 +219,9 @@ class LowBitModel(nn.Module):
             elif layer not in self.linears:
                 yield LowBitTensor(written, self._copies[name].detach())
             elif key == "bias":
-                yield LowBitTensor(written, self.masters[name].detach().to(self.dtype))
+                bias = self.linears[layer].low_bit_bias
+                assert bias is not None
+                yield LowBitTensor(written, bias)
             else:
                 low_bit = self.linears[layer].low_bit
                 assert low_bit is not None
@@ -214,11 +244,17 @@ class LowBitModel(nn.Module):
         """The learner's side of the audit: every linear layer and every layer's experts, with the kernel that
         multiplies them."""
         reports = [
-            LayerReport(name, layer.scheme.name, layer.scheme.group_size, str(self.dtype), _kernel(layer))
+            LayerReport(name, layer.scheme.name, layer.scheme.group_size, str(self.dtype), layer.product.name)
             for name, layer in (self.linears | self.experts).items()
         ]
         routers = [name for name in map(self._layout.checkpoint_name, self._routers) if name not in self.linears]
         return reports + [LayerReport(name, "bf16", None, str(self.dtype), "unquantized") for name in routers]
+
+    def materializers(self) -> dict[str, str]:
+        """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all schemes in use."""
+        schemes = {layer.scheme.name: layer.scheme for layer in self._multiplied()}
+        dtype = next(iter(self.masters.values())).dtype
+        return {name: materializer(scheme, dtype, self.device) for name, scheme in schemes.items()}
 
     def matrices(self) -> set[str]:
         """Names of the masters that are matrices of the decoder: linear layers' weights and experts, no router and no
@@ -226,11 +262,6 @@ class LowBitModel(nn.Module):
         kept = {id(layer.master) for name, layer in self.linears.items() if name not in self._not_matrices}
         kept |= {id(master) for layer in self.experts.values() for master in layer.masters}
         return {name for name, master in self.masters.items() if id(master) in kept}
-
-
-def _kernel(layer: LowBitLinear | RoutedLowBitExperts) -> str:
-    assert layer.product is not None
-    return layer.product.name
 
 
 def _gradient_to(master: nn.Parameter):

@@ -1,8 +1,9 @@
 """A sparse mixture-of-experts block routed as the engine routes it.
 
-transformers takes a softmax over all experts, picks the K best, renormalizes them and rounds their weights to the
-compute dtype; vLLM picks the K best logits and takes a softmax over those, in fp32 to the end. Equal on paper, not in
-the last bits. The router itself stays in full precision: it is a linear layer no scheme quantizes.
+transformers takes a softmax over all experts in fp32, picks the K best, renormalizes them and rounds their weights to
+the compute dtype; vLLM picks the K best logits and takes a softmax over those, on CPUs in the compute dtype, on GPUs in
+fp32. Equal on paper, not in the last bits, and a token that goes to another expert is off by more than bits. The router
+itself stays in full precision: it is a linear layer no scheme quantizes.
 
 Axes: B sequences, T tokens, N = B·T, K experts a token, E experts, H hidden columns.
 """
@@ -14,16 +15,17 @@ from torch import nn
 class EngineMoeBlock(nn.Module):
     """Router and experts of one layer, for models that route by softmax over the logits.
 
-    renormalize: whether a token's K weights sum to one. replayed: experts to use instead of the K best, int64 [N, K];
-    their weights still come from this model's logits.
+    decoder_layer: number of the layer. renormalize: whether a token's K weights sum to one. replayed: experts to use
+    instead of the K best, integer [N, K], -1 where the K best are; their weights still come from this model's logits.
     """
 
-    def __init__(self, block: nn.Module, renormalize: bool):
+    def __init__(self, block: nn.Module, decoder_layer: int, renormalize: bool):
         super().__init__()
         router = block.get_submodule("gate")
         self.gate: nn.Module = _linear(router.weight)  # type: ignore[arg-type]
         self.experts: nn.Module = block.get_submodule("experts")
         self.top_k: int = router.top_k  # type: ignore[assignment]
+        self.decoder_layer = decoder_layer
         self.renormalize = renormalize
         self.replayed: torch.Tensor | None = None
 
@@ -39,15 +41,18 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits: compute dtype [N, E] → weights fp32 [N, K] and experts int64 [N, K].
 
-    chosen: int64 [N, K], experts that were picked elsewhere; None picks the K largest logits.
+    chosen: integer [N, K], experts that were picked elsewhere; -1, or None for all, picks the K largest logits.
     Source: vLLM `CPURouter` and `topk_softmax`.
     """
-    logits = logits.to(torch.float32)
-    index = logits.topk(top_k, dim=-1).indices if chosen is None else chosen
+    # In the compute dtype and unsorted, as vLLM asks on CPUs: among equal logits the same experts win.
+    index = logits.topk(top_k, dim=-1, sorted=False).indices
+    if logits.device.type != "cpu":
+        logits = logits.to(torch.float32)
+    if chosen is not None:
+        index = torch.where(chosen < 0, index, chosen.to(index.dtype))
     picked = logits.gather(-1, index)
-    if renormalize:
-        return picked.softmax(-1), index
-    return (picked - logits.logsumexp(-1, keepdim=True)).exp(), index
+    weights = picked.softmax(-1) if renormalize else (picked - logits.logsumexp(-1, keepdim=True)).exp()
+    return weights.to(torch.float32), index
 
 
 def _linear(weight: nn.Parameter) -> nn.Linear:

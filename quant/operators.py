@@ -123,9 +123,9 @@ def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype) -> None
     if reason:
         raise OperatorError(f"engine operators: {reason}; set learner.operators to 'transformers' or 'auto'")
     decoder = model.base_model
-    for layer in decoder.layers:  # type: ignore[union-attr]
+    for number, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
         if hasattr(layer.mlp, "experts"):
-            layer.mlp = EngineMoeBlock(layer.mlp, getattr(model.config, "norm_topk_prob", True))
+            layer.mlp = EngineMoeBlock(layer.mlp, number, getattr(model.config, "norm_topk_prob", True))
     decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, dtype) for layer in decoder.layers)  # type: ignore[union-attr]
     decoder.norm = EngineRMSNorm(decoder.norm)  # type: ignore[arg-type]
 

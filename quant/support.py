@@ -5,16 +5,19 @@ vLLM's, so the answer, and the words of a refusal, are vLLM's own.
 """
 
 import functools
+import math
 import warnings
 from dataclasses import dataclass
 
 import torch
 
+from quant.expert_weights import materialize_experts
 from quant.kernels import KernelError, make_factory
+from quant.layout import ExpertLayout, ExpertsShape
 from quant.materialize import materialize
 from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
-_LAYER = "a small layer"
+_LAYER, _EXPERTS = "a small layer", "small.experts"
 _SHAPE = (256, 256)
 _TOKENS = 4
 _LONGEST_REASON = 500
@@ -42,45 +45,70 @@ class Support:
 
 
 @functools.cache
-def support(scheme: str, dtype: torch.dtype, family: str) -> Support:
+def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False) -> Support:
     """Whether `family` ("vllm" is the engine's; else a learner's, see `KERNELS`) runs the named scheme in `dtype`.
 
-    Imports vLLM for "vllm" and "auto", which takes seconds. Leaves torch's random state alone.
+    experts: ask for routed experts instead of a linear layer. Imports vLLM for "vllm" and "auto", which takes seconds.
+    Leaves torch's random state alone.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = get_scheme(scheme)
-    rows, columns = _SHAPE
-    master = torch.linspace(-1.0, 1.0, rows * columns, device=device).sin().view(_SHAPE)
+    columns = _SHAPE[1]
     x = torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device).cos().view(_TOKENS, columns).to(dtype)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            product = make_factory(family, dtype)(_LAYER, materialize(master, found, dtype), None)
-            y = product(x)
+            kernel, y = (_multiply_experts if experts else _multiply)(x, found, family)
     except KernelError as error:
-        return Support("", str(error).removeprefix(f"layer {_LAYER!r}: "))
+        return Support("", str(error).removeprefix(f"layer {_EXPERTS if experts else _LAYER!r}: "))
     except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:  # what vLLM refuses with
         return Support("", _in_words(found, error))
     if not torch.isfinite(y).all():
-        return Support("", f"{product.name} returned NaN or infinity for a small layer")
-    return Support(product.name, _other_arithmetic(found, product.name))
+        return Support("", f"{kernel} returned NaN or infinity for a small layer")
+    return Support(kernel, _other_arithmetic(found, kernel))
 
 
-def why_not(scheme: str, dtype: torch.dtype, family: str = "vllm") -> str:
+def _multiply(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
+    """The kernel's name and its product of x with a small layer."""
+    weight = materialize(_master(_SHAPE, x.device), scheme, x.dtype)
+    product = make_factory(family, x.dtype)(_LAYER, weight, None)
+    return product.name, product(x)
+
+
+def _multiply_experts(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
+    """As `_multiply`, of two small experts that see every token."""
+    count, columns = 2, _SHAPE[1]
+    shape = ExpertsShape(count, count, columns, columns, "silu", ExpertLayout())
+    gate_up = _master((count, 2 * columns, columns), x.device)
+    weights = materialize_experts(gate_up, _master((count, columns, columns), x.device), scheme, x.dtype, _EXPERTS)
+    product = make_factory(family, x.dtype).experts(_EXPERTS, shape, weights)
+    index = torch.arange(count, device=x.device).expand(len(x), count)
+    return product.name, product(x, torch.full(index.shape, 0.5, device=x.device), index)
+
+
+def _master(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.linspace(-1.0, 1.0, math.prod(shape), device=device).sin().view(shape)
+
+
+def why_not(scheme: str, dtype: torch.dtype, family: str = "vllm", experts: bool = False) -> str:
     """Why `family` cannot run the named scheme on this machine; "" where it can."""
-    return support(scheme, dtype, family).reason
+    return support(scheme, dtype, family, experts).reason
 
 
-def require_support(scheme: Scheme, dtype: torch.dtype, family: str) -> None:
-    """Raise `SchemeError` where the engine, or the learner's kernel family, cannot run `scheme` on this machine."""
+def require_support(scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False) -> None:
+    """Raise `SchemeError` where the engine, or the learner's kernel family, cannot run `scheme` on this machine.
+
+    experts: for routed experts, which need kernels of their own.
+    """
     if scheme.quantization is None:
         return
     for user, kernels in (("engine", "vllm"), ("learner", family)):
-        reason = why_not(scheme.name, dtype, kernels)
+        reason = why_not(scheme.name, dtype, kernels, experts)
         if reason:
-            able = [name for name in SCHEMES if not why_not(name, dtype) and not why_not(name, dtype, family)]
+            able = [n for n in SCHEMES if not any(why_not(n, dtype, f, experts) for f in ("vllm", family))]
+            of = " for a mixture of experts" if experts else ""
             raise SchemeError(
-                f"scheme {scheme.name!r} cannot run in the {user} on this machine ({dtype}): {reason}; "
+                f"scheme {scheme.name!r} cannot run in the {user} on this machine{of} ({dtype}): {reason}; "
                 f"schemes that can: {', '.join(map(repr, able))}"
             )
 

@@ -55,6 +55,12 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def expert_modules(model: PreTrainedModel) -> list[str]:
+    """Checkpoint names of the modules that hold routed experts ("model.layers.0.mlp.experts")."""
+    layout = expert_layout(model.config.model_type)
+    return [layout.checkpoint_name(name) for name, _ in fused_experts(model)]
+
+
 def router_names(experts: dict[str, nn.Module]) -> list[str]:
     """The routers beside these fused experts, by module name."""
     return [f"{name.rpartition('.')[0]}.gate" for name in experts]

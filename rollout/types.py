@@ -1,6 +1,7 @@
 """What passes between sampling and learning. Imports neither torch nor vllm."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Completion:
 
     token_ids: generated tokens, the end token included when sampled. logprobs: the sampler's log-prob of each,
     in nats, computed in fp32. weight_version: of the weights that sampled it. finish_reason: "stop" or "length".
+    experts: numpy integer [tokens of prompt and response that were routed, decoder layers, experts a token], or None
+    where the engine was not asked for them.
     """
 
     token_ids: tuple[int, ...]
@@ -25,6 +28,7 @@ class Completion:
     text: str
     weight_version: int
     finish_reason: str
+    experts: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

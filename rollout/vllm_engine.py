@@ -19,7 +19,8 @@ _WORKER_EXTENSION = "rollout.vllm_plugin.worker.WorkerExtension"
 @dataclass(frozen=True)
 class VllmOptions:
     """dtype: "bfloat16" or "float16". max_model_len: prompt + completion tokens. kv_cache_gib: CPU key/value cache
-    size in GiB. memory_share: of the device's memory vLLM may plan with. seed: engine default, unused by seeded calls.
+    size in GiB. memory_share: of the device's memory vLLM may plan with. router_replay: return the experts that each
+    token was routed to.
     """
 
     dtype: str = "bfloat16"
@@ -30,6 +31,7 @@ class VllmOptions:
     prefix_caching: bool = True
     enforce_eager: bool = True
     logging_level: str = "ERROR"
+    router_replay: bool = False
 
 
 def prepare_environment(options: VllmOptions) -> None:
@@ -60,6 +62,11 @@ class VllmEngine:
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         if VllmEngine._open:
             raise EngineError("vLLM's groups and contexts are global: one engine a process; close the open one first")
+        if options.router_replay and not torch.cuda.is_available():
+            raise EngineError(
+                "rollout.router_replay: vLLM returns expert choices through its V2 model runner alone, which needs "
+                "Triton and so a GPU; set it to false on this machine"
+            )
         self.weight_version = 0
         self._half_loaded = False
         try:
@@ -76,6 +83,7 @@ class VllmEngine:
                 worker_extension_cls=_WORKER_EXTENSION,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
+                enable_return_routed_experts=options.router_replay,
             )
         except Exception as error:
             raise EngineError(
@@ -115,6 +123,7 @@ class VllmEngine:
             output.text,
             self.weight_version,
             output.finish_reason or "unknown",
+            output.routed_experts,
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -1,11 +1,13 @@
 """Configuration: every shipped file parses, every mistake is quoted back with its remedy."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from qarl.config import ConfigError, RunConfig, field_paths, load_config
+from qarl.config_objectives import AnyObjective
 from qarl.run_folder import FIXED_FIELDS, resumed_config
 from qarl.shipped import config_file, default_config, shipped_names
 
@@ -17,9 +19,11 @@ def test_every_shipped_file_parses(name: str):
 
 def test_paper_file_holds_the_papers_numbers():
     config = load_config(config_file("paper"), {})
-    objective, optimizer = config.learner.objective, config.learner.optimizer
-    assert (objective.epsilon_high, objective.delta_high, objective.delta_low) == (4e-4, 7e-4, 3e-4)
-    assert (objective.mismatch_cap, config.rollout.samples) == (2.0, 8)
+    learner, optimizer = config.learner, config.learner.optimizer
+    bounds = {"epsilon_high": 4e-4, "delta_high": 7e-4, "delta_low": 3e-4}
+    assert learner.objective.model_dump() == {"name": "tbpo", **bounds}
+    assert learner.correction.model_dump() == {"name": "geometric", "cap": 2.0}
+    assert config.rollout.samples == 8
     assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("muon", 1e-6, 0.01)
 
 
@@ -43,7 +47,37 @@ def test_every_field_is_described():
         ({"lerner.aligned": "false"}, r"unknown option --lerner\.aligned"),
         ({"steps": "0"}, r"steps: .*greater than or equal to 1 \(given: 0\)"),
         ({"dtype": "bfloat32"}, r"dtype: .*'bfloat16' or 'float16'.*given: 'bfloat32'"),
-        ({"learner.objective.name": "ppo"}, r"learner\.objective\.name: .*'tbpo' or 'grpo'"),
+        (
+            {"learner.objective.name": "ppo"},
+            r"learner\.objective: name 'ppo' is no objective; choose one of tbpo, grpo",
+        ),
+        (
+            {"learner.objective.clip_low": "0.1"},
+            r"learner\.objective: 'clip_low' is an option of grpo, .* not of objective 'tbpo', which takes",
+        ),
+        ({"learner.objective.name": "sapo", "learner.objective.tau": "2"}, r"unknown option --learner\.objective\.tau"),
+        ({"learner.objective.name": "grpo", "learner.objective.clip_low": "2"}, r"objective\.clip_low: .*less than 1"),
+        (
+            {"learner.correction.name": "none", "learner.correction.cap": "2"},
+            r"'cap' is an option of token_tis, .*'none'",
+        ),
+        (
+            {"learner.correction.name": "geometric", "learner.correction.ratio_from": "sampler"},
+            r"'ratio_from' is an option of none, token_mis, sequence_mis, not of correction 'geometric'",
+        ),
+        ({"learner.kl.coefficient": "0.1"}, r"'coefficient' is an option of k1, k2, k3, not of KL penalty 'none'"),
+        ({"learner.objective.name": "on_policy"}, r"one update a batch, but learner\.mini_batches is 2; set it to 1"),
+        ({"learner.objective.name": "sapo", "learner.ratio_fix": "no_clip"}, r"'sapo' cuts none; set it to 'none'"),
+        ({"learner.ratio_fix": "shadow_forward"}, r"learner\.aligned true the forward has that precision already"),
+        (
+            {
+                "learner.objective.name": "on_policy",
+                "learner.mini_batches": "1",
+                "learner.correction.name": "none",
+                "learner.correction.ratio_from": "sampler",
+            },
+            r"'on_policy' has no ratio, so learner\.correction\.ratio_from 'sampler' would do nothing",
+        ),
         ({"learner.mini_batches": "9", "rollout.prompts": "8"}, r"mini_batches 9 is more than rollout\.prompts 8"),
         ({"learner.micro_batch_tokens": "10"}, r"micro_batch_tokens 10 is less than one longest sequence"),
     ],
@@ -51,6 +85,31 @@ def test_every_field_is_described():
 def test_wrong_values_are_quoted(overrides: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=message):
         load_config(config_file("tiny-qwen3"), overrides)
+
+
+def test_objectives_bring_their_own_defaults():
+    """Correction and aggregation follow the objective where they are not named, and stay where they are. Naming another
+    objective than the file drops the file's options, which were for the other; so does naming another correction."""
+    file = config_file("tiny-qwen3")
+    grpo = load_config(file, {"learner.objective.name": "grpo"}).learner
+    assert grpo.objective.model_dump() == {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2}
+    assert (grpo.correction.name, grpo.aggregation.name) == ("token_tis", "seq-mean-token-mean")
+    same = load_config(file, {"learner.objective.name": "tbpo"}).learner
+    assert same.objective.model_dump()["epsilon_high"] == 0.1
+    dapo = load_config(file, {"learner.objective.name": "dapo", "learner.correction.cap": "3"}).learner
+    assert dapo.correction.model_dump() == {"name": "token_tis", "cap": 3.0}
+    assert dapo.aggregation.name == "token-mean"
+    bypass = load_config(file, {"learner.objective.name": "pg_seq_is"}).learner
+    assert bypass.correction.model_dump() == {"name": "none", "ratio_from": "sampler"}
+    masked = load_config(config_file("paper"), {"learner.correction.name": "sequence_mis"}).learner
+    assert masked.correction.model_dump() == {"name": "sequence_mis", "cap": 2.0, "floor": 0.0, "ratio_from": "learner"}
+
+
+@pytest.mark.parametrize("name", [name for section in get_args(AnyObjective) for name in section.names()])
+def test_every_objective_round_trips_as_a_run_folder_writes_it(tmp_path: Path, name: str):
+    config = load_config(None, {"learner.objective.name": name, "learner.mini_batches": "1"})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(tmp_path / "c.yaml", {}) == config
 
 
 @pytest.mark.parametrize(
@@ -85,7 +144,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     other = {
         "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3",
         "task.name": "gcd", "task.options": "{a: 1}", "task.reward": "m:f", "rollout.prompts": "16",
-        "rollout.samples": "4", "rollout.max_new_tokens": "9",
+        "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.dynamic_sampling": "2",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
     }  # fmt: skip
     file = config_file("tiny-qwen3")

@@ -13,7 +13,8 @@ from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch
-from qarl.config import LearnerConfig
+from learner.objectives import OBJECTIVES
+from qarl.config import ConfigError, LearnerConfig
 from quant.kernels import make_factory
 from quant.model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
@@ -50,12 +51,15 @@ def make_learner(
     kernel: str = "reference",
     seed: int = 0,
     operators: str = "auto",
+    reference: LowBitModel | None = None,
     **config: Any,
 ) -> Learner:
     factory = make_factory(kernel, dtype)
-    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), dtype, factory, operators=operators)
+    aligned = config.get("aligned", True)
+    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), dtype, factory, aligned, operators)
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
-    return Learner(model, LearnerConfig.model_validate({"mini_batches": 2, "optimizer": optimizer, **config}))
+    settings = LearnerConfig.model_validate({"mini_batches": 2, "optimizer": optimizer, **config})
+    return Learner(model, settings, reference)
 
 
 def make_groups(seed: int = 0) -> list[Group]:
@@ -144,15 +148,23 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
     return seen, learner.learn(batch, seed=3)
 
 
-@pytest.mark.parametrize("objective", ["tbpo", "grpo"])
+@pytest.mark.parametrize(
+    ("objective", "aggregation"),
+    [("tbpo", "seq-mean-token-mean"), ("grpo", "seq-mean-token-mean"), ("dapo", "token-mean"), ("gspo", "seq-sum")],
+)
 @pytest.mark.parametrize("mini_batches", [1, 3])
-def test_accumulation_changes_nothing(objective: str, mini_batches: int):
+def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_batches: int):
     """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the gradients and the mean
-    statistics of one forward over all of it. Derivation: each sequence's loss is divided by the mini-batch's size,
-    wherever it is computed. Float32 and no steps, so that only the order of sums differs."""
+    statistics of one forward over all of it. Derivation: each sequence's loss is divided by the mini-batch's size
+    (token-mean: by its tokens), wherever it is computed. Float32 and no steps, so that only the order of sums
+    differs."""
 
     def run(budget: int):
-        settings = {"objective": {"name": objective}, "optimizer": {"grad_clip": 1e9}}
+        settings = {
+            "objective": {"name": objective},
+            "aggregation": {"name": aggregation},
+            "optimizer": {"grad_clip": 1e9},
+        }
         learner = make_learner(dtype=torch.float32, micro_batch_tokens=budget, mini_batches=mini_batches, **settings)
         return gradients_of_learning(learner, batch_of())
 
@@ -332,6 +344,77 @@ def test_a_batch_without_reward_differences_teaches_nothing():
     stats = learner.learn(make_batch(groups, 0), seed=0)
     assert (stats.updates, stats.skipped, stats.loss, stats.grad_norm) == (0, 0, 0.0, 0.0)
     assert stats.entropy > 0 and all_equal(masters_of(learner), before)
+
+
+def test_every_objective_learns_and_resumes():
+    """Contract: each objective updates the masters with numbers that are finite, and moves them elsewhere than TBPO."""
+    ends = {}
+    for name in OBJECTIVES:
+        learner = make_learner(objective={"name": name}, mini_batches=1)
+        stats = learner.learn(batch_of(), seed=0)
+        assert (stats.updates, stats.skipped) == (1, 0), name
+        assert all(math.isfinite(v) for k, v in dataclasses.asdict(stats).items() if k != "mismatch"), name
+        ends[name] = masters_of(learner)
+    assert not all_equal(ends["tbpo"], ends["grpo"]) and not all_equal(ends["tbpo"], ends["pg_seq_is"])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_kl_penalty_holds_the_policy_near_its_start(kind: str):
+    """The reference is a policy of its own: KL is 0 before the first update, positive after some, and smaller under a
+    large coefficient than under a negligible one; the reference's masters stay as they were."""
+    batch, kl = batch_of(), {}
+    for coefficient in (1e-6, 100.0):
+        reference = make_learner().model
+        learner = make_learner(mini_batches=1, kl={"name": kind, "coefficient": coefficient}, reference=reference)
+        before = {n: p.detach().clone() for n, p in reference.masters.items()}
+        assert learner.learn(batch, seed=0).kl == 0.0
+        for seed in range(1, 5):
+            learner.learn(batch, seed=seed)
+        difference = (learner.logprobs(batch)[0] - reference_logprobs(reference, batch))[batch.response]
+        kl[coefficient] = float(difference.square().mean())
+        assert all(torch.equal(p, before[n]) and p.grad is None for n, p in reference.masters.items())
+    assert 0 < kl[100.0] < kl[1e-6]
+
+
+def reference_logprobs(reference: LowBitModel, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        return token_logprobs(reference, batch.tokens, batch.response)[0]
+
+
+@pytest.mark.parametrize("given_one", [True, False])
+def test_a_reference_is_needed_exactly_where_a_penalty_is(given_one: bool):
+    config: dict[str, Any] = {} if given_one else {"kl": {"name": "k3"}}
+    with pytest.raises(ConfigError, match=r"learner\.kl\.name is .* reference policy"):
+        make_learner(reference=make_learner().model if given_one else None, **config)
+
+
+def test_a_shadow_forward_takes_ratios_from_the_published_codes():
+    """A plain learner under a W4A16 sampler whose log-probs are those of the codes: its own forward differs from them
+    (β), so a bypass ratio is off 1 and clips although no update came before; with the shadow forward β is 0 and nothing
+    is clipped, in the first update, while the gradient stays that of the plain forward, up to the ratio that
+    weights it."""
+    bypass = {"name": "none", "ratio_from": "sampler"}
+    found = {}
+    for fix in ("none", "shadow_forward"):
+        learner = make_learner(
+            aligned=False, mini_batches=1, objective={"name": "grpo"}, correction=bypass, ratio_fix=fix
+        )
+        batch = batch_of()
+        with learner.model.published_forward():
+            sampler, _ = learner.logprobs(batch)
+        batch = dataclasses.replace(batch, sampler_logprobs=sampler)
+        found[fix] = gradients_of_learning(learner, batch)
+    (plain,), stats = found["none"]
+    (shadow,), fixed = found["shadow_forward"]
+    assert stats.clipped == stats.phantom_clipped > 0.1 and stats.mismatch.mean_abs > 0.01
+    assert fixed.clipped == fixed.phantom_clipped == 0.0 and fixed.mismatch.mean_abs == 0.0
+    assert not all_equal(plain, shadow)
+    on_policy = make_learner(
+        aligned=False, mini_batches=1, objective={"name": "on_policy"}, correction={"name": "none"}
+    )
+    (expected,), _ = gradients_of_learning(on_policy, batch_of())
+    for name, gradient in shadow.items():  # ratio 1 in value: REINFORCE of the plain forward
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-9, name
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.25])

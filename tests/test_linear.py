@@ -294,7 +294,7 @@ def test_products_torch_does_not_have_are_refused(scheme: str):
     with pytest.raises(
         KernelError, match=r"layer 'model\.layers\.1\.mlp\.up_proj': kernel 'torch' has no .*'reference'"
     ):
-        make_linear(scheme, "torch")
+        make_linear(scheme, "torch")(normal(2, 256, seed=0).bfloat16())
 
 
 @no_cuda

@@ -1,42 +1,83 @@
-"""Objectives by hand, and the parts around them: advantages, batching, mismatch, loss scale, optimizer."""
+"""Every objective, correction, aggregation, penalty and remedy by hand: values and gradients."""
 
-import io
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from learner.advantages import group_advantages
-from learner.batching import Batch, make_batch, micro_batches, mini_batches
-from learner.corrections import sequence_log_ratio, sequence_mean, sequence_mismatch_weight, token_mismatch_weight
-from learner.mismatch import measure_mismatch
+from learner.aggregation import Totals, over_tokens
+from learner.corrections import correction
+from learner.kl import kl_estimate
+from learner.loss import LossInput, policy_loss
 from learner.objectives import OBJECTIVES, ObjectiveInput
-from learner.optim import MasterOptimizer, lr_factor
-from learner.precision import LossScale
-from qarl.config import ObjectiveConfig, OptimizerConfig
-from rollout.types import Completion, Group, Prompt
+from learner.ratio_fix import shadowed
+from learner.ratios import sequence_log_ratio, sequence_mean
+from qarl.config import LearnerConfig
+from qarl.config_objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
 
-CONFIG = ObjectiveConfig(epsilon_high=0.2, delta_high=0.3, delta_low=0.1, mismatch_cap=2.0, clip_low=0.2, clip_high=0.3)
 Rows = Sequence[Sequence[float]]
+CORRECTIONS = [name for section in get_args(AnyCorrection) for name in section.names()]
+AGGREGATIONS = [name for section in get_args(AnyAggregation) for name in section.names()]
+CLIPPING = [section.names()[0] for section in get_args(AnyObjective) if section.clip_bounds]
+TBPO = {"name": "tbpo", "epsilon_high": 0.2, "delta_high": 0.3, "delta_low": 0.1}
+GRPO = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.3}
 
 
-def objective_input(cur_old: Rows, old_sampler: Rows, advantages: Sequence[float]) -> ObjectiveInput:
+def learner_config(objective: str | dict[str, Any], **options: Any) -> LearnerConfig:
+    chosen = {"name": objective} if isinstance(objective, str) else objective
+    return LearnerConfig.model_validate({"objective": chosen, "mini_batches": 1, **options})
+
+
+def loss_input(cur_old: Rows, old_sampler: Rows, advantages: Sequence[float], dtype=torch.float32) -> LossInput:
     """Log-probs with the given differences per token; rows may differ in length (the rest is padding)."""
     longest = max(len(row) for row in cur_old)
     response = torch.zeros(len(cur_old), longest, dtype=torch.bool)
-    current, old, sampler = (torch.zeros(len(cur_old), longest, dtype=torch.float32) for _ in range(3))
+    current, old, sampler = (torch.zeros(len(cur_old), longest, dtype=dtype) for _ in range(3))
     for b, (upper, lower) in enumerate(zip(cur_old, old_sampler, strict=True)):
         for t, (up, low) in enumerate(zip(upper, lower, strict=True)):
             response[b, t] = True
             old[b, t] = -1.0 - 0.25 * t - 0.5 * b
             current[b, t] = old[b, t] + up
             sampler[b, t] = old[b, t] - low
-    return ObjectiveInput(current.requires_grad_(), old, sampler, response, torch.tensor(advantages))
+    advantage = torch.tensor(advantages, dtype=dtype)
+    return LossInput(current.requires_grad_(), old, sampler, None, response, advantage)
+
+
+def random_input(seed: int, lengths: Sequence[int] = (4, 1, 7, 3), spread: float = 0.3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows() -> list[list[float]]:
+        return [(torch.randn(n, generator=generator) * spread).tolist() for n in lengths]
+
+    return loss_input(rows(), rows(), torch.randn(len(lengths), generator=generator).tolist(), dtype)
+
+
+def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-sequence token means of loss and clipped share, [B] each."""
+    weight = correction(given.old, given.sampler, given.response, config.correction).weight
+    proximal = given.sampler if ratio_from(config.correction) == "sampler" else given.old
+    inputs = ObjectiveInput(given.current, proximal, weight, given.response, given.advantages)
+    result = OBJECTIVES[config.objective.name](inputs, config.objective)
+    return over_tokens(result.loss, given.response), over_tokens(result.clipped.float(), given.response)
+
+
+def gradient(loss: torch.Tensor, given: LossInput) -> torch.Tensor:
+    (found,) = torch.autograd.grad(loss, given.current)
+    return found
+
+
+def totals(given: LossInput) -> Totals:
+    return Totals(len(given.response), int(given.response.sum()))
+
+
+def test_the_switch_has_every_objective_of_the_configuration():
+    assert list(OBJECTIVES) == [name for section in get_args(AnyObjective) for name in section.names()]
 
 
 @pytest.mark.parametrize(
@@ -62,20 +103,17 @@ def test_tbpo_by_hand(advantage: float, mean_up: float, banded: float, inside: b
     band each of the T tokens gets -w̃ · r · A / T and outside none does. Per-token differences are uneven on purpose:
     only their mean (over T = 4) may count."""
     spread = [0.3, -0.5, 0.1, 0.1]  # sums to zero
-    given_ = objective_input([[mean_up + s for s in spread]], [[mean_low - 2 * s for s in spread]], [advantage])
-    result = OBJECTIVES["tbpo"](given_, CONFIG)
-    result.loss.sum().backward()
-    assert result.loss.shape == (1,) and result.loss.item() == pytest.approx(-weight * banded * advantage, rel=2e-6)
-    assert result.clipped.tolist() == [0.0 if inside else 1.0]
-    assert result.log_ratio.item() == pytest.approx(mean_up, abs=1e-6) and not result.log_ratio.requires_grad
+    given_ = loss_input([[mean_up + s for s in spread]], [[mean_low - 2 * s for s in spread]], [advantage])
+    share = policy_loss(given_, learner_config(TBPO), totals(given_))
+    assert share.loss.item() == pytest.approx(-weight * banded * advantage, rel=2e-6)
+    assert share.clipped == (0.0 if inside else 1.0) and share.corrected == float(abs(mean_low) > math.log(2))
+    assert share.log_ratio == pytest.approx(abs(mean_up), abs=1e-6) and share.phantom_clipped == share.kl == 0.0
     slope = -weight * math.exp(mean_up) * advantage / 4 if inside else 0.0
-    assert given_.current.grad is not None
-    assert given_.current.grad[0].tolist() == pytest.approx([slope] * 4, rel=5e-6, abs=1e-12)
+    assert gradient(share.loss, given_)[0].tolist() == pytest.approx([slope] * 4, rel=5e-6, abs=1e-12)
 
 
 def test_tbpos_published_bounds_are_on_ratios():
     """With the defaults 4e-4, 7e-4, 3e-4: mean log-ratios 1e-5 inside each bound pass, 1e-5 outside are cut."""
-    config = ObjectiveConfig()
     step = 1e-5
     above, below = math.log(1.0007), math.log(1 - 3e-4)
     cases = [
@@ -87,12 +125,10 @@ def test_tbpos_published_bounds_are_on_ratios():
         (-1.0, below + step, 0.0),
         (-1.0, below - step, 1.0),
     ]
-    given_ = objective_input([[up, up] for _, up, _ in cases], [[0.0, 0.0]] * 7, [a for a, _, _ in cases])
-    result = OBJECTIVES["tbpo"](given_, config)
-    assert result.clipped.tolist() == [cut for _, _, cut in cases]
-    result.loss.sum().backward()
-    assert given_.current.grad is not None
-    assert [float(not g.any()) for g in given_.current.grad] == [cut for _, _, cut in cases]
+    given_ = loss_input([[up, up] for _, up, _ in cases], [[0.0, 0.0]] * 7, [a for a, _, _ in cases])
+    loss, clipped = evaluate(given_, learner_config("tbpo"))
+    assert clipped.tolist() == [cut for _, _, cut in cases]
+    assert [float(not g.any()) for g in gradient(loss.sum(), given_)] == [cut for _, _, cut in cases]
 
 
 def test_grpo_by_hand():
@@ -101,20 +137,164 @@ def test_grpo_by_hand():
     A = -2: e^0.1, e^0.5 (min keeps it: not cut), e^-0.5 (cut to 0.8), 1. Weights: e^0.2, 2 (e^1 capped), e^-1 (not
     capped from below), 1. Gradient of a kept token: -w_t r_t A / 4; of a cut one: 0."""
     ups, lows = [0.1, 0.5, -0.5, 0.0], [0.2, 1.0, -1.0, 0.0]
-    given_ = objective_input([ups, ups], [lows, lows], [2.0, -2.0])
-    result = OBJECTIVES["grpo"](given_, CONFIG)
-    result.loss.sum().backward()
+    given_ = loss_input([ups, ups], [lows, lows], [2.0, -2.0])
+    loss, clipped = evaluate(given_, learner_config(GRPO))
     w = [math.exp(0.2), 2.0, math.exp(-1.0), 1.0]
     r = [math.exp(0.1), math.exp(0.5), math.exp(-0.5), 1.0]
     positive = -2.0 * (w[0] * r[0] + w[1] * 1.3 + w[2] * r[2] + w[3]) / 4
     negative = 2.0 * (w[0] * r[0] + w[1] * r[1] + w[2] * 0.8 + w[3]) / 4
-    assert result.loss.tolist() == pytest.approx([positive, negative], rel=2e-6)
-    assert result.clipped.tolist() == [0.25, 0.25]
-    assert result.log_ratio.tolist() == pytest.approx([0.025, 0.025], abs=1e-6)
-    assert given_.current.grad is not None
+    assert loss.tolist() == pytest.approx([positive, negative], rel=2e-6)
+    assert clipped.tolist() == [0.25, 0.25]
     slopes = [-2.0 * a * b / 4 for a, b in zip(w, r, strict=True)]
-    assert given_.current.grad[0].tolist() == pytest.approx([slopes[0], 0.0, slopes[2], slopes[3]], rel=5e-6)
-    assert given_.current.grad[1].tolist() == pytest.approx([-slopes[0], -slopes[1], 0.0, -slopes[3]], rel=5e-6)
+    found = gradient(loss.sum(), given_)
+    assert found[0].tolist() == pytest.approx([slopes[0], 0.0, slopes[2], slopes[3]], rel=5e-6)
+    assert found[1].tolist() == pytest.approx([-slopes[0], -slopes[1], 0.0, -slopes[3]], rel=5e-6)
+
+
+def sapo_gate(r: float, tau: float) -> tuple[float, float]:
+    gate = 1 / (1 + math.exp(-tau * (r - 1)))
+    return 4 / tau * gate, 4 * gate * (1 - gate)
+
+
+# One token of ratio r and advantage A: (options, r, A, value of J, its slope dJ/dr; both 0 in A's sign where cut).
+ONE_TOKEN: list[tuple[dict[str, Any], float, float, float, float]] = [
+    ({"name": "dapo"}, 1.27, 2.0, 2 * 1.27, 2.0),
+    ({"name": "dapo"}, 1.29, 2.0, 2 * 1.28, 0.0),
+    ({"name": "dapo"}, 0.79, -2.0, -2 * 0.8, 0.0),
+    ({"name": "dapo"}, 9.0, -2.0, -18.0, -2.0),
+    ({"name": "positive_grpo"}, 1.1, 2.0, 2.2, 2.0),
+    ({"name": "positive_grpo"}, 1.3, 2.0, 2.4, 0.0),
+    ({"name": "positive_grpo"}, 0.1, 2.0, 0.2, 2.0),
+    ({"name": "positive_grpo"}, 1.1, -2.0, 0.0, 0.0),
+    ({"name": "dual_clip"}, 1.3, 2.0, 2.4, 0.0),
+    ({"name": "dual_clip"}, 5.0, 2.0, 2.4, 0.0),
+    ({"name": "dual_clip"}, 2.9, -2.0, -5.8, -2.0),
+    ({"name": "dual_clip"}, 3.1, -2.0, -6.0, 0.0),
+    ({"name": "dual_clip"}, 0.7, -2.0, -1.6, 0.0),
+    ({"name": "gspo"}, 1.0003, 2.0, 2 * 1.0003, 2.0),
+    ({"name": "gspo"}, 1.0005, 2.0, 2 * 1.0004, 0.0),
+    ({"name": "gspo"}, 0.9998, -2.0, -2 * 0.9998, -2.0),
+    ({"name": "gspo"}, 0.9996, -2.0, -2 * 0.9997, 0.0),
+    ({"name": "gspo"}, 50.0, -2.0, -100.0, -2.0),
+    ({"name": "gspo_dual_clip"}, 1.0005, 2.0, 2 * 1.0004, 0.0),
+    ({"name": "gspo_dual_clip"}, 2.9, -2.0, -5.8, -2.0),
+    ({"name": "gspo_dual_clip"}, 3.1, -2.0, -6.0, 0.0),
+    ({"name": "sapo"}, 1.0, 2.0, 2 * 2 / 1.0, 2.0),
+    ({"name": "sapo"}, 1.7, 2.0, 2 * sapo_gate(1.7, 1.0)[0], 2 * sapo_gate(1.7, 1.0)[1]),
+    ({"name": "sapo"}, 0.4, -3.0, -3 * sapo_gate(0.4, 1.05)[0], -3 * sapo_gate(0.4, 1.05)[1]),
+    ({"name": "cispo"}, 4.9, 2.0, 9.8, 2.0),
+    ({"name": "cispo"}, 8.0, 2.0, 10.0, 2 * 5 / 8),  # capped, but the gradient 5 A ∇log π stays
+    ({"name": "cispo"}, 0.01, -2.0, -0.02, -2.0),
+    ({"name": "on_policy"}, 1.0, -2.0, -2.0, -2.0),
+    ({"name": "pg_seq_is"}, 7.0, -2.0, -14.0, -2.0),
+]
+
+
+@pytest.mark.parametrize(("objective", "r", "advantage", "value", "slope"), ONE_TOKEN)
+def test_objectives_of_one_token_by_hand(
+    objective: dict[str, Any], r: float, advantage: float, value: float, slope: float
+):
+    """For a response of one token every ratio is r = π_cur/π_old. Without a correction the loss is -J, and its gradient
+    to log π_cur is -r dJ/dr."""
+    given_ = loss_input([[math.log(r)]], [[0.0]], [advantage], torch.float64)
+    loss, _ = evaluate(given_, learner_config(objective, correction={"name": "none"}))
+    assert loss.item() == pytest.approx(-value, rel=1e-12, abs=1e-12)
+    assert gradient(loss.sum(), given_).item() == pytest.approx(-r * slope, rel=1e-9, abs=1e-12)
+
+
+def numerical_gradient(function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor) -> torch.Tensor:
+    """Central differences in float64."""
+    found = torch.zeros_like(at)
+    for index in itertools.product(*map(range, at.shape)):
+        moved = [at.detach().clone() for _ in range(2)]
+        for copy, sign in zip(moved, (1, -1), strict=True):
+            copy[index] += sign * 1e-6
+        found[index] = (function(moved[0]) - function(moved[1])) / 2e-6
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip", "sapo"]
+)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradients_are_the_derivatives_of_the_values(name: str, aggregation: str):
+    """Finite differences of the whole loss, weights and aggregation and k3 penalty included, in float64. (Objectives
+    with detached weights have no such value; they are held to closed forms below.)"""
+    wide = {"epsilon_high": 0.1, "delta_high": 0.2, "delta_low": 0.1, "clip_low": 0.1, "clip_high": 0.1}
+    options = {k: v for k, v in wide.items() if k in OPTIONS[name]}
+    config = learner_config({"name": name, **options}, aggregation={"name": aggregation}, kl={"name": "k3"})
+    base = random_input(3)
+    given_ = replace(base, reference=base.sampler + 0.1 * base.response)
+
+    def loss(current: torch.Tensor) -> torch.Tensor:
+        return policy_loss(replace(given_, current=current), config, totals(given_)).loss
+
+    exact = gradient(loss(given_.current), given_)
+    assert exact.any()
+    torch.testing.assert_close(exact, numerical_gradient(loss, given_.current), rtol=1e-5, atol=1e-8)
+
+
+OPTIONS = {section.names()[0]: section.options() for section in get_args(AnyObjective)}
+
+
+@pytest.mark.parametrize("name", ["cispo", "on_policy", "pg_seq_is"])
+def test_reinforce_like_gradients_in_closed_form(name: str):
+    """-x_t A ∇log π_t with x_t = min(r_t, 5), 1, or the sequence's Π r_t against the sampler; averaged as their default
+    aggregation says: over all tokens, within responses, or summed within responses."""
+    given_ = random_input(5)
+    config = learner_config(name, **({} if name == "pg_seq_is" else {"correction": {"name": "none"}}))
+    current, response = given_.current.detach(), given_.response
+    B, N, T = len(response), int(response.sum()), response.sum(-1, keepdim=True)
+    factor, divisor = {
+        "cispo": ((current - given_.old).exp().clamp_max(5.0), torch.tensor(N)),
+        "on_policy": (torch.ones_like(current), B * T),
+        "pg_seq_is": (((current - given_.sampler) * response).sum(-1, keepdim=True).exp(), torch.tensor(B)),
+    }[name]
+    expected = -factor * given_.advantages[:, None] * response / divisor
+    found = gradient(policy_loss(given_, config, totals(given_)).loss, given_)
+    torch.testing.assert_close(found, expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.01, 0.3, 2.0]), st.sampled_from([1.0, 0.5, 2.0]))
+@settings(max_examples=60, deadline=None)
+def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float, weight: float):
+    """clip_low = δ_l, clip_high = ε_h, dual_clip = 1 + δ_h: the same losses, gradients and clipped sequences, bit for
+    bit. Derivation for A < 0: max(min(s A, clip(s, 1-δ_l, 1+ε_h) A), (1+δ_h) A) = clip(s, 1-δ_l, 1+δ_h) A, since
+    multiplying by A < 0 turns max and min around. Weights are powers of two, as products are taken in another order;
+    the paper's weight follows below."""
+    bounds = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.0 + 0.3}
+    given_ = random_input(seed, (4, 1, 7, 3, 2, 2), spread, torch.float32)
+    found = []
+    for objective in (TBPO, {"name": "gspo_dual_clip", **bounds}):
+        config = learner_config(objective)
+        inputs = ObjectiveInput(
+            given_.current, given_.old, torch.full((6, 1), weight), given_.response, given_.advantages
+        )
+        result = OBJECTIVES[config.objective.name](inputs, config.objective)
+        found.append((result.loss, result.clipped, gradient(result.loss.sum(), given_)))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    shares = [
+        policy_loss(given_, learner_config(objective), totals(given_)).loss
+        for objective in (TBPO, {"name": "gspo_dual_clip", **bounds})
+    ]
+    torch.testing.assert_close(*shares, rtol=1e-6, atol=1e-7)
+
+
+def test_what_tbpo_adds_to_gspo_with_dual_clip():
+    """At GSPO's and dual clip's own constants a negative sequence whose ratio rose to e^0.01 is still pushed by GSPO
+    with dual clip (its bound is 3), with a gradient that grows with the ratio, and no more by TBPO (bound 1.0007).
+    And TBPO's weight is a length-free mean with a floor: where learner and sampler differ by -0.5 on each of 8 tokens
+    it is clip(e^-0.5, 1/2, 2) = e^-0.5; the usual sequence weight min(e^-4, 2) all but drops the sequence."""
+    given_ = loss_input([[0.01] * 8], [[-0.5] * 8], [-1.0], torch.float64)
+    tbpo, dual = learner_config("tbpo"), learner_config("gspo_dual_clip")
+    assert not gradient(evaluate(given_, tbpo)[0].sum(), given_).any()
+    expected = math.exp(-0.5) * math.exp(0.01) / 8
+    found = gradient(evaluate(given_, dual)[0].sum(), given_)[0].tolist()
+    assert found == pytest.approx([expected] * 8)
+    composed = learner_config("gspo_dual_clip", correction={"name": "sequence_tis"})
+    found = gradient(evaluate(given_, composed)[0].sum(), given_)[0].tolist()
+    assert found == pytest.approx([math.exp(-4) * math.exp(0.01) / 8] * 8)
 
 
 differences = st.floats(-1.0, 1.0, width=32)
@@ -126,13 +306,14 @@ differences = st.floats(-1.0, 1.0, width=32)
     padding=st.integers(0, 9),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], padding: int, seed: int):
     """Contract: log-probs outside the response (prompt in front, padding behind, anything in them) change neither
-    losses, clipped shares and log ratios, nor get gradient; and sequences do not see each other."""
+    losses and clipped shares, nor get gradient; and sequences do not see each other."""
     generator = torch.Generator().manual_seed(seed)
     lows = [torch.rand(len(row), generator=generator).mul(3).sub(1.5).tolist() for row in ups]
-    tight = objective_input(ups, lows, torch.randn(len(ups), generator=generator).tolist())
+    tight = loss_input(ups, lows, torch.randn(len(ups), generator=generator).tolist())
+    config = learner_config(name)
     B, T = tight.response.shape
 
     def garbage() -> torch.Tensor:
@@ -146,301 +327,217 @@ def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], 
     response = torch.zeros(B, T + padding + 2, dtype=torch.bool)
     response[:, 2 : T + 2] = tight.response
     current = spread(tight.current.detach()).requires_grad_()
-    wide = ObjectiveInput(current, spread(tight.old), spread(tight.sampler), response, tight.advantages)
-    ours, padded = OBJECTIVES[name](tight, CONFIG), OBJECTIVES[name](wide, CONFIG)
-    ours.loss.sum().backward()
-    padded.loss.sum().backward()
-    assert tight.current.grad is not None and current.grad is not None
-    for a, b in ((ours.loss, padded.loss), (ours.clipped, padded.clipped), (ours.log_ratio, padded.log_ratio)):
+    wide = LossInput(current, spread(tight.old), spread(tight.sampler), None, response, tight.advantages)
+    ours, padded = evaluate(tight, config), evaluate(wide, config)
+    for a, b in zip(ours, padded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert (current.grad[~response] == 0).all() and (tight.current.grad[~tight.response] == 0).all()
-    torch.testing.assert_close(current.grad[response], tight.current.grad[tight.response], rtol=1e-5, atol=1e-6)
+    tight_gradient, wide_gradient = gradient(ours[0].sum(), tight), gradient(padded[0].sum(), wide)
+    assert (wide_gradient[~response] == 0).all() and (tight_gradient[~tight.response] == 0).all()
+    torch.testing.assert_close(wide_gradient[response], tight_gradient[tight.response], rtol=1e-5, atol=1e-6)
     for b in range(B):
-        alone = ObjectiveInput(*(getattr(tight, f.name)[b : b + 1] for f in fields(ObjectiveInput)))
-        torch.testing.assert_close(OBJECTIVES[name](alone, CONFIG).loss[0], ours.loss[b], rtol=1e-6, atol=1e-7)
+        alone = rows_of(tight, slice(b, b + 1), T)
+        torch.testing.assert_close(evaluate(alone, config)[0][0], ours[0][b], rtol=1e-6, atol=1e-7)
+
+
+def rows_of(whole: LossInput, rows: Any, longest: int) -> LossInput:
+    """Some sequences, with padding no longer than `longest`."""
+
+    def cut(values: Any) -> Any:
+        if values is None:
+            return None
+        return values[rows][:, :longest] if values.ndim > 1 else values[rows]
+
+    return LossInput(**{f.name: cut(getattr(whole, f.name)) for f in fields(LossInput)})
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("correction_name", CORRECTIONS)
+def test_every_objective_is_weighted_by_every_correction(name: str, correction_name: str):
+    """Contract: with old = current (ratio 1) the loss and gradient of each token are the uncorrected ones times the
+    weight, computed here by hand. Weights of tokens count one by one also where an objective's ratio is of sequences:
+    its loss is then the mean of w_t times the sequence's."""
+    base = random_input(11, spread=0.8)
+    given_ = replace(base, current=base.old.clone().requires_grad_())
+    plain = learner_config(name, correction={"name": "none"})
+    config = learner_config(name, correction={"name": correction_name})
+    log_w = (given_.old - given_.sampler) * given_.response
+    token, sequence = log_w.exp(), log_w.sum(-1, keepdim=True).exp()
+    geometric = sequence_mean(log_w, given_.response)[:, None].exp()
+    weight = {
+        "none": torch.ones_like(token),
+        "token_tis": token.clamp_max(2.0),
+        "sequence_tis": sequence.clamp_max(2.0).expand_as(token),
+        "geometric": geometric.clamp(0.5, 2.0).expand_as(token),
+        "token_mis": torch.where((token >= 0.5) & (token <= 5.0), token, 0.0),
+        "sequence_mis": torch.where(sequence <= 2.0, sequence, 0.0).expand_as(token),
+    }[correction_name]
+    unweighted, _ = evaluate(given_, plain)
+    weighted, _ = evaluate(given_, config)
+    mean_weight = sequence_mean(weight, given_.response)
+    torch.testing.assert_close(weighted, unweighted * mean_weight)
+    expected = gradient(unweighted.sum(), given_)
+    shared = name in ("tbpo", "gspo", "gspo_dual_clip")
+    torch.testing.assert_close(
+        gradient(weighted.sum(), given_), expected * (mean_weight[:, None] if shared else weight)
+    )
 
 
 def test_corrections_by_hand():
-    """Means run over the response alone; the sequence weight is capped on both sides, the token weight from above."""
+    """One response of two tokens, log w 0.5 and -3, one of a single token, log w 1, each with padding."""
+    old = torch.tensor([[-1.0, -1.0, 7.0], [-1.0, 3.0, 3.0]])
+    sampler = torch.tensor([[-1.5, 2.0, 1.0], [-2.0, 9.0, 9.0]])
+    response = torch.tensor([[True, True, False], [True, False, False]])
+
+    def found(**options: Any) -> tuple[list[list[float]], list[list[bool]]]:
+        result = correction(old, sampler, response, learner_config("grpo", correction=options).correction)
+        return result.weight.tolist(), result.held.tolist()
+
+    def near(*rows: Sequence[float]) -> list[Any]:
+        return [pytest.approx(row) for row in rows]
+
+    e = math.exp
+    assert found(name="none") == ([[1.0], [1.0]], [[False], [False]])
+    weight, held = found(name="token_tis", cap=2.0)
+    assert weight == near([e(0.5), e(-3), 1], [2, 1, 1]) and held == [[False] * 3, [True, False, False]]
+    weight, held = found(name="sequence_tis", cap=2.0)
+    assert weight == near([e(-2.5)], [2]) and held == [[False], [True]]
+    weight, held = found(name="geometric", cap=2.0)
+    assert weight == near([0.5], [2]) and held == [[True], [True]]  # e^-1.25 < 1/2
+    weight, held = found(name="token_mis", floor=0.5, cap=5.0)
+    assert weight == near([e(0.5), 0, 1], [e(1), 1, 1]) and held == [[False, True, False], [False] * 3]
+    weight, held = found(name="sequence_mis", cap=2.0)
+    assert weight == near([e(-2.5)], [0]) and held == [[False], [True]]
+    assert found(name="sequence_mis", cap=2.0, ratio_from="sampler")[0] == [[1.0], [0.0]]
+    assert found(name="token_mis", ratio_from="sampler")[0] == [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     values = torch.tensor([[1.0, 2.0, 100.0], [50.0, -3.0, 5.0], [7.0, 7.0, 7.0]])
-    response = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
-    assert sequence_mean(values, response).tolist() == [1.5, 1.0, 0.0]
-    assert sequence_log_ratio(values, values - 0.5, response).tolist() == [0.5, 0.5, 0.0]
-    log_w = torch.tensor([0.0, 0.5, -0.5, 3.0, -3.0])
-    kept = [1.0, math.exp(0.5), math.exp(-0.5)]
-    assert sequence_mismatch_weight(log_w, 2.0).tolist() == pytest.approx([*kept, 2.0, 0.5])
-    assert token_mismatch_weight(log_w, 2.0).tolist() == pytest.approx([*kept, 2.0, math.exp(-3.0)])
+    mask = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
+    assert sequence_mean(values, mask).tolist() == [1.5, 1.0, 0.0]
+    assert sequence_log_ratio(values, values - 0.5, mask).tolist() == [0.5, 0.5, 0.0]
 
 
-@given(st.integers(1, 6), st.integers(2, 9), st.floats(-50, 50), st.floats(0.01, 20), st.integers(0, 2**32 - 1))
-def test_advantages_are_standardized_in_each_group(groups: int, samples: int, shift: float, spread: float, seed: int):
-    """Mean 0 and population standard deviation 1 in each group whose rewards differ, zeros in one whose rewards are
-    equal; order is kept, and shifting or scaling a group's rewards changes nothing."""
+def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
+    """Two tokens, A = 1, bounds 0.8 and 1.2; the policy has not moved (α = 0), the precision gap β is 0.5 and 0.1: the
+    first is clipped for β alone. With α = 0.5 and β = 0 the clip is real; with α = 0.4, β = -0.4 none is left."""
+    config = learner_config("grpo", correction={"name": "none", "ratio_from": "sampler"})
+    given_ = loss_input([[0.0, 0.0], [0.5, 0.5], [0.4, 0.4]], [[0.5, 0.1], [0.0, 0.0], [-0.4, -0.4]], [1.0] * 3)
+    loss, clipped = evaluate(given_, config)
+    assert loss.tolist() == pytest.approx([-(1.2 + math.exp(0.1)) / 2, -1.2, -1.0])
+    assert clipped.tolist() == [0.5, 1.0, 0.0]
+    share = policy_loss(given_, config, totals(given_))
+    assert share.clipped == pytest.approx(1.5 / 3) and share.phantom_clipped == pytest.approx(0.5 / 3)
+    decoupled = policy_loss(given_, learner_config("grpo"), totals(given_))
+    assert decoupled.clipped == pytest.approx(2 / 3) and decoupled.phantom_clipped == 0.0
+
+
+def test_aggregations_by_hand():
+    """Losses -A = -1, -1 | -3 under on_policy: two tokens and one. token-mean (1+1+3)/3, seq-mean-token-mean (1+3)/2,
+    seq-sum (2+3)/2, over a constant 10 a tenth of it."""
+    given_ = loss_input([[0.0, 0.0], [0.0]], [[0.0, 0.0], [0.0]], [1.0, 3.0])
+    for aggregation, expected in (
+        ({"name": "token-mean"}, -5 / 3),
+        ({"name": "seq-mean-token-mean"}, -2.0),
+        ({"name": "seq-sum"}, -2.5),
+        ({"name": "seq-sum", "constant": 10.0}, -0.25),
+    ):
+        for objective in ("on_policy", "tbpo"):  # losses of tokens, and shared by a sequence's tokens
+            config = learner_config(objective, aggregation=aggregation)
+            assert policy_loss(given_, config, totals(given_)).loss.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_parts_add_up_to_the_whole(name: str, aggregation: str):
+    """Accumulation 1 × 8 ≡ 8 × 1 ≡ 2 + 6: loss, gradient and every statistic, KL penalty included, in float64."""
+    given_ = random_input(7, (4, 1, 7, 3, 1, 9, 2, 5))
+    given_ = replace(given_, reference=given_.old - 0.2 * given_.response)
+    config = learner_config(name, aggregation={"name": aggregation}, kl={"name": "k2", "coefficient": 0.5})
+    whole = policy_loss(given_, config, totals(given_))
+    expected = gradient(whole.loss, given_)
+    for cuts in ([1] * 8, [2, 6]):
+        shares = []
+        for rows in torch.arange(8).split(cuts):
+            part = rows_of(given_, rows, int(given_.response[rows].sum(-1).max()))
+            shares.append(policy_loss(part, config, totals(given_)))
+        loss = torch.stack([share.loss for share in shares]).sum()
+        torch.testing.assert_close(loss, whole.loss)
+        torch.testing.assert_close(gradient(loss, given_), expected)
+        for field in ("clipped", "phantom_clipped", "corrected", "log_ratio", "kl"):
+            assert sum(getattr(s, field) for s in shares) == pytest.approx(getattr(whole, field)), field
+
+
+@given(st.floats(-3, 3), st.floats(0.01, 2))
+def test_kl_estimates_by_hand(d: float, coefficient: float):
+    """d = log π_ref - log π_cur. Values -d, d²/2, e^d - 1 - d; gradients to log π_cur -d (k1, k2) and 1 - e^d (k3).
+    The penalty adds coefficient · mean to the loss, and is reported unscaled."""
+    values = {"k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}
+    slopes = {"k1": -d, "k2": -d, "k3": -math.expm1(d)}
+    given_ = loss_input([[0.0]], [[0.0]], [1.0], torch.float64)
+    given_ = replace(given_, reference=given_.old + d)
+    for kind, value in values.items():
+        plain = policy_loss(given_, learner_config("tbpo"), totals(given_)).loss
+        config = learner_config("tbpo", kl={"name": kind, "coefficient": coefficient})
+        share = policy_loss(given_, config, totals(given_))
+        assert share.kl == pytest.approx(value, rel=1e-9, abs=1e-12)
+        added = share.loss - plain
+        assert added.item() == pytest.approx(coefficient * value, rel=1e-9, abs=1e-12)
+        assert gradient(added, given_).item() == pytest.approx(coefficient * slopes[kind], rel=1e-9, abs=1e-12)
+
+
+def test_k1s_gradient_is_that_of_the_divergence():
+    """Over all tokens of a softmax policy p against q, exactly: E_p[∇k1] = E_p[∇k2] = ∇KL(p‖q), while the plain
+    difference has E_p[∇(log p - log q)] = 0."""
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
+    everywhere = torch.ones(1, 4, dtype=torch.bool)
+    p = logits.log_softmax(-1)[None]
+    true = torch.autograd.grad((p.exp() * (p - q.log())).sum(), logits, retain_graph=True)[0]
+    for kind in ("k1", "k2"):
+        estimate = (p.exp().detach() * kl_estimate(p, q.log()[None], everywhere, kind)).sum()
+        torch.testing.assert_close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], true)
+    naive = (p.exp().detach() * (p - q.log())).sum()
+    assert torch.autograd.grad(naive, logits, retain_graph=True)[0].abs().max() < 1e-12
+    values = [(p.exp() * kl_estimate(p, q.log()[None], everywhere, kind)).sum() for kind in ("k1", "k3")]
+    torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_fixes_give_clipped_tokens_their_gradient_back(name: str):
+    """Log ratio 0.6 for A > 0 and -1.2 for A < 0 are beyond every default bound: nothing is learned. Without a clip the
+    gradient is -r A (over T = 2 tokens), detached it is that of the bounded ratio's value, ℓ_t ∇log π."""
+    given_ = loss_input([[0.6, 0.6], [-1.2, -1.2]], [[0.0, 0.0]] * 2, [1.0, -1.0], torch.float64)
+    rows = 1 if name == "positive_grpo" else 2
+    options = {"correction": {"name": "none"}, "aggregation": {"name": "seq-sum"}}
+    plain = policy_loss(given_, learner_config(name, **options), totals(given_))
+    assert not gradient(plain.loss, given_).any() and plain.clipped == rows / 2
+    free = policy_loss(given_, learner_config(name, ratio_fix="no_clip", **options), totals(given_))
+    expected = [[-math.exp(0.6) / 2] * 2, [math.exp(-1.2) / 2] * 2]
+    torch.testing.assert_close(gradient(free.loss, given_)[:rows].tolist(), expected[:rows])
+    assert free.clipped == 0.0
+    fixed = policy_loss(given_, learner_config(name, ratio_fix="detached", **options), totals(given_))
+    assert fixed.loss.item() == plain.loss.item() and fixed.clipped == 0.0
+    bounds = [1 + getattr(learner_config(name).objective, "epsilon_high" if name == "tbpo" else "clip_high")]
+    bounds += [1 - getattr(learner_config(name).objective, "delta_low" if name == "tbpo" else "clip_low", 0)]
+    expected = [[-bounds[0] / 2] * 2, [bounds[1] / 2] * 2]
+    torch.testing.assert_close(gradient(fixed.loss, given_)[:rows].tolist(), expected[:rows])
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_detached_weights_change_nothing_inside_the_bounds(name: str):
+    """There ℓ_t ∇log π is the objective's own gradient."""
+    given_ = random_input(2, spread=1e-5)
+    options = {"correction": {"name": "none"}}
+    plain = policy_loss(given_, learner_config(name, **options), totals(given_))
+    fixed = policy_loss(given_, learner_config(name, ratio_fix="detached", **options), totals(given_))
+    assert plain.clipped == 0.0
+    torch.testing.assert_close(gradient(fixed.loss, given_), gradient(plain.loss, given_))
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     generator = torch.Generator().manual_seed(seed)
-    rewards = torch.rand(groups, samples, generator=generator)
-    rewards[:, 0] = 1.5  # at least one differs
-    rewards[::3] = rewards[::3, :1]
-    advantages = group_advantages(rewards)
-    assert (advantages[::3] == 0).all()
-    for g in range(groups):
-        if g % 3:
-            assert advantages[g].mean().abs() < 1e-5
-            assert advantages[g].std(unbiased=False).item() == pytest.approx(1.0, abs=1e-5)
-            assert torch.equal(advantages[g].argsort(stable=True), rewards[g].argsort(stable=True))
-    torch.testing.assert_close(group_advantages(rewards * spread + shift)[1::3], advantages[1::3], rtol=0, atol=5e-3)
-
-
-def test_advantages_by_hand():
-    """Rewards 1, 0, 0, 1: mean 1/2, deviation 1/2. Rewards 3, 0, 0: mean 1, deviation √2."""
-    assert group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]])).tolist() == [[1.0, -1.0, -1.0, 1.0]]
-    root = math.sqrt(2)
-    assert group_advantages(torch.tensor([[3.0, 0.0, 0.0]]))[0].tolist() == pytest.approx([root, -1 / root, -1 / root])
-
-
-def completion(token_ids: Sequence[int], logprobs: Sequence[float]) -> Completion:
-    return Completion(tuple(token_ids), tuple(logprobs), "", 0, "stop")
-
-
-def test_make_batch_by_hand():
-    """Two prompts of lengths 3 and 1, two completions each. Position t predicts token t + 1, so a response of n tokens
-    after a prompt of p occupies positions p - 1 … p + n - 2."""
-    groups = [
-        Group(Prompt("a", "", (5, 6, 7)), (completion([8], [-0.5]), completion([9, 10], [-1.0, -2.0])), (1.0, 0.0)),
-        Group(Prompt("b", "", (11,)), (completion([12, 13, 14], [-3.0, -4.0, -5.0]), completion([15], [-6.0])), (2, 2)),
-    ]
-    batch = make_batch(groups, pad_token=99)
-    assert batch.tokens.tolist() == [[5, 6, 7, 8, 99], [5, 6, 7, 9, 10], [11, 12, 13, 14, 99], [11, 15, 99, 99, 99]]
-    assert batch.length.tolist() == [4, 5, 4, 2]
-    assert batch.response.int().tolist() == [[0, 0, 1, 0], [0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
-    sampler = [[0, 0, -0.5, 0], [0, 0, -1, -2], [-3, -4, -5, 0], [-6, 0, 0, 0]]
-    assert batch.sampler_logprobs.tolist() == sampler and batch.sampler_logprobs.dtype == torch.float32
-    assert batch.advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
-    assert batch.group.tolist() == [0, 0, 1, 1]
-    rows = batch.rows(torch.tensor([2, 0]))
-    assert rows.tokens.tolist() == [[11, 12, 13, 14], [5, 6, 7, 8]]
-    assert rows.response.int().tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert rows.sampler_logprobs.tolist() == [[-3, -4, -5], [0, 0, -0.5]]
-    assert rows.advantages.tolist() == [0.0, 1.0] and rows.group.tolist() == [1, 0] and rows.length.tolist() == [4, 4]
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """1–8 prompts with 2–5 completions each, all lengths uneven."""
-    samples = draw(st.integers(2, 5))
-    groups = []
-    for g in range(draw(st.integers(1, 8))):
-        prompt = Prompt(str(g), "", tuple(range(1, 1 + draw(st.integers(1, 12)))))
-        lengths = draw(st.lists(st.integers(1, 20), min_size=samples, max_size=samples))
-        completions = tuple(completion(range(n), [-0.1 - k for k in range(n)]) for n in lengths)
-        groups.append(Group(prompt, completions, tuple(float(n) for n in lengths)))
-    return make_batch(groups, pad_token=0)
-
-
-@given(batches(), st.integers(1, 9), st.integers(0, 2**31))
-@settings(deadline=None)
-def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int):
-    """Contract: every row in exactly one mini-batch, a group never split, group counts differing by at most one,
-    never more mini-batches than groups; the same seed gives the same cut."""
-    cut = mini_batches(batch, count, seed)
-    groups = int(batch.group.max()) + 1
-    assert len(cut) == min(count, groups)
-    assert sorted(torch.cat(cut).tolist()) == list(range(len(batch.tokens)))
-    held = [set(batch.group[index].tolist()) for index in cut]
-    assert sum(len(h) for h in held) == groups
-    assert max(len(h) for h in held) - min(len(h) for h in held) <= 1
-    assert all(torch.equal(a, b) for a, b in zip(cut, mini_batches(batch, count, seed), strict=True))
-
-
-def test_mini_batches_are_shuffled_by_their_seed():
-    groups = [Group(Prompt(str(g), "", (1,)), (completion([2], [0.0]),) * 2, (0.0, 1.0)) for g in range(12)]
-    batch = make_batch(groups, 0)
-    firsts = {tuple(mini_batches(batch, 4, seed)[0].tolist()) for seed in range(20)}
-    assert len(firsts) > 10
-
-
-@given(batches(), st.integers(1, 200), st.data())
-@settings(deadline=None)
-def test_micro_batches_cover_rows_within_the_token_budget(batch: Batch, budget: int, data: st.DataObject):
-    """Contract: each given row exactly once; rows · longest ≤ budget, except that a row longer than the budget goes
-    alone; and no cut is needless: one more row would have exceeded the budget."""
-    index = torch.tensor(data.draw(st.permutations(range(len(batch.tokens)))))
-    index = index[: data.draw(st.integers(1, len(index)))]
-    parts = list(micro_batches(batch, index, budget))
-    assert sorted(torch.cat(parts).tolist()) == sorted(index.tolist())
-    for part, following in zip(parts, [*parts[1:], None], strict=True):
-        longest = int(batch.length[part].max())
-        assert len(part) * longest <= budget or len(part) == 1
-        assert batch.rows(part).tokens.shape == (len(part), longest)
-        assert following is None or (len(part) + 1) * longest > budget
-
-
-def test_mismatch_by_hand():
-    """Differences 0.1, -0.3 | 0.2 (learner - sampler), padding ignored: mean |d| = 0.2, max 0.3, k3 = mean(e^d-1-d),
-    log weights -0.1 and 0.2."""
-    response = torch.tensor([[True, True, False], [False, True, False]])
-    sampler = torch.tensor([[-1.0, -2.0, -9.0], [-7.0, -0.5, 4.0]])
-    learner = torch.tensor([[-0.9, -2.3, 0.0], [0.0, -0.3, 0.0]])
-    found = measure_mismatch(learner, sampler, response)
-    k3 = sum(math.expm1(d) - d for d in (0.1, -0.3, 0.2)) / 3
-    expected = (0.2, 0.3, k3, 0.05, 0.15, -0.1, 0.2)
-    assert (
-        found.mean_abs,
-        found.max_abs,
-        found.k3,
-        found.mean_log_w,
-        found.mean_abs_log_w,
-        found.log_w_low,
-        found.log_w_high,
-    ) == pytest.approx(expected, abs=1e-6)
-
-
-@given(st.integers(1, 6), st.integers(1, 12), st.floats(0, 3), st.integers(0, 2**32 - 1))
-@settings(deadline=None)
-def test_k3_is_never_negative_and_zero_only_for_equal_policies(B: int, T: int, spread: float, seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    sampler = -torch.rand(B, T, generator=generator) * 5
-    learner = sampler + torch.randn(B, T, generator=generator) * spread
-    response = torch.rand(B, T, generator=generator) < 0.7
-    response[0, 0] = True
-    found = measure_mismatch(learner, sampler, response)
-    assert found.k3 >= 0 and found.max_abs >= found.mean_abs and found.log_w_low <= found.log_w_high
-    assert (found.k3 > 0) == bool((learner != sampler)[response].any())
-    same = measure_mismatch(sampler, sampler, response)
-    assert (same.k3, same.mean_abs, same.max_abs, same.mean_abs_log_w) == (0.0, 0.0, 0.0, 0.0)
-
-
-def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
-    """growth_every = 3: three good steps in a row double it, a bad one halves it and starts the count again; it never
-    goes below one; a restored one continues the count."""
-    scale = LossScale(True, 8.0, 3)
-    seen = []
-    for finite in (True, True, True, True, True, False, True, True, True):
-        scale.update(finite)
-        seen.append(scale.scale)
-    assert seen == [8, 8, 16, 16, 16, 8, 8, 8, 16]
-    scale.update(True)
-    restored = LossScale(True, 1.0, 3)
-    restored.load_state_dict(scale.state_dict())
-    restored.update(True)
-    assert restored.scale == 16
-    restored.update(True)
-    assert restored.scale == 32
-    for _ in range(20):
-        restored.update(False)
-    assert restored.scale == 1.0
-
-
-def test_loss_scale_is_one_where_it_is_not_needed():
-    scale = LossScale(False, 65536.0, 1)
-    for finite in (True, False, True):
-        scale.update(finite)
-        assert scale.scale == 1.0
-
-
-SHAPES = {"embed": (11, 6), "up": (8, 6), "square": (6, 6), "norm": (6,), "head": (11, 6)}
-MATRICES = {"up", "square", "norm"}  # norm is no matrix, whatever the name list says
-
-
-def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-
-
-def give_gradients(masters: dict[str, nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in masters.values():
-        p.grad = torch.randn(p.shape, generator=generator)
-
-
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
-    """Contract: after three steps each master is bit for bit where torch's own Muon (matrices of linear layers) or
-    AdamW (embeddings, heads, norms) puts it, at the configured rate times the step's factor."""
-    config = OptimizerConfig.model_validate({"name": name, "lr": 0.02, "weight_decay": 0.1, "momentum": 0.8})
-    masters, expected = parameters(), parameters()
-    ours = MasterOptimizer(masters, MATRICES, config)
-    by_muon = ["up", "square"] if name == "muon" else []
-    adamw = torch.optim.AdamW(
-        [p for n, p in expected.items() if n not in by_muon], 0.02, config.betas, weight_decay=0.1
-    )
-    theirs: list[torch.optim.Optimizer] = [adamw]
-    if by_muon:
-        matrices = [expected[n] for n in by_muon]
-        theirs.append(torch.optim.Muon(matrices, 0.02, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw"))
-    for step, factor in enumerate((0.5, 1.0, 0.25)):
-        give_gradients(masters, step)
-        give_gradients(expected, step)
-        ours.step(factor)
-        for optimizer in theirs:
-            optimizer.param_groups[0]["lr"] = 0.02 * factor
-            optimizer.step()
-    for key, master in masters.items():
-        assert torch.equal(master, expected[key]), key
-        assert not torch.equal(master, parameters()[key])
-    swapped = parameters()
-    other = MasterOptimizer(swapped, MATRICES, config.model_copy(update={"name": "adamw" if by_muon else "muon"}))
-    give_gradients(swapped, 0)
-    other.step()
-    give_gradients(again := parameters(), 0)
-    MasterOptimizer(again, MATRICES, config).step()
-    assert [k for k in SHAPES if not torch.equal(swapped[k], again[k])] == ["up", "square"]
-
-
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_a_restored_optimizer_continues_bit_for_bit(name: str):
-    """Two steps, save, load into a new optimizer, two more: as four without a break. One started without the state
-    ends elsewhere, so the state matters."""
-    config = OptimizerConfig.model_validate({"name": name, "lr": 0.02})
-    masters = parameters()
-    optimizer = MasterOptimizer(masters, MATRICES, config)
-    for step in range(2):
-        give_gradients(masters, step)
-        optimizer.step()
-    file = io.BytesIO()
-    torch.save({"masters": {k: p.detach() for k, p in masters.items()}, "optimizer": optimizer.state_dict()}, file)
-
-    def resumed(with_state: bool) -> tuple[dict[str, nn.Parameter], MasterOptimizer]:
-        file.seek(0)
-        saved = torch.load(file)
-        others = {k: nn.Parameter(v) for k, v in saved["masters"].items()}
-        other = MasterOptimizer(others, MATRICES, config)
-        if with_state:
-            other.load_state_dict(saved["optimizer"])
-        return others, other
-
-    restored, fresh = resumed(True), resumed(False)
-    for step in (2, 3):
-        for params, stepper in ((masters, optimizer), restored, fresh):
-            give_gradients(params, step)
-            stepper.step()
-    for key in SHAPES:
-        assert torch.equal(masters[key], restored[0][key])
-        assert not torch.equal(masters[key], fresh[0][key])
-
-
-def test_gradient_norm_scaling_and_dropping():
-    """The norm is global over all masters (3, 4 and 12: 13), skips masters without gradient, and is non-finite where
-    any gradient is. It is taken in fp32: float16 gradients whose norm, 90000, is beyond float16 do not overflow."""
-    masters = {k: nn.Parameter(torch.zeros(2, 2)) for k in "abcd"}
-    optimizer = MasterOptimizer(masters, {"a"}, OptimizerConfig())
-    assert optimizer.gradient_norm() == 0.0
-    for key, value in (("a", 3.0), ("b", 4.0), ("c", 12.0)):
-        masters[key].grad = torch.tensor([[0.0, value], [0.0, 0.0]])
-    assert optimizer.gradient_norm() == pytest.approx(13.0)
-    optimizer.scale_gradients(0.5)
-    assert optimizer.gradient_norm() == pytest.approx(6.5) and masters["d"].grad is None
-    for bad in (math.inf, -math.inf, math.nan):
-        masters["b"].grad = torch.tensor([[0.0, 1.0], [bad, 0.0]])
-        assert not math.isfinite(optimizer.gradient_norm())
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in masters.values())
-    narrow = {"a": nn.Parameter(torch.zeros(300, 300, dtype=torch.float16))}
-    narrow["a"].grad = torch.full((300, 300), 300.0, dtype=torch.float16)
-    assert MasterOptimizer(narrow, set(), OptimizerConfig()).gradient_norm() == pytest.approx(90000.0, rel=1e-3)
-
-
-def test_the_learning_rate_rises_holds_and_falls():
-    """10 steps, 4 of warm-up, 2 of decay: 1/4, 2/4, 3/4, 1, then 1, and over the last two 1, 1/2; without either 1."""
-    assert [lr_factor(s, 10, 4, 2) for s in range(10)] == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.5]
-    assert [lr_factor(s, 3, 0, 0) for s in range(3)] == [1, 1, 1]
-    assert [lr_factor(s, 4, 4, 4) for s in range(4)] == [0.25, 0.5, 0.5, 0.25]
+    current = (-torch.rand(3, 5, generator=generator) * 9).requires_grad_()
+    shadow = current.detach() + torch.randn(3, 5, generator=generator)
+    mixed = shadowed(current, shadow)
+    assert torch.equal(mixed, shadow)
+    weights = torch.randn(3, 5, generator=generator)
+    assert torch.equal(torch.autograd.grad((mixed * weights).sum(), current)[0], weights)

@@ -80,8 +80,8 @@ def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_c
 
 
 @on_plain_cpus
-def test_a_run_is_refused_before_task_and_model_are_looked_at():
-    config = RunConfig.model_validate({"scheme": "nvfp4", "model": "./nowhere", "task": {"name": "no such task"}})
+def test_a_run_is_refused_before_its_model_is_looked_for():
+    config = RunConfig.model_validate({"scheme": "nvfp4", "model": "./nowhere"})
     with pytest.raises(SchemeError, match="'nvfp4' cannot run in the engine on this machine"):
         check_input(config)
 

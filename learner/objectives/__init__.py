@@ -1,9 +1,21 @@
-"""One short file per algorithm; `OBJECTIVES` is the switch."""
+"""One short file per algorithm; `OBJECTIVES` is the switch (`learner.objective.name`)."""
 
 from learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
+from learner.objectives.cispo import cispo
+from learner.objectives.dapo import dapo
+from learner.objectives.dual_clip import dual_clip
 from learner.objectives.grpo import grpo
+from learner.objectives.gspo import gspo
+from learner.objectives.gspo_dual_clip import gspo_dual_clip
+from learner.objectives.on_policy import on_policy
+from learner.objectives.pg_seq_is import pg_seq_is
+from learner.objectives.positive_grpo import positive_grpo
+from learner.objectives.sapo import sapo
 from learner.objectives.tbpo import tbpo
 
-OBJECTIVES: dict[str, Objective] = {"tbpo": tbpo, "grpo": grpo}
+OBJECTIVES: dict[str, Objective] = {
+    "tbpo": tbpo, "grpo": grpo, "positive_grpo": positive_grpo, "dapo": dapo, "dual_clip": dual_clip, "gspo": gspo,
+    "gspo_dual_clip": gspo_dual_clip, "sapo": sapo, "cispo": cispo, "on_policy": on_policy, "pg_seq_is": pg_seq_is,
+}  # fmt: skip
 
 __all__ = ["OBJECTIVES", "Objective", "ObjectiveInput", "ObjectiveResult"]

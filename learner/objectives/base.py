@@ -1,38 +1,36 @@
 """What every objective takes and gives. Axes: B sequences, T tokens (of the shifted targets)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-
-from qarl.config import ObjectiveConfig
 
 
 @dataclass(frozen=True)
 class ObjectiveInput:
-    """current: log-probs under the policy being stepped, fp32 [B, T], with gradient. old: under the learner before
-    this batch, fp32 [B, T]. sampler: the engine's, fp32 [B, T]. response: bool [B, T]. advantages: fp32 [B]."""
+    """current: log-probs under the policy being stepped, fp32 [B, T], with gradient. proximal: the denominator of the
+    ratio, fp32 [B, T]: the learner's before this batch, or the sampler's. weight: the correction's, fp32 [B, T], or
+    [B, 1] for whole sequences. response: bool [B, T]. advantages: fp32 [B]."""
 
     current: torch.Tensor
-    old: torch.Tensor
-    sampler: torch.Tensor
+    proximal: torch.Tensor
+    weight: torch.Tensor
     response: torch.Tensor
     advantages: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """loss: fp32 [B], each sequence's contribution (the learner averages them). clipped: fp32 [B], share of the
-    sequence's tokens whose gradient was cut. log_ratio: fp32 [B], mean_t log(π_cur/π_old)."""
+    """loss: fp32, of each token [B, T], or [B, 1] where a response's tokens share it; `learner.aggregation` sums it.
+    clipped: bool [B, T] or [B, 1], where a bound was reached."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    log_ratio: torch.Tensor
 
 
 class Objective(Protocol):
-    """A loss over sequences."""
+    """A loss over tokens or sequences, weighted by `given.weight`."""
 
-    def __call__(self, given: ObjectiveInput, config: ObjectiveConfig) -> ObjectiveResult:
-        """Per-sequence losses to be minimized."""
+    def __call__(self, given: ObjectiveInput, config: Any) -> ObjectiveResult:
+        """Losses to be minimized. config: the objective's own section."""
         ...

@@ -39,6 +39,9 @@ class LearnerKind:
     operators: str
 
 
+RANDOM = {"random-qwen3": "tiny-qwen3", "random-qwen3-moe": "tiny-qwen3-moe"}
+"""Names of untrained models → the embedded policy whose sizes they have."""
+
 FLOOR = LearnerKind("reference", False, "transformers")
 LEARNERS = {
     "plain": FLOOR,
@@ -88,21 +91,21 @@ def measure(options: MismatchOptions) -> list[MismatchRow]:
 
 
 def run(
-    model: str | None, schemes: tuple[str, ...], dtypes: tuple[str, ...], prompts: int, tokens: int, peak: float | None,
+    model: str, schemes: tuple[str, ...], dtypes: tuple[str, ...], prompts: int, tokens: int, peak: float | None,
     seed: int,
 ) -> list[MismatchRow]:  # fmt: skip
-    """As `measure`, from the command's words. model None: a random 2-layer Qwen3, its output head times 12."""
+    """As `measure`, from the command's words. model: also a name in `RANDOM`, whose output head is multiplied by 12."""
     for scheme in schemes:
         get_scheme(scheme)
     for dtype in dtypes:
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
-    if model is None:
-        recipe = dataclasses.replace(RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
-        folder = ensure_recipe("random-qwen3", recipe)
+    if model in RANDOM:
+        recipe = dataclasses.replace(RECIPES[RANDOM[model]], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
+        folder = ensure_recipe(model, recipe)
     else:
         folder = model_folder(model)
-    peak = peak or (12.0 if model is None else 1.0)
+    peak = peak or (12.0 if model in RANDOM else 1.0)
     quantized = tuple(s for s in schemes if s != "bf16")
     return measure(MismatchOptions(folder, quantized, dtypes, prompts, tokens, peak=peak, seed=seed))
 

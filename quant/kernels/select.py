@@ -57,10 +57,12 @@ class ProductFactory(Protocol):
 
 
 @dataclass(frozen=True)
-class PerExpertFactory:
-    """Dense products by `linear`, and experts as such products one after another."""
+class TorchFactory:
+    """Dense products by `linear`; experts by torch's grouped operators where `grouped` asks and they exist, else as
+    dense products one after another."""
 
     linear: Callable[[str, LowBitWeight, torch.Tensor | None], Product]
+    grouped: bool = False
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> Product:
         """See `ProductFactory`."""
@@ -68,9 +70,11 @@ class PerExpertFactory:
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsProduct:
         """See `ProductFactory.experts`."""
+        from quant.kernels.grouped import grouped_product
         from quant.kernels.per_expert import per_expert_product
 
-        return per_expert_product(self, layer, shape, weights)
+        grouped = grouped_product(shape, weights) if self.grouped else None
+        return grouped or per_expert_product(self, layer, shape, weights)
 
 
 def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
@@ -86,9 +90,9 @@ def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
     if kernel == "torch":
         from quant.kernels.torch import torch_product
 
-        return PerExpertFactory(torch_product)
+        return TorchFactory(torch_product, grouped=True)
     if kernel == "reference":
         from quant.kernels.reference import ReferenceProductFactory
 
-        return PerExpertFactory(ReferenceProductFactory(dtype))
+        return TorchFactory(ReferenceProductFactory(dtype))
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

@@ -8,18 +8,22 @@ engine rounds again. One file a kind of code:
 `scales`    absolute maxima, and scales stored in the compute dtype
 `integer`   int4 and int8, a scale a row or quantization group
 `fp8`       e4m3, a scale a row or block
+`fused`     which of them run as one compiled pass, and where
 `fp4`       e2m1 with e4m3 scales under a tensor-wide one (NVFP4), or with power-of-two scales (MXFP4)
 """
+
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
 from quant.materialize import fp4, fp8, integer
-from quant.materialize.scales import finite_absmax
-from quant.materialize.weight import LowBitWeight
+from quant.materialize.fused import compiled, materializer, quantize_on_cpu
+from quant.materialize.scales import check_scale, finite_absmax
+from quant.materialize.weight import LowBitWeight, empty
 from quant.schemes import Scheme, is_integer
 
-__all__ = ["LowBitWeight", "materialize"]
+__all__ = ["LowBitWeight", "materialize", "materializer"]
 
 
 @torch.no_grad()
@@ -29,26 +33,51 @@ def materialize(
     dtype: torch.dtype,
     layer: str = "weight",
     fused: tuple[torch.Tensor, ...] = (),
+    out: LowBitWeight | None = None,
 ) -> LowBitWeight:
     """Quantize one master weight.
 
     weight: fp32 or bf16 [O, I]. dtype: compute dtype, the one scales of integer and fp8 codes are stored in.
     layer: name for error messages. fused: masters of the layers the engine multiplies together with this one
     (`quant.linear.fuse_scales`); a scheme with a tensor-wide scale computes it over all of them.
+    out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
+    views and every stream that was made of them then hold the new weight.
     Raises `SchemeError` for a shape the scheme cannot hold, `ValueError` for weights that are not finite or whose scale
-    overflows `dtype`.
+    overflows `dtype`; `out` is not usable after that.
     """
     shape = (weight.shape[0], weight.shape[1])
     weight = weight.detach()
-    args = scheme.weights
-    if args is None:
-        return LowBitWeight(scheme, weight.to(dtype, copy=True), None, shape)
+    if scheme.weights is None:
+        out = out or LowBitWeight(scheme, torch.empty(shape, dtype=dtype, device=weight.device), None, shape)
+        out.codes.copy_(weight)
+        return out
     scheme.check_layer(layer, shape)
-    if is_integer(args):
-        codes, scale = integer.quantize(weight, scheme, dtype, layer)
-        return LowBitWeight(scheme, codes, scale, shape)
-    if args.num_bits == 8:
-        codes, scale = fp8.quantize(weight, scheme, dtype, layer)
+    if materializer(scheme, weight.dtype, weight.device) == "fused numba":
+        out = out or empty(scheme, shape, dtype)
+        if quantize_on_cpu(weight, out, dtype):
+            return out
+        _quantize(weight, scheme, dtype, layer, fused)  # says what is wrong
+        raise AssertionError(f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators")
+    made = _quantize(weight, scheme, dtype, layer, fused)
+    return made if out is None else out.overwrite(made)
+
+
+def _quantize(
+    weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, layer: str, fused: tuple[torch.Tensor, ...]
+) -> LowBitWeight:
+    """By torch's operators."""
+    args, shape = scheme.weights, (weight.shape[0], weight.shape[1])
+    assert args is not None
+    if is_integer(args) or args.num_bits == 8:
+        quantize: Any = integer.quantize if is_integer(args) else fp8.quantize
+        if materializer(scheme, weight.dtype, weight.device) == "torch.compile":
+            quantize = compiled(quantize)
+        if is_integer(args):
+            how = (args.num_bits, scheme.group_size or shape[1], scheme.packs_integers)
+        else:
+            how = scheme.block or (1, shape[1])
+        codes, scale, absmax = quantize(weight, *how, dtype)
+        check_scale(absmax, scale, layer)
         return LowBitWeight(scheme, codes, scale, shape)
     fp4.check_range(weight, dtype, layer)
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:

@@ -6,22 +6,24 @@ Axes: O output rows, I input columns, Q quantization groups.
 
 import torch
 
-from quant.materialize.scales import finite_absmax, stored_scale
-from quant.schemes import Scheme
+from quant.materialize.scales import absmax, stored_scale
 
 
-def quantize(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: fp32 or bf16 [O, I] → codes as stored (`LowBitWeight.codes`), scale in `dtype` [O, Q].
+def quantize(
+    weight: torch.Tensor, bits: int, columns: int, packs: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """weight: fp32 or bf16 [O, I]; columns: of a quantization group; dtype: of scales.
 
-    The scale is absmax divided by half the code range; codes are weight / scale, clamped, rounded half to even.
+    Returns codes (int8 [O, I], or packed int32), scale [O, Q], absmax [O, Q] in the master's dtype. The scale is absmax
+    divided by half the code range; codes are weight / scale, clamped, rounded half to even. They mean something only
+    where `check_scale` finds nothing: nothing is checked here, so that this compiles to one kernel.
     """
-    args = scheme.weights
-    assert args is not None
-    low, high = -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1) - 1
-    grouped = weight.reshape(weight.shape[0], -1, scheme.group_size or weight.shape[1])
-    scale = stored_scale(finite_absmax(grouped, layer), (high - low) / 2, dtype, layer)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    grouped = weight.reshape(weight.shape[0], -1, columns)
+    largest = absmax(grouped)
+    scale = stored_scale(largest, (high - low) / 2, dtype)
     codes = (grouped / scale.unsqueeze(-1)).clamp_(low, high).round_().to(torch.int8).view(weight.shape)
-    return (pack(codes, args.num_bits) if scheme.packs_integers else codes), scale
+    return (pack(codes, bits) if packs else codes), scale, largest
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

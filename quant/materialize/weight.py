@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.materialize import fp4, integer
-from quant.schemes import Scheme
+from quant.schemes import Scheme, is_integer
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,18 @@ class LowBitWeight:
             scale = scale[start // height : stop // height]
         return LowBitWeight(self.scheme, self.codes[start:stop], scale, shape, self.global_scale)
 
+    def overwrite(self, other: "LowBitWeight") -> "LowBitWeight":
+        """Copy another weight of the same scheme, shape and dtypes into this one's buffers; returns this one."""
+        for ours, theirs in (
+            (self.codes, other.codes),
+            (self.scale, other.scale),
+            (self.global_scale, other.global_scale),
+        ):
+            if ours is not None and theirs is not None:
+                assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+                ours.copy_(theirs)
+        return self
+
     def unpacked(self) -> torch.Tensor:
         """Codes one per element, [O, I]: int8 of integers, fp32 values of fp4 codes, else `codes` itself."""
         args = self.scheme.weights
@@ -77,3 +89,16 @@ class LowBitWeight:
             scale = scale.repeat_interleave(self.scheme.block[0], dim=0)
         grouped = codes.view(self.shape[0], scale.shape[1], -1)
         return (grouped * scale.unsqueeze(-1)).view(self.shape).to(dtype)
+
+
+def empty(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> LowBitWeight:
+    """CPU buffers for an integer scheme, or fp8 with a scale a row; shape: (O, I). Not initialized."""
+    args, (rows, columns) = scheme.weights, shape
+    assert args is not None
+    assert is_integer(args) or args.num_bits == 8
+    stored = torch.int8 if is_integer(args) else torch.float8_e4m3fn
+    if scheme.packs_integers:
+        stored, columns = torch.int32, columns * args.num_bits // 32
+    scales = shape[1] // (scheme.group_size or shape[1])
+    codes = torch.empty((rows, columns), dtype=stored)
+    return LowBitWeight(scheme, codes, torch.empty((rows, scales), dtype=dtype), shape)

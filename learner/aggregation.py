@@ -1,0 +1,48 @@
+"""Token losses → one number, exactly the same however a mini-batch is cut into micro-batches.
+
+    seq-mean-token-mean   1/B Σ_b 1/T_b Σ_t ℓ_bt      GRPO (arXiv 2402.03300, eq. 3)
+    token-mean            Σ_b Σ_t ℓ_bt / Σ_b T_b      DAPO (arXiv 2503.14476, eq. 8)
+    seq-sum               1/B Σ_b 1/L Σ_t ℓ_bt        Dr. GRPO (arXiv 2503.20783), L a constant
+
+B and Σ_b T_b are the mini-batch's, never the micro-batch's; so the parts just add up. Axes: B sequences, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from learner.ratios import sequence_mean
+from qarl.config_objectives import AnyAggregation, SeqSumAggregation
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of a whole mini-batch. tokens: of the responses."""
+
+    sequences: int
+    tokens: int
+
+
+def aggregate(values: torch.Tensor, response: torch.Tensor, config: AnyAggregation, totals: Totals) -> torch.Tensor:
+    """A micro-batch's share of the mini-batch's loss, 0-d.
+
+    values: fp32 [B, T], or [B, 1] where a response's tokens share one value. response: bool [B, T]. Sharing instead of
+    repeating the value keeps sequence-level losses free of the rounding of a mean over equal numbers.
+    """
+    if config.name == "seq-mean-token-mean":
+        return over_tokens(values, response).sum() / totals.sequences
+    tokens = values.expand(response.shape) if is_shared(values, response) else values
+    sums = (tokens * response).sum(-1)
+    if isinstance(config, SeqSumAggregation):
+        return sums.sum() / (totals.sequences * config.constant)
+    return sums.sum() / totals.tokens
+
+
+def over_tokens(values: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    """Mean within each response, fp32 [B]; values as in `aggregate`."""
+    return values[:, 0] if is_shared(values, response) else sequence_mean(values, response)
+
+
+def is_shared(values: torch.Tensor, response: torch.Tensor) -> bool:
+    """Whether `values` has one number a sequence instead of one a token."""
+    return values.shape[1] == 1 and response.shape[1] != 1

@@ -1,0 +1,40 @@
+"""The auxiliary loss that keeps a mixture's routers from sending every token to the same experts.
+
+Axes: N tokens, L layers of experts, E experts.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from qarl.config import ConfigError
+from quant.model import LowBitModel
+
+
+def load_balance_coefficient(model: LowBitModel, asked: float | None) -> float:
+    """The factor of the loss: `asked`, or with None the model's own where its config switches the loss on.
+
+    Raises `ConfigError` where one is asked of a model that has no such loss.
+    """
+    own = getattr(model.config, "router_aux_loss_coef", None)
+    if asked and (own is None or not model.experts):
+        raise ConfigError(
+            f"learner.router_aux_loss is {asked}, but model type {model.config.model_type!r} has no load-balance loss; "
+            "leave it out"
+        )
+    if asked is None:
+        return float(own or 0.0) if model.experts and getattr(model.config, "output_router_logits", False) else 0.0
+    return asked
+
+
+def load_balance_loss(model: LowBitModel, real: torch.Tensor) -> torch.Tensor:
+    """E · Σ_e (share of assignments to e) · (mean router probability of e), over all layers; 0-d, K if balanced.
+
+    real: bool [N], which tokens are no padding. Reads the router logits of the last forward. It is the function of the
+    model's own transformers module (Switch Transformer, arXiv 2101.03961, eq. 4-6).
+    """
+    config = model.config
+    module: Any = sys.modules[type(model.module).__module__]
+    experts = next(iter(model.experts.values())).shape.experts
+    return module.load_balancing_loss_func(tuple(model.router_logits), experts, config.num_experts_per_tok, real)

@@ -1,0 +1,80 @@
+"""A micro-batch's share of the loss: correction → objective → remedy → aggregation → KL penalty.
+
+Axes: B sequences, T tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from learner.aggregation import Totals, aggregate, over_tokens
+from learner.corrections import correction
+from learner.kl import kl_estimate
+from learner.objectives import OBJECTIVES, ObjectiveInput
+from learner.ratio_fix import detached
+from learner.ratios import sequence_log_ratio
+from qarl.config import LearnerConfig
+from qarl.config_objectives import KlConfig, ratio_from
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """Log-probs of the same tokens, fp32 [B, T]: current (being stepped, with gradient), old (the learner before the
+    batch), sampler (the engine's), reference (the policy the run started with; None without a KL penalty).
+    response: bool [B, T]. advantages: fp32 [B]."""
+
+    current: torch.Tensor
+    old: torch.Tensor
+    sampler: torch.Tensor
+    reference: torch.Tensor | None
+    response: torch.Tensor
+    advantages: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """loss: 0-d, with gradient. The others are numbers of this micro-batch, each already divided by the mini-batch's
+    count of sequences: shares of tokens whose ratio reached a bound (clipped), of those that only the precision gap
+    put there (phantom_clipped), and whose correction weight was capped or masked (corrected); mean |log π_cur/π_old|
+    of the sequences; KL in nats a token. They add up over micro-batches."""
+
+    loss: torch.Tensor
+    clipped: float
+    phantom_clipped: float
+    corrected: float
+    log_ratio: float
+    kl: float
+
+
+def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> LossShare:
+    """The loss of one micro-batch. totals: of the mini-batch it is cut from."""
+    response = given.response
+    weights = correction(given.old, given.sampler, response, config.correction)
+    bypass = ratio_from(config.correction) == "sampler"
+    objective, section = OBJECTIVES[config.objective.name], config.objective
+    if config.ratio_fix == "no_clip":
+        section = section.unclipped()
+    proximal = given.sampler if bypass else given.old
+    inputs = ObjectiveInput(given.current, proximal, weights.weight, response, given.advantages)
+    result = objective(inputs, section)
+    if config.ratio_fix == "detached":
+        result = detached(result, inputs)
+    loss = aggregate(result.loss, response, config.aggregation, totals)
+    with torch.no_grad():
+        phantom = torch.zeros_like(result.clipped)
+        if bypass:  # log r = α + β here; with the learner's denominator β is gone
+            phantom = result.clipped & ~objective(replace(inputs, proximal=given.old), section).clipped
+        log_ratio = sequence_log_ratio(given.current, given.old, response).abs().sum()
+
+    def share(flags: torch.Tensor) -> float:
+        return float(over_tokens(flags.float(), response).sum()) / totals.sequences
+
+    kl = 0.0
+    if isinstance(config.kl, KlConfig):
+        assert given.reference is not None
+        estimate = kl_estimate(given.current, given.reference, response, config.kl.name)
+        loss = loss + config.kl.coefficient * aggregate(estimate, response, config.aggregation, totals)
+        kl = float(over_tokens(estimate.detach(), response).sum()) / totals.sequences
+    return LossShare(
+        loss, share(result.clipped), share(phantom), share(weights.held), float(log_ratio) / totals.sequences, kl
+    )

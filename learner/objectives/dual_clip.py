@@ -1,0 +1,17 @@
+"""Token dual-clip PPO: a negative sample's ratio is bounded above as well.
+
+    J_t = w_t · max(min(r_t · A, clip(r_t, 1 - ε_l, 1 + ε_h) · A), c · A)   where A < 0, the plain clip elsewhere
+
+Source: Ye et al. (arXiv 1912.09729; c = 3).
+"""
+
+from learner.objectives.base import ObjectiveInput, ObjectiveResult
+from learner.objectives.clipping import dual_clipped_surrogate, token_ratio
+from qarl.config_objectives import DualClipConfig
+
+
+def dual_clip(given: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
+    """-w · surrogate of each token."""
+    ratio, advantages = token_ratio(given), given.advantages[:, None]
+    surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    return ObjectiveResult(-(given.weight * surrogate), clipped)

@@ -1,0 +1,18 @@
+"""GSPO: one ratio a sequence, the geometric mean of its tokens' ratios.
+
+    s = exp(mean_t(log π_cur - log π_proximal))
+    J = mean over responses of w · min(s · A, clip(s, 1 - ε_l, 1 + ε_h) · A)
+
+Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1).
+"""
+
+from learner.objectives.base import ObjectiveInput, ObjectiveResult
+from learner.objectives.clipping import clipped_surrogate, sequence_ratio
+from qarl.config_objectives import GspoConfig
+
+
+def gspo(given: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
+    """-w · surrogate of each sequence."""
+    ratio, advantages = sequence_ratio(given), given.advantages[:, None]
+    surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
+    return ObjectiveResult(-(given.weight * surrogate), clipped)

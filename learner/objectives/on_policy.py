@@ -1,0 +1,18 @@
+"""On-policy policy gradient: one update a batch, so the ratio is 1 and there is nothing to clip.
+
+    J = mean over responses of mean_t  w_t · A · log π_cur
+
+REINFORCE with a group baseline (Williams, 1992); the value is reported as -w A.
+"""
+
+import torch
+
+from learner.objectives.base import ObjectiveInput, ObjectiveResult
+from learner.ratios import score
+from qarl.config_objectives import OnPolicyConfig
+
+
+def on_policy(given: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:
+    """-w · A · score of each token."""
+    reinforce = given.advantages[:, None] * score(given.current)
+    return ObjectiveResult(-(given.weight * reinforce), torch.zeros_like(given.response))

@@ -1,0 +1,22 @@
+"""SAPO: a sigmoid gate around r = 1 instead of a clip.
+
+    f(r) = 4/τ · σ(τ (r - 1)),  τ = τ_pos where A > 0, else τ_neg
+    J    = mean over responses of mean_t  w_t · f(r_t) · A
+
+f'(r) = 4 σ (1 - σ) is 1 at r = 1 and falls off on both sides, faster for negative samples (τ_neg > τ_pos).
+Source: SAPO (arXiv 2511.20347).
+"""
+
+import torch
+
+from learner.objectives.base import ObjectiveInput, ObjectiveResult
+from learner.objectives.clipping import token_ratio
+from qarl.config_objectives import SapoConfig
+
+
+def sapo(given: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:
+    """-w · f(r) · A of each token; nothing is ever clipped."""
+    ratio, advantages = token_ratio(given), given.advantages[:, None]
+    tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
+    gate = (tau * (ratio - 1.0)).sigmoid() * (4.0 / tau)
+    return ObjectiveResult(-(given.weight * (gate * advantages)), torch.zeros_like(given.response))

@@ -1,0 +1,164 @@
+"""`qarl bench kernels`: the learner's low-bit products against its bf16 product, by scheme, layer shape and tokens.
+
+Every round times both, one after the other, so that a ratio compares like with like; medians of the rounds are shown.
+Axes: N tokens, O output rows, I input columns.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from qarl.config import ConfigError
+from quant.kernels import KernelError, make_factory
+from quant.kernels.select import Product, ProductFactory
+from quant.materialize import materialize
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
+from quant.support import why_not
+
+MODEL_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
+    "qwen2.5-1.5b": ((1536, 1536), (8960, 1536), (1536, 8960)),
+    "qwen2.5-7b": ((3584, 3584), (18944, 3584), (3584, 18944)),
+    "qwen3-30b-a3b": ((4096, 2048), (2048, 4096), (1536, 2048), (2048, 768)),
+}
+"""(O, I): attention's projections, gate or up, down; of the mixture one expert's gate with up, and down."""
+
+_LONGEST_ROUND_SECONDS = 2.0
+"""A product slower than this is timed once."""
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One product. shape: (O, I). seconds: median; ratio: to the bf16 product's, below 1 is faster; both None where
+    it cannot run, for `reason`. kernel: what multiplied."""
+
+    scheme: str
+    shape: tuple[int, int]
+    tokens: int
+    kernel: str
+    seconds: float | None
+    ratio: float | None
+    reason: str
+
+
+def measure(
+    schemes: list[str], shapes: list[tuple[int, int]], tokens: list[int], dtype: str, family: str, repeats: int
+) -> list[KernelRow]:
+    """Rows by shape, then scheme, then tokens; schemes empty: all. Raises `ConfigError` for unusable values."""
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats} must be at least 1")
+    found = [get_scheme(name) for name in schemes or SCHEMES if name != "bf16"]
+    compute = COMPUTE_DTYPES[dtype]
+    factory = make_factory(family, compute)
+    reasons = {scheme.name: why_not(scheme.name, compute, family) for scheme in found}
+    rows = []
+    for shape in shapes:
+        master = _normal(shape).mul_(0.02)
+        plain = _product(master, get_scheme("bf16"), compute, factory)
+        for scheme in found:
+            reason = reasons[scheme.name]
+            try:
+                product = None if reason else _product(master, scheme, compute, factory)
+            except (SchemeError, KernelError) as error:
+                product, reason = None, str(error)
+            if product is None:
+                rows.append(KernelRow(scheme.name, shape, 0, "-", None, None, reason))
+            else:
+                rows += [_row(scheme, shape, n, product, plain, compute, repeats) for n in tokens]
+    return rows
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """Names of `MODEL_SHAPES` and OxI pairs, with commas between. Raises `ConfigError` for anything else."""
+    shapes: list[tuple[int, int]] = []
+    for word in text.split(","):
+        rows, times, columns = word.partition("x")
+        if word in MODEL_SHAPES:
+            shapes += MODEL_SHAPES[word]
+        elif times and rows.isdigit() and columns.isdigit() and int(rows) and int(columns):
+            shapes.append((int(rows), int(columns)))
+        else:
+            raise ConfigError(
+                f"unknown shape {word!r}: give rows and columns as 4096x2048, or {', '.join(MODEL_SHAPES)}"
+            )
+    return shapes
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Counts with commas between. Raises `ConfigError` for anything else."""
+    if not all(word.isdigit() and int(word) for word in text.split(",")):
+        raise ConfigError(f"--tokens {text!r} must be positive numbers with commas between, such as 1,64,4096")
+    return [int(word) for word in text.split(",")]
+
+
+def table(rows: list[KernelRow], dtype: str) -> Table:
+    """Rows for a person: a column for each count of tokens, time as a multiple of bf16's, and milliseconds."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    counts = sorted({row.tokens for row in rows if row.seconds is not None})
+    title = f"the learner's products, {dtype}, {device}: time / bf16's (ms)"
+    shown = Table("scheme", "rows × columns", title=title, title_justify="left", caption_justify="left")
+    for count in counts:
+        shown.add_column(f"{count} tokens", justify="right")
+    shown.add_column("kernel", overflow="fold")
+    for scheme, shape in dict.fromkeys((row.scheme, row.shape) for row in rows):
+        found = {row.tokens: row for row in rows if (row.scheme, row.shape) == (scheme, shape)}
+        times = [_times(found[count]) if count in found else "-" for count in counts]
+        shown.add_row(scheme, f"{shape[0]} × {shape[1]}", *times, next(iter(found.values())).kernel)
+    reasons = dict.fromkeys(f"- {row.scheme}: {row.reason}" for row in rows if row.reason)
+    shown.caption = Text("\n".join(reasons))  # as text: vLLM's words may hold brackets
+    return shown
+
+
+def _times(row: KernelRow) -> str:
+    assert row.ratio is not None
+    assert row.seconds is not None
+    return f"{row.ratio:.2f} ({row.seconds * 1e3:.2f})"
+
+
+def rows_as_data(rows: list[KernelRow]) -> list[dict]:
+    """Rows as JSON-ready dictionaries."""
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _product(master: torch.Tensor, scheme: Scheme, dtype: torch.dtype, factory: ProductFactory) -> Product:
+    return factory("a layer", materialize(master, scheme, dtype), None)
+
+
+def _row(
+    scheme: Scheme, shape: tuple[int, int], tokens: int, product: Product, plain: Product, dtype: torch.dtype,
+    repeats: int,
+) -> KernelRow:  # fmt: skip
+    x = _normal((tokens, shape[1])).to(dtype)
+    with torch.no_grad():
+        first = _seconds(lambda: product(x))  # warms up
+        plain(x)
+        rounds = 1 if first > _LONGEST_ROUND_SECONDS else repeats
+        pairs = [(_seconds(lambda: product(x)), _seconds(lambda: plain(x))) for _ in range(rounds)]
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    return KernelRow(scheme.name, shape, tokens, product.name, statistics.median(p[0] for p in pairs), ratio, "")
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Of one call; on CUDA between two events on the device."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _normal(shape: tuple[int, int]) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return values.cuda() if torch.cuda.is_available() else values

@@ -1,0 +1,72 @@
+"""What every configuration section is built from, and sections chosen by name. Imports neither torch nor vllm."""
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message quotes the value, what is allowed and the remedy."""
+
+
+class Section(BaseModel):
+    """A frozen group of fields; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Choice(Section):
+    """One alternative of a section whose `name` decides which other fields it has.
+
+    So an option can only be given where it is used: one that the chosen alternative ignores is an error, and every
+    alternative has defaults of its own.
+    """
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The values of `name` that choose this class."""
+        return typing.get_args(cls.model_fields["name"].annotation)
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """Its fields besides `name`."""
+        return [field for field in cls.model_fields if field != "name"]
+
+
+def alternatives(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections a field's annotation allows: several for a choice, one for a plain section, none for a value."""
+    parts = typing.get_args(annotation) or (annotation,)
+    sections = tuple(part for part in parts if isinstance(part, type) and issubclass(part, Section))
+    return sections if len(sections) == len(parts) else ()
+
+
+def chooser(kind: str, union: Any, default: str | None = None) -> Callable[[Any], Any]:
+    """A validator that runs before the union's own: fills in the default name and refuses what does not fit.
+
+    kind: what is chosen, for messages. union: of `Choice` classes. default: the name where none is given; None where
+    the enclosing section fills it in. Raises `ValueError` for an unknown name and for an option that the chosen
+    alternative does not have.
+    """
+    by_name = {name: section for section in typing.get_args(union) for name in section.names()}
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        name = value.get("name", default)
+        if name not in by_name:
+            raise ValueError(f"name {name!r} is no {kind}; choose one of {', '.join(by_name)}")
+        for option in value:
+            if option != "name" and option not in by_name[name].options():
+                having = [n for n, section in by_name.items() if option in section.options()]
+                raise ValueError(_misplaced(kind, name, option, having, by_name[name].options()))
+        return {**value, "name": name}
+
+    return check
+
+
+def _misplaced(kind: str, name: str, option: str, having: list[str], options: list[str]) -> str:
+    where = f"is an option of {', '.join(having)}" if having else "is unknown"
+    allowed = f"which takes {', '.join(options)}" if options else "which takes no options"
+    return f"{option!r} {where}, not of {kind} {name!r}, {allowed}; leave it out or choose another {kind}"

@@ -1,0 +1,255 @@
+"""What is maximized: objectives, corrections, aggregations and the KL penalty, each chosen by its name.
+
+docs/objectives.md derives every one. Bounds are on ratios: 4e-4 allows a ratio of 1.0004. `default_correction` and
+`default_aggregation` are what a run takes that names none.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from qarl.config_base import Choice, chooser
+
+_WHAT = "what is maximized; the default is the QaRL paper's tbpo"
+_WEIGHT = "weight for the gap between sampler and learner; the default is the objective's own"
+_SUM = "how token losses become one number; the default is the objective's own"
+_KL = "estimator of the penalty on the distance from the initial policy, which takes a second model in memory"
+_LOW = "lower ratio bound, 1 - this, for negative advantages"
+_HIGH = "upper ratio bound, 1 + this, for positive advantages"
+_DUAL = "upper ratio bound for negative advantages (c)"
+_UNBOUNDED = 10.0
+
+
+class Objective(Choice):
+    """clip_bounds: the fields that cut gradients; empty where an objective cuts none. uses_ratio: whether it compares
+    the current policy with an older one."""
+
+    default_correction: ClassVar[dict[str, Any]] = {"name": "token_tis"}
+    default_aggregation: ClassVar[str] = "seq-mean-token-mean"
+    clip_bounds: ClassVar[tuple[str, ...]] = ()
+    uses_ratio: ClassVar[bool] = True
+
+    def unclipped(self) -> Any:
+        """The same objective with every bound at 10, beyond any ratio that occurs."""
+        return self.model_copy(update=dict.fromkeys(self.clip_bounds, _UNBOUNDED))
+
+
+class TbpoConfig(Objective):
+    """Bounds of the paper."""
+
+    default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
+    clip_bounds: ClassVar[tuple[str, ...]] = ("epsilon_high", "delta_high", "delta_low")
+    name: Literal["tbpo"] = Field(default="tbpo", description=_WHAT)
+    epsilon_high: float = Field(default=4e-4, gt=0, description="ratio bound for positive advantages, 1 + this")
+    delta_high: float = Field(default=7e-4, gt=0, description="upper ratio bound for negative advantages, 1 + this")
+    delta_low: float = Field(default=3e-4, gt=0, lt=1, description="lower ratio bound for negative ones, 1 - this")
+
+
+class GrpoConfig(Objective):
+    """Token ratio clipped as in PPO."""
+
+    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    name: Literal["grpo"] = Field(default="grpo", description=_WHAT)
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
+    clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
+
+
+class PositiveGrpoConfig(Objective):
+    """GRPO on samples of positive advantage alone, which have no lower bound."""
+
+    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_high",)
+    name: Literal["positive_grpo"] = Field(default="positive_grpo", description=_WHAT)
+    clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
+
+
+class DapoConfig(Objective):
+    """Clip-higher, with DAPO's bounds."""
+
+    default_aggregation: ClassVar[str] = "token-mean"
+    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    name: Literal["dapo"] = Field(default="dapo", description=_WHAT)
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
+    clip_high: float = Field(default=0.28, gt=0, description=_HIGH)
+
+
+class DualClipConfig(Objective):
+    """Token dual-clip PPO, with that paper's constant."""
+
+    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+    name: Literal["dual_clip"] = Field(default="dual_clip", description=_WHAT)
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
+    clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
+    dual_clip: float = Field(default=3.0, gt=1, description=_DUAL)
+
+
+class GspoConfig(Objective):
+    """Sequence ratio, with GSPO's bounds."""
+
+    default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
+    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    name: Literal["gspo"] = Field(default="gspo", description=_WHAT)
+    clip_low: float = Field(default=3e-4, gt=0, lt=1, description=_LOW)
+    clip_high: float = Field(default=4e-4, gt=0, description=_HIGH)
+
+
+class GspoDualClipConfig(Objective):
+    """GSPO with the usual constant of dual-clip PPO."""
+
+    default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
+    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+    name: Literal["gspo_dual_clip"] = Field(default="gspo_dual_clip", description=_WHAT)
+    clip_low: float = Field(default=3e-4, gt=0, lt=1, description=_LOW)
+    clip_high: float = Field(default=4e-4, gt=0, description=_HIGH)
+    dual_clip: float = Field(default=3.0, gt=1, description=_DUAL)
+
+
+class SapoConfig(Objective):
+    """Temperatures that SAPO recommends."""
+
+    name: Literal["sapo"] = Field(default="sapo", description=_WHAT)
+    tau_positive: float = Field(default=1.0, gt=0, description="gate temperature for positive advantages")
+    tau_negative: float = Field(default=1.05, gt=0, description="gate temperature for negative advantages")
+
+
+class CispoConfig(Objective):
+    """MiniMax-M1 publishes no bound; 5 is within the range ScaleRL (arXiv 2510.13786) found good."""
+
+    default_aggregation: ClassVar[str] = "token-mean"
+    name: Literal["cispo"] = Field(default="cispo", description=_WHAT)
+    ratio_cap: float = Field(default=5.0, ge=1, description="the detached token ratio is at most this")
+
+
+class OnPolicyConfig(Objective):
+    """One update a batch: no ratio, no options."""
+
+    uses_ratio: ClassVar[bool] = False
+    name: Literal["on_policy"] = Field(default="on_policy", description=_WHAT)
+
+
+class PgSeqIsConfig(Objective):
+    """REINFORCE under the whole sequence's importance weight."""
+
+    default_correction: ClassVar[dict[str, Any]] = {"name": "none", "ratio_from": "sampler"}
+    default_aggregation: ClassVar[str] = "seq-sum"
+    name: Literal["pg_seq_is"] = Field(default="pg_seq_is", description=_WHAT)
+
+
+AnyObjective = (
+    TbpoConfig | GrpoConfig | PositiveGrpoConfig | DapoConfig | DualClipConfig | GspoConfig | GspoDualClipConfig
+    | SapoConfig | CispoConfig | OnPolicyConfig | PgSeqIsConfig
+)  # fmt: skip
+ObjectiveChoice = Annotated[
+    AnyObjective, Field(discriminator="name"), BeforeValidator(chooser("objective", AnyObjective, "tbpo"))
+]
+
+_RATIO_FROM = "denominator of the ratio: learner (before the batch), or sampler (bypass: no weight needed)"
+
+
+class Correction(Choice):
+    """How the gap between sampler and learner is weighted."""
+
+
+class NoCorrection(Correction):
+    """No weight."""
+
+    name: Literal["none"] = Field(default="none", description=_WEIGHT)
+    ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
+
+
+class TruncatedConfig(Correction):
+    """Truncated importance sampling, or the geometric sequence weight with QaRL's two-sided cap."""
+
+    name: Literal["token_tis", "sequence_tis", "geometric"] = Field(default="token_tis", description=_WEIGHT)
+    cap: float = Field(default=2.0, ge=1, description="largest weight; geometric: the smallest is 1 / this")
+
+
+class TokenMisConfig(Correction):
+    """Masked importance sampling, bounds of IcePop."""
+
+    name: Literal["token_mis"] = Field(default="token_mis", description=_WEIGHT)
+    cap: float = Field(default=5.0, ge=1, description="a larger weight becomes 0")
+    floor: float = Field(default=0.5, ge=0, lt=1, description="a smaller weight becomes 0")
+    ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
+
+
+class SequenceMisConfig(Correction):
+    """Masked by the whole sequence's weight, from above alone."""
+
+    name: Literal["sequence_mis"] = Field(default="sequence_mis", description=_WEIGHT)
+    cap: float = Field(default=2.0, ge=1, description="a larger weight becomes 0")
+    floor: float = Field(default=0.0, ge=0, lt=1, description="a smaller weight becomes 0")
+    ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
+
+
+AnyCorrection = NoCorrection | TruncatedConfig | TokenMisConfig | SequenceMisConfig
+CorrectionChoice = Annotated[
+    AnyCorrection, Field(discriminator="name"), BeforeValidator(chooser("correction", AnyCorrection))
+]
+
+
+def ratio_from(correction: Any) -> str:
+    """ "learner" or "sampler"; corrections that weight by learner over sampler allow the learner alone."""
+    return getattr(correction, "ratio_from", "learner")
+
+
+class MeanAggregation(Choice):
+    """token-mean: over all tokens of a mini-batch. seq-mean-token-mean: within each response, then over them."""
+
+    name: Literal["token-mean", "seq-mean-token-mean"] = Field(default="seq-mean-token-mean", description=_SUM)
+
+
+class SeqSumAggregation(Choice):
+    """Sum over a response's tokens, divided by a constant, then the mean over responses (Dr. GRPO)."""
+
+    name: Literal["seq-sum"] = Field(default="seq-sum", description=_SUM)
+    constant: float = Field(default=1.0, gt=0, description="divides each response's sum (1: the sum itself)")
+
+
+AnyAggregation = MeanAggregation | SeqSumAggregation
+AggregationChoice = Annotated[
+    AnyAggregation, Field(discriminator="name"), BeforeValidator(chooser("aggregation", AnyAggregation))
+]
+
+
+class NoKl(Choice):
+    """No KL penalty, no reference policy in memory."""
+
+    name: Literal["none"] = Field(default="none", description=_KL)
+
+
+class KlConfig(Choice):
+    """A penalty on the distance from the policy the run started with."""
+
+    name: Literal["k1", "k2", "k3"] = Field(default="k3", description=_KL)
+    coefficient: float = Field(default=1e-3, gt=0, description="β: nats of KL a token are worth this much loss")
+
+
+AnyKl = NoKl | KlConfig
+KlChoice = Annotated[AnyKl, Field(discriminator="name"), BeforeValidator(chooser("KL penalty", AnyKl, "none"))]
+
+
+def refuse_incompatible(objective: Any, ratio_from: str, ratio_fix: str, aligned: bool, mini_batches: int) -> None:
+    """Raise `ValueError` where two settings of a learner contradict each other, or one would do nothing."""
+    name = objective.name
+    if name == "on_policy" and mini_batches != 1:
+        raise ValueError(
+            f"objective 'on_policy' has one update a batch, but learner.mini_batches is {mini_batches}; set it to 1"
+        )
+    if not objective.uses_ratio and ratio_from != "learner":
+        raise ValueError(
+            f"objective {name!r} has no ratio, so learner.correction.ratio_from {ratio_from!r} would do nothing; "
+            "leave it out"
+        )
+    if ratio_fix in ("no_clip", "detached") and not objective.clip_bounds:
+        clipping = ", ".join(n for s in get_args(AnyObjective) if s.clip_bounds for n in s.names())
+        raise ValueError(
+            f"learner.ratio_fix {ratio_fix!r} is for objectives whose bounds cut gradients ({clipping}); "
+            f"objective {name!r} cuts none; set it to 'none'"
+        )
+    if ratio_fix == "shadow_forward" and not objective.uses_ratio:
+        raise ValueError(f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none")
+    if ratio_fix == "shadow_forward" and aligned:
+        raise ValueError(
+            "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one without, but with "
+            "learner.aligned true the forward has that precision already; set ratio_fix none, or aligned false"
+        )

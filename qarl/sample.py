@@ -1,0 +1,44 @@
+"""A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
+
+from qarl.config import RunConfig
+from qarl.metrics import Stopwatch
+from qarl.prompts import score_groups
+from qarl.session import Session
+from qarl.tasks.base import stable_hash
+from rollout.types import Group, Sampling
+
+
+def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch) -> tuple[list[Group], list[Group]]:
+    """All groups sampled in `step`, and those to learn from.
+
+    With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal are dropped
+    and rounds repeated, within its bound, until `rollout.prompts` groups are left; there may be fewer, or none.
+    """
+    extra, wanted = config.rollout.dynamic_sampling, config.rollout.prompts
+    sampled: list[Group] = []
+    kept: list[Group] = []
+    for attempt in range(1 + (extra or 0)):
+        groups = _round(session, config, step, attempt, watch)
+        sampled += groups
+        kept += groups if extra is None else [group for group in groups if len(set(group.rewards)) > 1]
+        if len(kept) >= wanted:
+            break
+    return sampled, kept[:wanted]
+
+
+def _round(session: Session, config: RunConfig, step: int, attempt: int, watch: Stopwatch) -> list[Group]:
+    """Problems and seeds are functions of (seed, step, attempt) alone, so a resumed run repeats them."""
+    policy, rollout = session.policy, config.rollout
+    with watch("sample"):
+        start = (step * (1 + (rollout.dynamic_sampling or 0)) + attempt) * rollout.prompts
+        problems = policy.task.problems("train", start, rollout.prompts, config.seed)
+        prompts = [policy.prompter.prompt(problem) for problem in problems]
+        sampling = Sampling(rollout.samples, rollout.max_new_tokens, seed=step_seed(config, step, attempt))
+        completions = session.engine.generate(prompts, sampling)
+    with watch("score"):
+        return score_groups(policy.task, problems, prompts, completions)
+
+
+def step_seed(config: RunConfig, step: int, attempt: int = 0) -> int:
+    """The seed of a step's completions and mini-batches."""
+    return stable_hash("step", config.seed, step, *([attempt] if attempt else [])) >> 1

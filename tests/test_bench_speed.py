@@ -1,0 +1,94 @@
+"""The speed benchmarks: what they count and refuse; how fast a machine is they cannot test."""
+
+import numpy as np
+import pytest
+import torch
+
+from qarl.bench import kernels, publish
+from qarl.bench.memory import PeakMemory
+from qarl.config import ConfigError
+from quant.materialize.size import stored_bytes
+from quant.schemes import SchemeError, get_scheme
+
+
+def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
+    """Contract: materializing reads every master once and writes every published byte once; publishing reads and
+    writes the published bytes. Counted here from shapes alone."""
+    found = publish.measure("w4a16", 2e6, "bfloat16", "float32", repeats=1)
+    config = publish.moe_config(2e6)
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    heads, shared = config.num_attention_heads * config.head_dim, 2 * config.head_dim
+    expert = config.moe_intermediate_size
+    shapes = [(heads, hidden), (shared, hidden), (shared, hidden), (hidden, heads)]
+    shapes += [(expert, hidden), (expert, hidden), (hidden, expert)] * config.num_experts
+    low_bit = layers * sum(stored_bytes(get_scheme("w4a16"), shape, torch.bfloat16) for shape in shapes)
+    plain = 2 * config.vocab_size * hidden + hidden
+    plain += layers * (config.num_experts * hidden + 2 * hidden + 2 * config.head_dim)
+    parameters = plain + layers * sum(o * i for o, i in shapes)
+    assert found.parameters == parameters and found.master_bytes == 4 * parameters
+    assert found.low_bit_bytes == low_bit + 2 * plain
+    made, sent, both, *_ = found.work
+    assert made.bytes == found.master_bytes + found.low_bit_bytes and sent.bytes == 2 * found.low_bit_bytes
+    assert both.bytes == made.bytes + sent.bytes and all(s > 0 for w in found.work for s in w.seconds)
+    assert "made by" in str(publish.table(found).title)
+
+
+@pytest.mark.parametrize("parameters", [2e6, 5e7, 2.5e8, 1e9, 7e9])
+def test_the_model_has_about_the_parameters_asked_for(parameters: float):
+    from quant.load import empty_model
+
+    count = sum(p.numel() for p in empty_model(publish.moe_config(parameters)).parameters())
+    assert count == pytest.approx(parameters, rel=0.25 if parameters < 1e9 else 0.05)
+
+
+def test_masters_are_all_filled():
+    for name, parameter in publish.random_masters(publish.moe_config(2e6), torch.bfloat16).named_parameters():
+        assert parameter.dtype == torch.bfloat16 and parameter.isfinite().all() and parameter.std() > 0, name
+
+
+def test_peak_memory_sees_what_was_freed_again():
+    with PeakMemory() as peak:
+        held = np.ones(1 << 26, np.uint8)
+        held += 1
+        del held
+    assert 0.9 * 2**26 < peak.bytes < 4 * 2**26
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scheme": "w4a17"}, SchemeError, "'w4a17'.*did you mean"),
+        ({"dtype": "float64"}, ConfigError, "'float64'.*bfloat16"),
+        ({"master_dtype": "float16"}, ConfigError, "'float16'.*float32"),
+        ({"parameters": 10.0}, ConfigError, "--parameters 10 at least"),
+        ({"repeats": 0}, ConfigError, "--repeats 0 must"),
+    ],
+)
+def test_unusable_values_are_refused_before_anything_is_built(changes: dict, error: type[Exception], message: str):
+    options = {"scheme": "w4a16", "parameters": 1e9, "dtype": "bfloat16", "master_dtype": "bfloat16", "repeats": 1}
+    with pytest.raises(error, match=message):
+        publish.measure(**{**options, **changes})
+
+
+def test_kernels_are_timed_or_say_why_not():
+    """One row a count of tokens where a scheme runs; one with the reason where it does not, by kernel or by shape."""
+    rows = kernels.measure(["w8a8", "w4a16", "nvfp4"], [(32, 64)], [1, 3], "bfloat16", "torch", repeats=1)
+    timed = [row for row in rows if row.scheme == "w8a8"]
+    assert [row.tokens for row in timed] == [1, 3] and {row.kernel for row in timed} == {"_int_mm"}
+    assert all(row.seconds and row.ratio for row in timed)
+    by_shape, by_kernel = (next(row for row in rows if row.scheme == name) for name in ("w4a16", "nvfp4"))
+    assert by_shape.seconds is None and "64 input columns, no multiple" in by_shape.reason
+    assert by_kernel.seconds is None and "no fp4 product" in by_kernel.reason
+    caption = str(kernels.table(rows, "bfloat16").caption)
+    assert by_shape.reason in caption and by_kernel.reason in caption
+
+
+def test_shapes_and_tokens_are_parsed_or_refused():
+    assert kernels.parse_shapes("64x32,qwen2.5-1.5b") == [(64, 32), *kernels.MODEL_SHAPES["qwen2.5-1.5b"]]
+    assert kernels.parse_tokens("1,4096") == [1, 4096]
+    for wrong in ("64", "0x4", "64x", "qwen9", ""):
+        with pytest.raises(ConfigError, match="unknown shape"):
+            kernels.parse_shapes(wrong)
+    for wrong in ("", "0", "1,,2", "-1", "many"):
+        with pytest.raises(ConfigError, match="--tokens"):
+            kernels.parse_tokens(wrong)

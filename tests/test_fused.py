@@ -1,0 +1,325 @@
+"""Compiled materialization, held to torch's operators bit for bit, and what reusing buffers must not break."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quant.expert_weights import materialize_experts
+from quant.layout import ExpertLayout
+from quant.linear import LowBitLinear
+from quant.materialize import LowBitWeight, materialize, materializer
+from quant.materialize import _quantize as by_operators
+from quant.materialize.fused import numba_missing, quantize_on_cpu
+from quant.materialize.weight import empty
+from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
+from quant.threads import in_threads
+
+FUSED = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8", "w4afp8", "fp8")
+EAGER = ("fp8-block", "nvfp4a16", "mxfp4a16")
+COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
+CPU = torch.device("cpu")
+
+needs_numba = pytest.mark.skipif(numba_missing() is not None, reason="numba cannot be imported here")
+schemes = pytest.mark.parametrize("name", FUSED)
+masters = pytest.mark.parametrize("master", MASTER_DTYPES.values(), ids=MASTER_DTYPES)
+computes = pytest.mark.parametrize("dtype", COMPUTE, ids=str)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same_bits(ours: LowBitWeight, theirs: LowBitWeight) -> bool:
+    pairs = list(zip(ours.tensors(), theirs.tensors(), strict=True))
+    return all(a[0] == b[0] and a[1].dtype == b[1].dtype and torch.equal(raw(a[1]), raw(b[1])) for a, b in pairs)
+
+
+def check(weight: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """The compiled loop's bits are the operators', or both refuse the weight."""
+    scheme = get_scheme(name)
+    buffers = empty(scheme, (weight.shape[0], weight.shape[1]), dtype)
+    try:
+        expected = by_operators(weight, scheme, dtype, "layer", ())
+    except ValueError:
+        assert not quantize_on_cpu(weight, buffers, dtype)
+        return
+    assert quantize_on_cpu(weight, buffers, dtype)
+    assert same_bits(buffers, expected)
+
+
+def random_bits(rows: int, columns: int, master: torch.dtype, seed: int, finite: bool = True) -> torch.Tensor:
+    """Uniform bits: every exponent and sign, subnormals, and unless `finite` infinities and NaN."""
+    bits = torch.randint(0, 256, (rows, columns * master.itemsize), generator=torch.Generator().manual_seed(seed))
+    weight = bits.to(torch.uint8).view(master)
+    return torch.where(weight.isfinite(), weight, 1.0).to(master) if finite else weight
+
+
+@needs_numba
+@schemes
+@masters
+@computes
+@given(
+    rows=st.integers(1, 9),
+    groups=st.integers(1, 5),
+    columns=st.integers(1, 70),
+    exponent=st.integers(-46, 38),
+    tail=st.sampled_from((0.0, 1.0, 4.0)),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_compiled_loops_give_the_operators_bits(
+    name: str, master: torch.dtype, dtype: torch.dtype,
+    rows: int, groups: int, columns: int, exponent: int, tail: float, seed: int,
+):  # fmt: skip
+    """Contract: codes and scales are those of torch's operators, bit for bit, over 2,880 layers: heavy tails, every
+    magnitude of float32, odd widths, groups of zeros; whatever the operators refuse, the loop refuses.
+    Blind spot: both could be wrong alike; tests/test_materialize.py holds `materialize` to compressed-tensors."""
+    scheme = get_scheme(name)
+    width = (scheme.group_size or columns * (8 if scheme.packs_integers else 1)) * (groups if scheme.group_size else 1)
+    generator = torch.Generator().manual_seed(seed)
+    normal, spread = (torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    weight = normal * (tail * spread).exp() * 10.0**exponent
+    weight[rows // 2, : width // groups] = 0.0
+    check(weight.clamp(-3.3e38, 3.3e38).to(master), name, dtype)
+
+
+@needs_numba
+@schemes
+@masters
+@computes
+def test_arbitrary_bits_give_the_operators_bits(name: str, master: torch.dtype, dtype: torch.dtype):
+    """1,000 layers a scheme over the dtypes, of uniformly random bits, and scaled so that most scales are ordinary."""
+    columns = get_scheme(name).group_size or 64
+    for seed in range(84):
+        weight = random_bits(3, 2 * columns, master, seed)
+        check(weight, name, dtype)
+        check((weight.double() % 2.0).to(master), name, dtype)
+
+
+@needs_numba
+@schemes
+@computes
+def test_every_bfloat16_value_gives_the_operators_bits(name: str, dtype: torch.dtype):
+    """All 65,280 finite values, each in a group with an absmax of 1 (values above it: in a group of their own)."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    values = values[values.isfinite()]
+    width = get_scheme(name).group_size or 128
+    small = values[values.abs() <= 1].view(-1)
+    small = torch.cat((small, torch.ones(-len(small) % (width - 1), dtype=torch.bfloat16))).view(-1, width - 1)
+    weight = torch.cat((small, torch.ones(len(small), 1, dtype=torch.bfloat16)), dim=1)
+    check(weight, name, dtype)
+    check(weight.float(), name, dtype)
+    for scale in (448.0, 7.5, 127.5):  # the stored scale is 1: the codes are the values, rounded
+        check(weight * scale, name, dtype)
+        check(weight.float() * scale, name, dtype)
+    large = values[values.abs() > 1]
+    check(large[: len(large) // width * width].view(-1, width), name, dtype)
+
+
+@needs_numba
+def test_float32_rounds_to_e4m3_as_torch_does():
+    """A row whose absmax is 448 has scale 1: codes are torch's own conversion, here of every midpoint between two e4m3
+    values, its float32 neighbours, subnormals and both zeros."""
+    e4m3 = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (e4m3[1:] + e4m3[:-1]) / 2
+    near = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)]
+    extra = torch.tensor([0.0, 2.0**-10, 1e-40, 1e-20, 2.0**-149, 448.0, 447.9])
+    values = torch.cat((e4m3, middle, *near, extra))
+    weight = torch.cat((values, -values)).view(1, -1)
+    made = materialize(weight, get_scheme("fp8"), torch.float32)
+    assert made.scale is not None and made.scale.item() == 1.0
+    assert torch.equal(raw(made.codes), raw(weight.to(torch.float8_e4m3fn)))
+
+
+@needs_numba
+@schemes
+@masters
+def test_what_is_not_finite_is_refused_wherever_it_is(name: str, master: torch.dtype):
+    """NaN of any payload, either infinity, in any position; and a scale beyond float16. The message is the one the
+    operators give, and says which layer."""
+    scheme, columns = get_scheme(name), get_scheme(name).group_size or 96
+    for seed, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
+        weight = torch.randn(4, 2 * columns, generator=torch.Generator().manual_seed(seed)).to(master)
+        weight.view(-1)[seed * 211 % weight.numel()] = bad
+        with pytest.raises(ValueError, match=r"'a\.b': .*NaN or infinity"):
+            materialize(weight, scheme, torch.bfloat16, "a.b")
+    payload = torch.ones(2, 2 * columns, dtype=master)
+    payload.view(torch.int16).view(-1)[1 if master == torch.float32 else 0] = 0x7FC1
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        materialize(payload, scheme, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"scale beyond torch\.float16's range"):
+        materialize(torch.full((1, columns), 1e9, dtype=master), scheme, torch.float16)
+
+
+@needs_numba
+@schemes
+def test_threads_and_strides_change_no_bit(name: str):
+    """Rows cut over 1, 2 or 3 threads, and masters that are transposed or sliced views."""
+    weight = torch.randn(1030, 512, generator=torch.Generator().manual_seed(0))
+    expected = by_operators(weight, get_scheme(name), torch.bfloat16, "layer", ())
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert same_bits(materialize(weight, get_scheme(name), torch.bfloat16), expected)
+    finally:
+        torch.set_num_threads(threads)
+    for view in (weight.t().contiguous().t(), torch.cat((weight, weight), dim=1)[:, :512]):
+        assert not view.is_contiguous()
+        assert same_bits(materialize(view, get_scheme(name), torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@masters
+def test_a_buffer_is_written_again(name: str, master: torch.dtype):
+    """Contract: with `out`, the result is `out` at its old addresses, and its bits are those of a fresh result; every
+    stored tensor is overwritten, for every scheme."""
+    scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
+    first, second = ((torch.randn(128, 384, generator=generator) * s).to(master) for s in (1.0, 0.1))
+    made = materialize(first, scheme, torch.bfloat16)
+    old = LowBitWeight(scheme, made.codes.clone(), None, made.shape)
+    addresses = [t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None]
+    again = materialize(second, scheme, torch.bfloat16, out=made)
+    assert again is made
+    assert addresses == [t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None]
+    assert same_bits(made, materialize(second, scheme, torch.bfloat16))
+    assert not torch.equal(raw(old.codes), raw(made.codes))
+
+
+@pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "fp8", "nvfp4a16", "mxfp4a16"])
+def test_experts_buffers_are_written_again(name: str):
+    """The same for a layer's experts, whose tensors are views of two stacks (NVFP4: of their own)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def stacks(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = ((3, 128, 64), (3, 64, 64))
+        up, down = (torch.randn(shape, generator=generator) * scale for shape in shapes)
+        return up, down
+
+    layout, scheme, second = ExpertLayout(), get_scheme(name), stacks(0.1)
+    made = materialize_experts(*stacks(1.0), scheme, torch.bfloat16, "experts")
+    held = [(key, t, t.clone()) for key, t in made.tensors(layout)]
+    again = materialize_experts(*second, scheme, torch.bfloat16, "experts", made)
+    fresh = list(materialize_experts(*second, scheme, torch.bfloat16, "experts").tensors(layout))
+    for (key, now, before), (ours, tensor), (theirs, expected) in zip(held, again.tensors(layout), fresh, strict=True):
+        assert key == ours == theirs
+        assert torch.equal(raw(tensor), raw(expected))
+        if not key.endswith("weight_shape"):
+            assert now.data_ptr() == tensor.data_ptr() and not torch.equal(raw(now), raw(before))
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
+def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
+    """Contract: refresh() makes no second copy for an aligned layer; the first forward does, once, and of the version
+    that refresh() made, whatever the masters have become since."""
+    from quant.kernels import make_factory
+
+    built: list[str] = []
+    reference = make_factory("reference", torch.bfloat16)
+
+    class Counting:
+        def __call__(self, layer, weight, bias):
+            built.append(layer)
+            return reference(layer, weight, bias)
+
+        def experts(self, layer, shape, weights):
+            raise AssertionError
+
+    parameter, bias = torch.nn.Parameter(torch.randn(32, 128)), torch.nn.Parameter(torch.randn(32))
+    linear = LowBitLinear("up", parameter, bias, get_scheme("w4a16"), Counting(), torch.bfloat16, aligned)
+    x = torch.randn(2, 128).bfloat16()
+    linear.refresh()
+    assert built == []
+    expected = linear(x).detach()
+    linear.refresh()
+    with torch.no_grad():
+        parameter.add_(1.0)
+        bias.add_(1.0)
+    assert torch.equal(linear(x), expected) and torch.equal(linear(x), expected)
+    assert built == (["up", "up"] if aligned else [])
+
+
+def test_the_materializer_is_named():
+    """Every scheme says what makes it; a missing numba is a reason in words, not silence."""
+    assert materializer(get_scheme("bf16"), torch.float32, CPU) == "cast"
+    for name in EAGER:
+        assert materializer(get_scheme(name), torch.bfloat16, CPU) == "torch"
+    assert materializer(get_scheme("w4a16"), torch.float16, CPU) == "torch"
+    if numba_missing() is None:
+        assert {materializer(get_scheme(name), torch.bfloat16, CPU) for name in FUSED} == {"fused numba"}
+
+
+@pytest.mark.slow
+def test_without_numba_operators_make_the_same_and_it_is_said():
+    """In a process where numba cannot be imported: the same bits, and `materializer` says why they came slower."""
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import torch\n"
+        "from quant.materialize import materialize, materializer\n"
+        "from quant.schemes import get_scheme\n"
+        "weight = torch.linspace(-1, 1, 4096).sin().view(16, 256)\n"
+        "made = materialize(weight, get_scheme('w4a16'), torch.bfloat16)\n"
+        "print(made.codes.sum().item(), materializer(get_scheme('w4a16'), weight.dtype, weight.device))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    weight = torch.linspace(-1, 1, 4096).sin().view(16, 256)
+    total = materialize(weight, get_scheme("w4a16"), torch.bfloat16).codes.sum().item()
+    assert out.startswith(f"{total} torch (numba cannot be imported: ")
+
+
+def test_ranges_cover_the_work_once_in_order():
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for items in (1, 2, 7, 100):
+                ranges = in_threads(lambda start, stop: (start, stop), items, at_least=3)
+                assert [i for start, stop in ranges for i in range(start, stop)] == list(range(items))
+                assert len(ranges) == max(1, min(count, items // 3))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_error_in_a_thread_is_raised():
+    def fail(start: int, stop: int) -> None:
+        raise ValueError(f"{start} to {stop}")
+
+    with pytest.raises(ValueError, match="0 to"):
+        in_threads(fail, 100, at_least=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.compile's Triton code needs a CUDA device")
+@schemes
+@masters
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_operators_give_the_operators_bits_on_cuda(name: str, master: torch.dtype, dtype: torch.dtype):
+    """Contract: on CUDA, torch.compile's codes and scales are the eager operators' there, and those of a CPU."""
+    scheme = get_scheme(name)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        weight = (torch.randn(64, 512, generator=generator) * 10.0 ** (seed - 12)).to(master)
+        weight[3] = 0.0
+        there = weight.cuda()
+        assert materializer(scheme, master, there.device) == "torch.compile"
+        made = materialize(there, scheme, dtype)
+        here = materialize(weight, scheme, dtype)
+        assert made.scale is not None and here.scale is not None
+        assert torch.equal(raw(made.codes.cpu()), raw(here.codes)) and torch.equal(made.scale.cpu(), here.scale)
+
+
+def test_numpy_views_share_the_buffers():
+    """What the loop writes through is the tensor's own storage, for every dtype codes and scales have."""
+    for dtype, bits in (
+        (torch.int32, torch.uint32),
+        (torch.float8_e4m3fn, torch.uint8),
+        (torch.bfloat16, torch.uint16),
+    ):
+        tensor = torch.zeros(4, dtype=torch.uint8).view(dtype) if dtype.itemsize > 1 else torch.zeros(4).to(dtype)
+        tensor.view(bits).numpy().fill(np.uint8(1))
+        assert raw(tensor).any()

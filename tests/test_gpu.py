@@ -1,0 +1,155 @@
+"""The parity chain on a CUDA device: master → codes → product → layer → engine. `pytest -m gpu` on such a machine.
+
+Blind spot: nothing here has run on a GPU yet; the CPU's tests of the same chain are test_materialize, test_linear,
+test_experts and test_publish.
+
+Axes: N tokens, O output rows, I input columns, E experts.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quant.experts import RoutedLowBitExperts
+from quant.kernels import make_factory
+from quant.layout import ExpertLayout, ExpertsShape
+from quant.linear import LowBitLinear
+from quant.materialize import materialize
+from quant.model import LowBitModel
+from quant.schemes import SCHEMES, get_scheme
+from quant.support import why_not
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPE = torch.bfloat16
+FAMILIES = ("torch", "vllm", "reference")
+schemes = pytest.mark.parametrize("scheme", SCHEMES)
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def need(scheme: str, family: str, experts: bool = False) -> None:
+    """Skip with the reason where this machine cannot run a scheme."""
+    if family == "vllm" and not find_spec("vllm"):
+        pytest.skip("vllm is not installed")
+    reason = why_not(scheme, DTYPE, family, experts)
+    if reason:
+        pytest.skip(reason)
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((y.double() - expected.double()).norm() / expected.double().norm())
+
+
+@schemes
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+def test_codes_are_those_of_the_cpu(scheme: str, master: torch.dtype):
+    weight = values(256, 512).to(master)
+    on_cpu = dict(materialize(weight, get_scheme(scheme), DTYPE).tensors())
+    on_gpu = dict(materialize(weight.cuda(), get_scheme(scheme), DTYPE).tensors())
+    assert on_cpu.keys() == on_gpu.keys()
+    for name, tensor in on_cpu.items():
+        assert torch.equal(tensor.view(torch.uint8), on_gpu[name].cpu().contiguous().view(torch.uint8)), name
+
+
+@schemes
+@families
+@pytest.mark.parametrize("tokens", [1, 17, 256])
+def test_products_agree_with_the_dequantized_one(scheme: str, family: str, tokens: int):
+    """Contract: relative error below 2 %, far below a wrong scale or code order, above rounding."""
+    need(scheme, family)
+    weight = materialize(values(256, 512).cuda(), get_scheme(scheme), DTYPE)
+    x = values(tokens, 512, seed=1).cuda().to(DTYPE)
+    expected = make_factory("reference", DTYPE)("layer", weight, None)(x)
+    assert relative_error(make_factory(family, DTYPE)("layer", weight, None)(x), expected) < 0.02
+
+
+@schemes
+@families
+def test_straight_through_gradients_are_those_of_the_cpu(scheme: str, family: str):
+    need(scheme, family)
+
+    def gradients(device: str, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+        master = nn.Parameter(values(256, 512).to(device))
+        linear = LowBitLinear("layer", master, None, get_scheme(scheme), make_factory(kernel, DTYPE), DTYPE)
+        linear.refresh()
+        x = values(40, 512, seed=1).to(device).to(DTYPE).requires_grad_()
+        linear(x).backward(values(40, 256, seed=2).to(device).to(DTYPE))
+        assert x.grad is not None and master.grad is not None
+        return x.grad.cpu(), master.grad.cpu()
+
+    for ours, expected in zip(gradients("cuda", family), gradients("cpu", "reference"), strict=True):
+        assert relative_error(ours, expected) < 0.02
+
+
+@schemes
+@families
+def test_experts_agree_with_the_dequantized_ones(scheme: str, family: str):
+    need(scheme, family, experts=True)
+    experts, top_k, hidden, inner, tokens = 8, 2, 256, 256, 64
+    shape = ExpertsShape(experts, top_k, hidden, inner, "silu", ExpertLayout())
+    gate_up, down = values(experts, 2 * inner, hidden).cuda(), values(experts, hidden, inner, seed=3).cuda()
+    x = values(tokens, hidden, seed=1).cuda().to(DTYPE)
+    index = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(4)).topk(top_k).indices.cuda()
+    weights = torch.full((tokens, top_k), 0.5, device="cuda")
+
+    def run(kernel: str) -> list[torch.Tensor]:
+        masters = nn.Parameter(gate_up.clone()), nn.Parameter(down.clone())
+        module = RoutedLowBitExperts(
+            "model.layers.0.mlp.experts", *masters, shape, get_scheme(scheme), make_factory(kernel, DTYPE), DTYPE
+        )
+        module.refresh()
+        inputs = x.clone().requires_grad_()
+        y = module(inputs, index, weights)
+        y.float().square().sum().backward()
+        grads = [t.grad for t in (inputs, *masters)]
+        return [y, *(grad for grad in grads if grad is not None)]
+
+    ours, expected = run(family), run("reference")
+    assert len(ours) == len(expected) == 4
+    assert all(relative_error(a, b) < 0.03 for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+def test_an_engine_that_was_published_to_equals_a_fresh_one(
+    random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str
+):
+    """Audit, five publishes of changing weights, log-probs bit for bit those of an engine loaded afresh."""
+    from quant.load import load_masters
+    from rollout.vllm_engine import VllmEngine, VllmOptions
+    from sync.audit import audit, require_agreement
+    from sync.export import export_checkpoint
+    from sync.publisher import Publisher
+
+    need(scheme, "vllm")
+    folder = random_policy(False)
+    masters = load_masters(folder, torch.float32, torch.device("cuda"))
+    model = LowBitModel(masters, get_scheme(scheme), DTYPE, make_factory("vllm", DTYPE))
+    sequences = [list(range(20, 60)), [5] * 20]
+    export_checkpoint(model, folder, tmp_path / "start")
+    engine = VllmEngine(tmp_path / "start", VllmOptions(max_model_len=128))
+    require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
+    publisher = Publisher(model, engine, sequences, get_scheme(scheme).bound, 1)
+    for version in range(1, 6):
+        with torch.no_grad():
+            for master in model.masters.values():
+                master.mul_(1.01)
+        model.refresh()
+        publisher.publish(version)
+    published = engine.score(sequences)
+    engine.close()
+    export_checkpoint(model, folder, tmp_path / "end")
+    fresh = VllmEngine(tmp_path / "end", VllmOptions(max_model_len=128))
+    assert fresh.score(sequences) == published
+    fresh.close()

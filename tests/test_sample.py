@@ -1,0 +1,83 @@
+"""Dynamic sampling without an engine: which rounds are sampled, what is kept."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qarl.config import RunConfig
+from qarl.metrics import Stopwatch, batch_metrics
+from qarl.sample import sample_step, step_seed
+from qarl.tasks.base import stable_hash
+from rollout.types import Completion, Prompt
+
+PROMPTS = 4
+
+
+class Recorder:
+    """A task, prompter and engine in one: problem n is the number n; its completions are rewarded equally unless n is
+    in `teaching`."""
+
+    def __init__(self, teaching: set[int]):
+        self.teaching = teaching
+        self.asked: list[tuple[int, int, int]] = []
+        self.seeds: list[int] = []
+
+    def problems(self, split: str, start: int, count: int, seed: int) -> list[SimpleNamespace]:
+        assert split == "train"
+        self.asked.append((start, count, seed))
+        return [SimpleNamespace(id=str(n), question=str(n), answer="") for n in range(start, start + count)]
+
+    def prompt(self, problem: Any) -> Prompt:
+        return Prompt(problem.id, problem.question, (1,))
+
+    def generate(self, prompts: list[Prompt], sampling: Any) -> list[list[Completion]]:
+        self.seeds.append(sampling.seed)
+        return [[Completion((2,), (-0.5,), str(k), 0, "stop") for k in range(sampling.samples)] for _ in prompts]
+
+    def score(self, problem: Any, text: str) -> float:
+        return float(int(problem.id) in self.teaching and text == "0")
+
+
+def run(dynamic: int | None, step: int, teaching: set[int]) -> tuple[Recorder, list[str], list[str]]:
+    """The recorder, and the problems sampled and kept."""
+    recorder = Recorder(teaching)
+    policy = SimpleNamespace(task=recorder, prompter=recorder)
+    session: Any = SimpleNamespace(policy=policy, engine=recorder)
+    rollout = {"prompts": PROMPTS, "samples": 2, "dynamic_sampling": dynamic}
+    config = RunConfig.model_validate({"seed": 5, "rollout": rollout})
+    sampled, kept = sample_step(session, config, step, Stopwatch())
+    assert batch_metrics(sampled)["prompts"] == len(sampled)
+    return recorder, [g.prompt.id for g in sampled], [g.prompt.id for g in kept]
+
+
+def test_without_it_a_step_is_one_round_and_keeps_everything():
+    recorder, sampled, kept = run(None, 3, {13})
+    assert recorder.asked == [(12, PROMPTS, 5)] and sampled == kept == ["12", "13", "14", "15"]
+    assert recorder.seeds == [stable_hash("step", 5, 3) >> 1]
+
+
+def test_rounds_are_repeated_until_the_batch_is_full():
+    """Step 1 with two extra rounds owns problems 12–23. Three of the first four teach, so one more round is sampled;
+    the batch is then cut to four groups, in order."""
+    recorder, sampled, kept = run(2, 1, {12, 13, 15, 16, 18, 20})
+    assert recorder.asked == [(12, PROMPTS, 5), (16, PROMPTS, 5)]
+    assert sampled == [str(n) for n in range(12, 20)] and kept == ["12", "13", "15", "16"]
+    assert len(set(recorder.seeds)) == 2
+
+
+@pytest.mark.parametrize(("dynamic", "rounds"), [(0, 1), (1, 2), (3, 4)])
+def test_rounds_are_bounded(dynamic: int, rounds: int):
+    """A batch that cannot be filled is learned from as it is; with nothing that teaches it is empty."""
+    recorder, sampled, kept = run(dynamic, 0, {1})
+    assert len(recorder.asked) == rounds and len(sampled) == rounds * PROMPTS and kept == ["1"]
+    assert run(dynamic, 0, set())[2] == []
+
+
+def test_steps_do_not_share_problems_or_seeds():
+    """Every (step, round) has problems and a seed of its own, whatever earlier steps needed: a resumed run repeats
+    them."""
+    asked = [start for step in range(5) for start, _, _ in run(2, step, set())[0].asked]
+    assert asked == list(range(0, 5 * 3 * PROMPTS, PROMPTS))
+    seeds = {step_seed(RunConfig(), step, attempt) for step in range(5) for attempt in range(3)}
+    assert len(seeds) == 15
