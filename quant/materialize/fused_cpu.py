@@ -127,7 +127,7 @@ def _absmax(group):
 
 @_compiled
 def _quotients(row, columns, scales, rounds, quotients):
-    """w / scale of a row, float32. rounds: whether torch rounds it to bfloat16, which is the case for bfloat16 by bfloat16.
+    """w / scale of a row, float32. rounds: whether torch rounds it to bfloat16, as it does for bfloat16 by bfloat16.
 
     Then a product with the reciprocal does, at half the time. Both significands have 8 bits, so a quotient that is not
     halfway between two bfloat16 numbers is at least 2^-17 of itself away from there, and the product within 2^-22 of
