@@ -13,16 +13,21 @@ import torch
 
 T = TypeVar("T")
 
+_RANGES_A_THREAD = 4
+"""So that threads whose core other processes use leave more to the others."""
+
 
 def in_threads(work: Callable[[int, int], T], count: int, at_least: int) -> list[T]:
-    """[work(start, stop), ...] over contiguous ranges that cover 0 … count-1, one a thread, in order.
+    """[work(start, stop), ...] over contiguous ranges that cover 0 … count-1, in order.
 
-    at_least: items below which another thread costs more than it saves. The first exception is raised.
+    at_least: items of a range below which handing it to a thread costs more than it saves. The first exception is
+    raised.
     """
-    threads = max(1, min(torch.get_num_threads(), count // max(1, at_least)))
-    if threads == 1:
+    threads = torch.get_num_threads()
+    ranges = min(_RANGES_A_THREAD * threads, count // max(1, at_least))
+    if threads == 1 or ranges <= 1:
         return [work(0, count)]
-    edges = [count * i // threads for i in range(threads + 1)]
+    edges = [count * i // ranges for i in range(ranges + 1)]
     return list(_pool(threads).map(work, edges[:-1], edges[1:]))
 
 

@@ -1,9 +1,8 @@
 """`qarl bench publish`: making a weight version and handing it over, against this machine's memory-copy bandwidth.
 
 A random Qwen3-MoE is materialized and its stream consumed as an engine consumes it: each tensor copied once into memory
-that was there before. No engine runs, so what an engine does with the tensors afterwards is not in the figures. A
-round of every repeat starts with a plain copy, and shares are of that copy's bandwidth: other processes on the machine
-slow both.
+that was there before. No engine runs, so what an engine does with the tensors afterwards is not in the figures. Each
+round starts with plain copies, and shares are of the fastest one's bandwidth: other processes on the machine slow both.
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ from quant.threads import in_threads
 _MASTER_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
 _STORED = {torch.float32: (32, torch.uint32), torch.bfloat16: (0, torch.uint16), torch.float16: (16, torch.uint16)}
 _THREAD_ELEMENTS = 1 << 17
-"""Weights a thread should have to itself: about 0.05 ms of work."""
+"""Weights that are worth handing to a thread: about 0.05 ms of work."""
 
 _EXACT: dict[str, Any] = {
     "emulate_precision_casts": True,

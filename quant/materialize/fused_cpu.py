@@ -25,6 +25,8 @@ U = np.uint32
 _intrinsic: Any = intrinsic
 _LARGEST = F(np.finfo(np.float32).max)
 _SMALLEST_STORED = F(np.finfo(np.float32).eps)
+_SPLIT = F(2.0**16 + 1)
+"""Veltkamp's splitting: x · s - (x · s - x) is x rounded to bfloat16's 8 bits, but for the direction of ties."""
 _INTEGER_BIAS = F(1.5 * 2.0**23)
 """Added to a small float32, leaves its nearest integer (ties to even) in the lowest bits."""
 
@@ -124,24 +126,29 @@ def _absmax(group):
 
 
 @_compiled
-def _quotients(group, scale, rounds, quotients):
-    """w / scale, float32. rounds: whether torch rounds it to bfloat16, which is the case for bfloat16 by bfloat16.
+def _quotients(row, columns, scales, rounds, quotients):
+    """w / scale of a row, float32. rounds: whether torch rounds it to bfloat16, as it does for bfloat16 by bfloat16.
 
     Then a product with the reciprocal does, at half the time. Both significands have 8 bits, so a quotient that is not
     halfway between two bfloat16 numbers is at least 2^-17 of itself away from there, and the product within 2^-22 of
     the quotient. None is halfway: that has 9 significant bits, and times an odd number it has no fewer.
     Outside of the range below a reciprocal may be infinite, or have lost bits.
     """
-    if rounds and F(2.0**-100) <= scale <= F(2.0**100):
-        inverse = F(F(1) / scale)
-        for i in range(group.size):
-            quotients[i] = _to_bfloat16(F(_value(group[i]) * inverse))
-    elif rounds:
-        for i in range(group.size):
-            quotients[i] = _to_bfloat16(F(_value(group[i]) / scale))
-    else:
-        for i in range(group.size):
-            quotients[i] = F(_value(group[i]) / scale)
+    groups, results = row.reshape((scales.size, columns)), quotients.reshape((scales.size, columns))
+    for q in range(scales.size):
+        group, result, scale = groups[q], results[q], scales[q]
+        if rounds and F(2.0**-100) <= scale <= F(2.0**100):
+            inverse = F(F(1) / scale)
+            for i in range(group.size):
+                quotient = F(_value(group[i]) * inverse)
+                shifted = F(quotient * _SPLIT)
+                result[i] = F(shifted - F(shifted - quotient))
+        elif rounds:
+            for i in range(group.size):
+                result[i] = _to_bfloat16(F(_value(group[i]) / scale))
+        else:
+            for i in range(group.size):
+                result[i] = F(_value(group[i]) / scale)
 
 
 @_compiled
@@ -222,9 +229,7 @@ def quantize_rows(master, columns, stored, epsilon, half_range, low, high, offse
     for o in range(master.shape[0]):
         if not _row_scales(master[o], columns, stored, epsilon, half_range, scales[o], values):
             return False
-        for q in range(width // columns):
-            group = slice(q * columns, (q + 1) * columns)
-            _quotients(master[o, group], values[q], rounds, quotients[group])
+        _quotients(master[o], columns, values, rounds, quotients)
         if kind == 4:
             _integers(quotients, low, high, offset, U(15), nibbles)
             _pack(nibbles.view(np.uint64), codes[o])
