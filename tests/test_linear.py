@@ -115,14 +115,13 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
 ):
     """Contract: ‖y - ŷ‖ ≤ BOUND · eps · ‖ŷ‖ with ŷ = x̂ · Ŵᵀ + b in float64 from published codes and scales. A kernel
     that read other weights, scales or unquantized activations is further away: so is the product of the masters,
-    which is checked to be beyond the bound where codes are coarse against the dtype (int4, or float16)."""
+    which is checked to be more than two bounds off where codes are coarse against the dtype (int4, or float16)."""
     linear = make_linear(scheme, kernel, dtype, (128 if scheme == "fp8-block" else rows, columns), bias, seed)
     x = heavy(tokens, columns, seed=seed + 20).to(dtype)
     exact = dequantized_activation(x, linear) @ dequantized_weight(linear).t()
-    unquantized = x.double() @ linear.master.detach().double().t()
+    off = relative_error(x.double() @ linear.master.detach().double().t(), exact)  # before a bias outweighs the product
     if linear.bias is not None:
         exact = exact + linear.bias.detach().to(dtype).double()
-        unquantized = unquantized + linear.bias.detach().to(dtype).double()
     with torch.no_grad():
         y = linear(x)
     assert y.dtype == dtype and y.shape == exact.shape
@@ -130,7 +129,7 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
     assert relative_error(y, exact) <= bound
     args = get_scheme(scheme).weights
     if args is not None and (args.num_bits == 4 or dtype == torch.float16):
-        assert relative_error(unquantized, exact) > bound
+        assert off > 2 * bound
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
