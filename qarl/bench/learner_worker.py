@@ -17,6 +17,7 @@ from qarl.bench.step_memory import StepMemory
 
 def run(job: Job) -> Steps:
     """Warm up with one step, time `job.steps` more, and take the memory of a last one where it is asked for."""
+    sequences = Sequences.load(Path(job.batch))
     import torch
 
     from learner.batching import make_batch
@@ -30,7 +31,7 @@ def run(job: Job) -> Steps:
 
     prepare_environment(VllmOptions())
     cuda = torch.cuda.is_available()
-    dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(Sequences.load(Path(job.batch)))
+    dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(sequences)
     factory = make_factory(job.kernel, dtype)
     memory = StepMemory(cuda)
     masters = load_masters(Path(job.model), torch.float32, torch.device("cuda" if cuda else "cpu"))

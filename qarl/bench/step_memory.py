@@ -22,18 +22,18 @@ class StepMemory:
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
         self.step = self.total = 0
+        self._give_back()
         self._baseline = self._now()
 
     def begin(self) -> None:
         """Hand back what is free, and set the mark to what is left."""
-        gc.collect()
+        self._give_back()
         if self._cuda:
             import torch
 
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         else:
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
         self._before = self._now()
 
@@ -41,6 +41,11 @@ class StepMemory:
         """Read the mark."""
         peak = self._peak()
         self.step, self.total = peak - self._before, peak - self._baseline
+
+    def _give_back(self) -> None:
+        gc.collect()
+        if not self._cuda:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def _now(self) -> int:
         if self._cuda:
