@@ -26,7 +26,7 @@ def table(rows: list[Row], dtype: str) -> Table:
     )
     columns = ["s/step", "of bf16", "tok/s", "split", "materialize", "step MiB", "all MiB"]
     for column in (*columns, *(("speed of TRL", "step memory of TRL") if against else ())):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", overflow="fold")
     for row in rows:
         shown.add_row(*_cells(row), *(_trl_cells(row, rows) if against else ()))
     return shown
