@@ -265,11 +265,11 @@ class LowBitModel(nn.Module):
 
 
 def _gradient_to(master: nn.Parameter):
-    """A hook that moves a compute copy's gradient into its master's, in the master's dtype."""
+    """A hook that moves a compute copy's gradient into its master's, in fp32 (`Tensor.grad_dtype` of 16-bit ones)."""
 
     def hook(copy: torch.Tensor) -> None:
         assert copy.grad is not None
-        gradient = copy.grad.to(master.dtype)
+        gradient = copy.grad.to(master.grad_dtype or torch.float32)
         master.grad = gradient if master.grad is None else master.grad + gradient
         copy.grad = None
 
