@@ -130,7 +130,7 @@ class MasterStep:
                 state[key] = tensor.to(self._master.device, copy=True)
 
     def _send_home(self) -> None:
-        """Write the moments back to their home; the first time it is made, in page-locked memory where there is CUDA."""
+        """Write the moments back to their home; the first time it is made, page-locked for CUDA."""
         if self._home is not None:
             for state, key, tensor in self._moments():
                 kept = self._at_home.get((id(state), key))

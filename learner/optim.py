@@ -75,8 +75,8 @@ class MasterOptimizer:
         if saved.keys() != self._steps.keys():
             other = sorted(saved.keys() ^ self._steps.keys())
             raise ConfigError(
-                f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first is {other[0]!r}; "
-                "resume with the version and options that wrote it"
+                f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first being "
+                f"{other[0]!r}; resume with the version and options that wrote it"
             )
         for name, step in self._steps.items():
             step.load_state_dict(saved[name])

@@ -27,7 +27,8 @@ from qarl.config_objectives import (
     refuse_incompatible,
 )
 
-Dtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["bfloat16", "float16"]
+MasterDtype = Literal["float32", "bfloat16", "float16"]
 
 
 class TaskConfig(Section):
@@ -107,7 +108,7 @@ class LearnerConfig(Section):
     )
     mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="padded tokens a forward")
-    master_dtype: Dtype = Field(default="float32", description="of the master weights")
+    master_dtype: MasterDtype = Field(default="float32", description="of the master weights")
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
         default="auto", description="auto: vLLM's where importable"
     )

@@ -163,8 +163,8 @@ def test_small_updates_arrive_except_with_nearest(how: str):
         assert moved == 0.0 and lost == [1.0] * 200
     elif how == "stochastic":
         assert moved == pytest.approx(2e-4, rel=0.02) and 0.9 < sum(map(float, lost)) / 200 < 1.0
-    else:
-        assert moved == pytest.approx(2e-4, rel=0.02) and lost == [0.0] * 200
+    else:  # the remainder rounds each update to a multiple of 1.2e-7 or 2.4e-7, here downwards
+        assert moved == pytest.approx(2e-4, rel=0.05) and lost == [0.0] * 200
 
 
 def test_lost_updates_by_hand():
@@ -193,7 +193,7 @@ def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype)
 @optimizers
 def test_offloaded_moments_change_no_bit(name: str):
     """Contract: moments that visit the master for a step and go home give the bits of moments that stay; between steps
-    they are at home, at one address. Blind spot: home and master are both on the CPU here ; a GPU has not run it yet."""
+    they are at home, at one address. Blind spot: both homes are the CPU here."""
     settings_ = config(name=name)
     stay, visit = masters_in(torch.bfloat16)["up"], masters_in(torch.bfloat16)["up"]
     steps = [
