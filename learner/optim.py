@@ -1,4 +1,7 @@
-"""Optimizers over the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the rest."""
+"""Optimizers over the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the rest.
+
+Masters are stepped one after another (`learner.master_step`), each by a torch optimizer of its own.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,34 +9,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from qarl.config import OptimizerConfig
-
-Index = tuple[int | slice, ...]
+from learner.master_step import Index, Lost, MasterStep
+from qarl.config import ConfigError, OptimizerConfig
 
 
 class MasterOptimizer:
-    """One optimizer step over all masters. State is that of the torch optimizers inside."""
+    """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch optimizers inside, the
+    remainders of Kahan masters and the generator of stochastic rounding."""
 
     def __init__(self, masters: dict[str, nn.Parameter], matrices: set[str], config: OptimizerConfig):
-        """masters: name → parameter. matrices: names of the weights that Muon may take, [O, I] or stacked experts."""
+        """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on. matrices: names of
+        the weights that Muon may take, [O, I] or stacked experts. Raises `ConfigError` for an offload that would move
+        nothing."""
         self._config = config
-        by_muon = {n: p for n, p in masters.items() if config.name == "muon" and n in matrices and p.ndim > 1}
-        rest = [p for n, p in masters.items() if n not in by_muon]
-        decay, lr = config.weight_decay, config.lr
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._views = [MatrixView(p, index) for n, p in by_muon.items() for index in matrices_of(n, p)]
-        if by_muon:
-            muon = torch.optim.Muon(
-                [v.parameter for v in self._views],
-                lr=lr,
-                weight_decay=decay,
-                momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-            self._optimizers.append(muon)
-        if rest:
-            self._optimizers.append(torch.optim.AdamW(rest, lr=lr, weight_decay=decay, betas=config.betas))
         self._masters = list(masters.values())
+        device = self._masters[0].device
+        home = _home(config, device)
+        self._generator = torch.Generator(device).manual_seed(config.rounding_seed)
+        self._steps: dict[str, MasterStep] = {}
+        for name, master in masters.items():
+            if master.dtype != torch.float32:
+                master.grad_dtype = torch.float32
+            by_muon = config.name == "muon" and name in matrices and master.ndim > 1
+            indices = list(matrices_of(name, master)) if by_muon else []
+            rounding = config.rounding_of(str(master.dtype).removeprefix("torch."))
+            self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home)
 
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
@@ -46,32 +46,57 @@ class MasterOptimizer:
             if p.grad is not None:
                 p.grad.mul_(factor)
 
-    def step(self, lr_factor: float = 1.0) -> None:
-        """Step every optimizer at `lr_factor` times the configured learning rate."""
-        for view in self._views:
-            view.take_gradient()
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._config.lr * lr_factor
-            optimizer.step()
+    def step(self, lr_factor: float = 1.0, diagnose: bool = False) -> float | None:
+        """Step every master at `lr_factor` times the configured learning rate.
+
+        Returns, if `diagnose`, the share of lost updates: of the weights with a momentum, those whose stored value (a
+        Kahan master's with its remainder) is what it was.
+        """
+        done = [step.step(self._config.lr * lr_factor, diagnose) for step in self._steps.values()]
+        found: list[Lost] = [lost for lost in done if lost is not None]
+        if not diagnose:
+            return None
+        meant = sum(int(lost.meant) for lost in found)
+        return sum(int(lost.lost) for lost in found) / max(meant, 1)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for p in [*self._masters, *(view.parameter for view in self._views)]:
+        for p in self._masters:
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs."""
-        return {"optimizers": [o.state_dict() for o in self._optimizers]}
+        steps = {name: step.state_dict() for name, step in self._steps.items()}
+        return {"masters": steps, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict` of the same masters."""
-        for optimizer, inner in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(inner)
+        """Take over a `state_dict` of the same masters; raises `ConfigError` where they are others."""
+        saved = state.get("masters", {})
+        if saved.keys() != self._steps.keys():
+            other = sorted(saved.keys() ^ self._steps.keys())
+            raise ConfigError(
+                f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first being "
+                f"{other[0]!r}; resume with the version and options that wrote it"
+            )
+        for name, step in self._steps.items():
+            step.load_state_dict(saved[name])
+        self._generator.set_state(state["generator"].cpu())
+
+
+def _home(config: OptimizerConfig, device: torch.device) -> torch.device | None:
+    """Where moments lie between steps; None: with the masters."""
+    if config.offload == "none":
+        return None
+    if device.type == "cpu":
+        raise ConfigError(
+            "learner.optimizer.offload 'cpu' moves the optimizer's state off a GPU, and the masters are on the CPU "
+            "already; leave it 'none' on this machine"
+        )
+    return torch.device("cpu")
 
 
 class MatrixView:
-    """One matrix inside a master, as the 2-D leaf parameter torch's Muon wants; `parameter` shares the storage."""
+    """One matrix inside a parameter, as the 2-D leaf parameter torch's Muon wants; `parameter` shares the storage."""
 
     def __init__(self, master: nn.Parameter, index: Index):
         self._master = master

@@ -28,6 +28,7 @@ from qarl.config_objectives import (
 )
 
 Dtype = Literal["bfloat16", "float16"]
+MasterDtype = Literal["float32", "bfloat16", "float16"]
 
 
 class TaskConfig(Section):
@@ -75,6 +76,18 @@ class OptimizerConfig(Section):
     decay_steps: int = Field(default=0, ge=0, description="last training steps, over which the rate falls linearly")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon")
+    rounding: Literal["nearest", "stochastic", "kahan"] | None = Field(
+        default=None,
+        description="of a 16-bit master after its step (docs/precision.md); None: stochastic, nearest for fp32",
+    )
+    rounding_seed: int = Field(default=0, ge=0, description="of stochastic rounding")
+    offload: Literal["none", "cpu"] = Field(
+        default="none", description="cpu: keep the optimizer's state in the host's memory between steps (GPU)"
+    )
+
+    def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic", "kahan"]:
+        """How masters of that dtype are rounded."""
+        return self.rounding or ("nearest" if master_dtype == "float32" else "stochastic")
 
 
 class LearnerConfig(Section):
@@ -95,7 +108,7 @@ class LearnerConfig(Section):
     )
     mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="padded tokens a forward")
-    master_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the master weights")
+    master_dtype: MasterDtype = Field(default="float32", description="of the master weights")
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
         default="auto", description="auto: vLLM's where importable"
     )
@@ -135,7 +148,23 @@ class LearnerConfig(Section):
         refuse_incompatible(
             self.objective, ratio_from(self.correction), self.ratio_fix, self.aligned, self.mini_batches
         )
+        refuse_ignored_precision(self)
         return self
+
+
+def refuse_ignored_precision(learner: LearnerConfig) -> None:
+    """Raise `ValueError` for a precision option that the other options leave nothing to do."""
+    optimizer, master = learner.optimizer, learner.master_dtype
+    if master == "float32" and optimizer.rounding in ("stochastic", "kahan"):
+        raise ValueError(
+            f"learner.optimizer.rounding {optimizer.rounding!r} is for 16-bit masters; learner.master_dtype 'float32' "
+            "holds the updates as they are: leave the rounding out, or choose master_dtype bfloat16 or float16"
+        )
+    if optimizer.rounding_seed and optimizer.rounding_of(master) != "stochastic":
+        raise ValueError(
+            f"learner.optimizer.rounding_seed {optimizer.rounding_seed} needs stochastic rounding, but masters are "
+            f"{master} with rounding {optimizer.rounding_of(master)!r}; leave the seed out"
+        )
 
 
 class SyncConfig(Section):

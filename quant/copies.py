@@ -21,11 +21,9 @@ class GradientScale:
     def __init__(self) -> None:
         self.value = 1.0
 
-    def unscaled(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """gradient: fp32, overwritten. Returns it without the scale in the master's dtype."""
-        if self.value != 1.0:
-            gradient.mul_(1.0 / self.value)
-        return gradient.to(dtype)
+    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """gradient: fp32, overwritten without the scale and returned; autograd casts it to the master's `grad_dtype`."""
+        return gradient if self.value == 1.0 else gradient.mul_(1.0 / self.value)
 
 
 class ComputeCopy(nn.Module):
@@ -77,19 +75,19 @@ def detach_copy(module: nn.Module, key: str, dtype: torch.dtype, scale: Gradient
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor, scale: GradientScale) -> torch.Tensor:
-        ctx.scale, ctx.dtype = scale, master.dtype
+        ctx.scale = scale
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        return ctx.scale.unscaled(grad_outputs[0].to(torch.float32, copy=True), ctx.dtype), None, None
+        return ctx.scale.unscaled(grad_outputs[0].to(torch.float32, copy=True)), None, None
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, master: torch.Tensor, embedding: MasterEmbedding) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.embedding, ctx.dtype = embedding, master.dtype
+        ctx.embedding = embedding
         return nn.functional.embedding(tokens, embedding.copy)
 
     @staticmethod
@@ -99,4 +97,4 @@ class _Lookup(torch.autograd.Function):
         dy = grad_outputs[0].to(torch.float32)
         rows = embedding.copy.shape[0]
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
-        return None, embedding.scale.unscaled(gradient, ctx.dtype), None
+        return None, embedding.scale.unscaled(gradient), None

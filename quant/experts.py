@@ -134,7 +134,10 @@ class _StraightThrough(torch.autograd.Function):
         dy = grad_outputs[0].to(torch.float32)
         dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
         needed = ctx.needs_input_grad[2:4]
-        dmasters = [torch.zeros_like(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
+        dmasters = [
+            torch.zeros_like(m, dtype=torch.float32) if need else None
+            for m, need in zip(experts.masters, needed, strict=True)
+        ]
         for expert in index.unique().tolist():
             rows, slots = (index == expert).nonzero(as_tuple=True)
             grads = _expert_backward(experts, expert, x[rows], weights[rows, slots], dy[rows])
@@ -142,7 +145,7 @@ class _StraightThrough(torch.autograd.Function):
             dweights[rows, slots] = grads.weights
             for dmaster, grad in zip(dmasters, (grads.gate_up, grads.down), strict=True):
                 if dmaster is not None:
-                    dmaster[expert] = experts.gradient_scale.unscaled(grad, dmaster.dtype)
+                    dmaster[expert] = experts.gradient_scale.unscaled(grad)
         return dx.to(experts.dtype), dweights, *dmasters, None, None
 
 

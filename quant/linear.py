@@ -23,7 +23,7 @@ from quant.schemes import Scheme
 class LowBitLinear(nn.Module):
     """Replaces one `nn.Linear`.
 
-    master: fp32 or bf16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
+    master: fp32, bf16 or fp16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
     aligned: multiply the low-bit codes (True), or the master cast to the compute dtype (False, the plain
     quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
     fused: masters of the layers the engine multiplies together with this one; see `fuse_scales`.
@@ -138,7 +138,7 @@ class _StraightThrough(torch.autograd.Function):
         x_used = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
         need_x, need_master, need_bias, _ = ctx.needs_input_grad
         dx = (dy @ linear.weight_used()).to(linear.dtype) if need_x else None
-        unscaled, dtype = linear.gradient_scale.unscaled, linear.master.dtype
-        dw = unscaled(dy.t() @ x_used, dtype) if need_master else None
-        db = unscaled(dy.sum(0), dtype) if need_bias else None
+        unscaled = linear.gradient_scale.unscaled
+        dw = unscaled(dy.t() @ x_used) if need_master else None
+        db = unscaled(dy.sum(0)) if need_bias else None
         return dx, dw, db, None

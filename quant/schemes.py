@@ -24,7 +24,7 @@ from compressed_tensors.quantization import (
 )
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ALWAYS_IGNORED = ("lm_head", r"re:.*embed_tokens$", r"re:.*\.(gate|router|shared_expert_gate)$")
 """Layers every scheme leaves in the compute dtype: embeddings, output head, expert routers."""

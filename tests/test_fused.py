@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 needs_numba = pytest.mark.skipif(numba_missing() is not None, reason="numba cannot be imported here")
 schemes = pytest.mark.parametrize("name", FUSED)
-masters = pytest.mark.parametrize("master", MASTER_DTYPES.values(), ids=MASTER_DTYPES)
+masters = pytest.mark.parametrize("master", [MASTER_DTYPES["float32"], MASTER_DTYPES["bfloat16"]], ids=str)
 computes = pytest.mark.parametrize("dtype", COMPUTE, ids=str)
 
 
@@ -247,7 +247,9 @@ def test_the_materializer_is_named():
     assert materializer(get_scheme("bf16"), torch.float32, CPU) == "cast"
     for name in EAGER:
         assert materializer(get_scheme(name), torch.bfloat16, CPU) == "torch"
-    assert materializer(get_scheme("w4a16"), torch.float16, CPU) == "torch"
+    assert materializer(get_scheme("w4a16"), torch.float16, CPU) == (
+        "torch (the compiled loops take float32 and bfloat16 masters, not float16)"
+    )
     if numba_missing() is None:
         assert {materializer(get_scheme(name), torch.bfloat16, CPU) for name in FUSED} == {"fused numba"}
 

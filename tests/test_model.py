@@ -365,7 +365,7 @@ def test_engine_operators_compute_the_same_function(
             assert relative(parameter.grad, expected[name]) < 1e-4, name
 
 
-@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_engine_operators_are_closer_to_exact_arithmetic(dtype: torch.dtype):
     """Why they exist: fewer roundings. Against the same 16-bit weights in float32 their error is the smaller one."""
     plain = cast(qwen3(), dtype)

@@ -2,7 +2,8 @@
 
 | masters | integer, fp8 per row | other schemes |
 |---|---|---|
-| on a CPU, with numba | one pass, `fused_cpu` | torch's operators, one layer's scratch |
+| fp32 or bf16 on a CPU, with numba | one pass, `fused_cpu` | torch's operators, one layer's scratch |
+| fp16 on a CPU | torch's operators | torch's operators |
 | on CUDA | the same operators through torch.compile (Triton) | torch's operators |
 
 All give the same bits. `materializer` says which one it is; the start-up audit and `qarl bench publish` print it.
@@ -45,8 +46,10 @@ def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> s
         return "torch"
     if device.type == "cuda":
         return "torch.compile" if compiler_missing() is None else f"torch ({compiler_missing()})"
-    if device.type != "cpu" or master not in _MASTER_BITS:
+    if device.type != "cpu":
         return "torch"
+    if master not in _MASTER_BITS:
+        return f"torch (the compiled loops take float32 and bfloat16 masters, not {str(master).removeprefix('torch.')})"
     return "fused numba" if numba_missing() is None else f"torch ({numba_missing()})"
 
 

@@ -1,0 +1,168 @@
+"""One master's optimizer: torch's own, on the master itself or on an fp32 copy that lives for one step.
+
+Moments are fp32 for masters of every dtype. A 16-bit master is widened, stepped, and rounded back, so what a step needs
+beyond masters, gradients and moments is one master's size. With offload the moments lie in the host's memory between
+steps and visit the master's device for their step: the arithmetic is the same, bit for bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from learner.rounding import Rounding, split, stochastic_round
+from qarl.config import OptimizerConfig
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Weights the optimizer meant to move (its momentum there is not zero), and those of them whose stored value is
+    what it was. Both int64 scalars on the masters' device."""
+
+    meant: torch.Tensor
+    lost: torch.Tensor
+
+
+class MasterStep:
+    """Steps one master.
+
+    indices: its matrices for Muon, empty for AdamW. rounding: of a 16-bit master, with its generator (on the master's
+    device) where that is stochastic. home: where moments lie between steps; None: with the master.
+    """
+
+    def __init__(
+        self,
+        master: nn.Parameter,
+        indices: list[Index],
+        config: OptimizerConfig,
+        rounding: Rounding,
+        generator: torch.Generator | None,
+        home: torch.device | None = None,
+    ):
+        self._master, self._rounding, self._generator, self._home = master, rounding, generator, home
+        self._indices = indices or [(slice(None),) * min(1, master.ndim)]
+        ndim = 2 if indices else master.ndim
+        self._nothing = torch.empty((0,) * ndim, device=master.device)
+        self._parts = [nn.Parameter(self._nothing) for _ in self._indices]
+        self.remainder = torch.zeros_like(master, requires_grad=False) if rounding == "kahan" else None
+        self._at_home: dict[tuple[int, str], torch.Tensor] = {}
+        self._optimizer = _muon(self._parts, config) if indices else _adamw(self._parts, config)
+
+    @torch.no_grad()
+    def step(self, lr: float, diagnose: bool = False) -> Lost | None:
+        """Step at that learning rate, if there is a gradient. Returns what was lost if `diagnose`."""
+        gradient = self._master.grad
+        if gradient is None:
+            return None
+        before = self._stored() if diagnose else None
+        wide = self._widened()
+        for part, index in zip(self._parts, self._indices, strict=True):
+            part.data = wide[index]
+            part.grad = gradient[index].to(torch.float32)
+        self._fetch()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._store(wide)
+        lost = None if before is None else self._lost(before)
+        self._release()
+        self._send_home()
+        return lost
+
+    def _widened(self) -> torch.Tensor:
+        """fp32: the master itself, or a copy of what it stands for."""
+        master = self._master.detach()
+        if master.dtype == torch.float32:
+            return master
+        wide = master.to(torch.float32)
+        return wide if self.remainder is None else wide.add_(self.remainder)
+
+    def _store(self, wide: torch.Tensor) -> None:
+        """Round the stepped copy into the master; an fp32 master was stepped in place."""
+        master = self._master.detach()
+        if master.dtype == torch.float32:
+            return
+        if self._rounding == "nearest":
+            master.copy_(wide)
+        elif self._rounding == "kahan":
+            assert self.remainder is not None
+            for target, value in zip((master, self.remainder), split(wide, master.dtype), strict=True):
+                target.copy_(value)
+        else:
+            assert self._generator is not None
+            master.copy_(stochastic_round(wide, master.dtype, self._generator))
+
+    def _stored(self) -> list[torch.Tensor]:
+        """Copies of all that the weight is made of."""
+        return [t.detach().clone() for t in (self._master, self.remainder) if t is not None]
+
+    def _lost(self, before: list[torch.Tensor]) -> Lost:
+        now = [t.detach() for t in (self._master, self.remainder) if t is not None]
+        same = torch.stack([old == new for old, new in zip(before, now, strict=True)]).all(0)
+        meant, lost = (torch.zeros((), dtype=torch.int64, device=same.device) for _ in range(2))
+        for part, index in zip(self._parts, self._indices, strict=True):
+            state = self._optimizer.state[part]
+            moved = (state["exp_avg"] if "exp_avg" in state else state["momentum_buffer"]) != 0
+            meant += moved.sum()
+            lost += (moved & same[index]).sum()
+        return Lost(meant, lost)
+
+    def _release(self) -> None:
+        """Let go of the gradient and of the fp32 copy."""
+        for part in self._parts:
+            part.grad = None
+            part.data = self._nothing
+
+    def _moments(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """(state, key, tensor) of what is as large as the master; AdamW's step count is not, and stays on the CPU."""
+        for state in self._optimizer.state.values():
+            yield from ((state, k, v) for k, v in list(state.items()) if isinstance(v, torch.Tensor) and v.ndim)
+
+    def _fetch(self) -> None:
+        """Bring the moments to the master, leaving their home in place."""
+        if self._home is not None:
+            self._at_home = {(id(state), key): tensor for state, key, tensor in self._moments()}
+            for state, key, tensor in self._moments():
+                state[key] = tensor.to(self._master.device, copy=True)
+
+    def _send_home(self) -> None:
+        """Write the moments back to their home; the first time it is made, page-locked for CUDA."""
+        if self._home is not None:
+            for state, key, tensor in self._moments():
+                kept = self._at_home.get((id(state), key))
+                if kept is None:
+                    pinned = self._master.device.type == "cuda" and self._home.type == "cpu"
+                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._home, pin_memory=pinned)
+                state[key] = kept.copy_(tensor)
+            self._at_home = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state, and a Kahan master's remainder."""
+        return {"optimizer": self._optimizer.state_dict(), "remainder": self.remainder}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a `state_dict` of the same master, rounding and optimizer."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._at_home = {}
+        self._send_home()
+        if self.remainder is not None:
+            self.remainder.copy_(state["remainder"])
+
+
+def _adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
+
+
+def _muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.Muon(
+        parts,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )

@@ -1,0 +1,52 @@
+"""An fp32 value → a 16-bit master: to the nearest, at random without bias, or with what is lost kept beside it.
+
+At a learning rate of 1e-6 an update is some 5e-5 of a weight, and bfloat16 steps by 4e-3 to 8e-3 of it: rounded to the
+nearest, almost no update arrives (docs/precision.md). A stochastic master moves by a whole step in a few of a hundred
+updates, and its expectation is the fp32 value. A Kahan master has a second 16-bit number for the remainder.
+"""
+
+from typing import Literal
+
+import torch
+
+Rounding = Literal["nearest", "stochastic", "kahan"]
+_FLOAT16_TINY = 2.0**-14
+_FLOAT16_STEP = 2.0**-24
+
+
+def stochastic_round(values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """fp32 of any shape → `dtype`: one of the two neighbours, the nearer one the more often, so that the expectation
+    is the value.
+
+    It is so exactly for bfloat16 and for float16's normal numbers: as many random bits as there are bits to drop are
+    added, and the sum is cut. float16 numbers below 2^-14 have steps of 2^-24; their odds are exact to 2^-24. Infinity
+    and NaN stay; generator: on the device of `values`.
+    """
+    dropped = {torch.bfloat16: 16, torch.float16: 13}[dtype]
+    bits = values.view(torch.int32)
+    noise = _random_16_bits(bits, generator).bitwise_right_shift_(16 - dropped)
+    cut = noise.add_(bits).bitwise_and_(-(1 << dropped)).view(torch.float32)
+    rounded = torch.where(values.isfinite(), cut, values).to(dtype)
+    if dtype != torch.float16:
+        return rounded
+    tiny = values.abs() < _FLOAT16_TINY
+    if not tiny.any():
+        return rounded
+    steps = values[tiny] / _FLOAT16_STEP
+    down = steps.floor()
+    up = torch.rand(steps.shape, generator=generator, device=steps.device) < steps - down
+    rounded[tiny] = ((down + up) * _FLOAT16_STEP).to(dtype)
+    return rounded
+
+
+def _random_16_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """int32 in [0, 2^16), of the shape of `like`; four of them from each random int64."""
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    words.random_(-(2**63), None, generator=generator)
+    return words.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_(0xFFFF)
+
+
+def split(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 → (nearest, what is left of it), both in `dtype`: a value of twice the digits, less one rounding."""
+    nearest = values.to(dtype)
+    return nearest, (values - nearest).to(dtype)

@@ -1,0 +1,241 @@
+"""16-bit masters: rounding after a step, fp32 moments and gradients, offload of the optimizer's state."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from learner import rounding
+from learner.master_step import MasterStep
+from learner.optim import MasterOptimizer, matrices_of
+from learner.rounding import split, stochastic_round
+from qarl.config import ConfigError, OptimizerConfig, config_from_tree
+
+NARROW = (torch.bfloat16, torch.float16)
+narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)
+roundings = pytest.mark.parametrize("how", ["nearest", "stochastic", "kahan"])
+optimizers = pytest.mark.parametrize("name", ["muon", "adamw"])
+SHAPES = {"embed": (11, 6), "up": (8, 6), "experts.gate_up_proj": (2, 8, 6), "norm": (6,)}
+MATRICES = {"up", "experts.gate_up_proj"}
+
+
+def masters_in(dtype: torch.dtype, seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def give_gradients(masters: dict[str, nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in masters.values():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def config(**options: Any) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"lr": 0.02, "weight_decay": 0.1, **options})
+
+
+@narrow
+@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-6, 4))
+@settings(max_examples=20, deadline=None)
+def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: int, exponent: int):
+    """Contract: over all 2^16 values the noise can take, the mean of the rounded numbers is the fp32 value, exactly
+    (sums of 2^16 such numbers are exact in fp64), and each of them is one of its two neighbours.
+    Blind spot: that the noise is uniform; the next test draws it."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(8, generator=generator) * 10.0**exponent
+    values = torch.where(values.abs() < 2.0**-14, values.sign() * 2.0**-14, values)
+    noise = torch.arange(1 << 16, dtype=torch.int32)
+    for value in values:
+        same = value.expand(1 << 16).clone()
+        real = rounding._random_16_bits
+        rounding._random_16_bits = lambda like, generator: noise.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            rounded = stochastic_round(same, dtype, generator).double()
+        finally:
+            rounding._random_16_bits = real
+        assert rounded.mean() == value.double()
+        assert rounded.min() <= value <= rounded.max() and len(rounded.unique()) <= 2
+
+
+@narrow
+def test_stochastic_rounding_draws_what_it_says(dtype: torch.dtype):
+    """200,000 draws of numbers of every magnitude, below float16's normal ones too: the mean is within 5 of its
+    standard errors, exact values and infinities stay, and a generator repeats itself."""
+    spacing = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    for value in (1.001, -0.0203, 3.1e-4, 2.0**-14 * 1.0001, -4.3e-5, 1.3e-7, -2.0e-8):
+        same, step = torch.full((200_000,), value), max(abs(value) * 2 * spacing, 2.0**-24 * (dtype == torch.float16))
+        rounded = stochastic_round(same, dtype, torch.Generator().manual_seed(1))
+        error = rounded.double().mean() - same[0].double()
+        assert abs(error) < 5 * step / 2 / 200_000**0.5, value
+        assert torch.equal(rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(1)))
+        assert not torch.equal(rounded, stochastic_round(same, dtype, torch.Generator().manual_seed(2)))
+    exact = torch.tensor([0.0, 1.5, -(2.0**-20), torch.inf, -torch.inf])
+    assert torch.equal(stochastic_round(exact, dtype, torch.Generator()).float(), exact)
+    assert stochastic_round(torch.tensor([torch.nan]), dtype, torch.Generator()).isnan().all()
+
+
+@narrow
+def test_a_kahan_pair_has_twice_the_digits(dtype: torch.dtype):
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    master, remainder = split(values, dtype)
+    assert torch.equal(master, values.to(dtype))
+    bits = {torch.bfloat16: 16, torch.float16: 22}[dtype]
+    limit = values.abs() * 2.0**-bits + (2.0**-25 if dtype == torch.float16 else 0)
+    assert ((master.double() + remainder.double() - values.double()).abs() <= limit).all()
+
+
+@narrow
+@optimizers
+@roundings
+def test_a_16_bit_step_is_torchs_step_in_fp32_rounded_once(dtype: torch.dtype, name: str, how: str):
+    """Contract: widen, step with torch's own optimizer and fp32 moments, round: over three steps, bit for bit."""
+    settings_ = config(name=name, rounding=how)
+    masters, expected = masters_in(dtype), {k: v.detach().clone() for k, v in masters_in(dtype).items()}
+    ours = MasterOptimizer(masters, MATRICES, settings_)
+    remainders = {k: torch.zeros_like(v) for k, v in expected.items()}
+    wide = {k: nn.Parameter(v.float()) for k, v in expected.items()}
+    theirs = {k: MasterStep(v, _matrices(name, k, v), settings_, "nearest", None) for k, v in wide.items()}
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        give_gradients(masters, step)
+        ours.step()
+        for key, parameter in wide.items():
+            parameter.data = expected[key].float() + (remainders[key].float() if how == "kahan" else 0)
+        give_gradients(wide, step)
+        for key, stepper in theirs.items():
+            stepper.step(0.02)
+            if how == "stochastic":
+                expected[key] = stochastic_round(wide[key].detach(), dtype, generator)
+            else:
+                expected[key], remainders[key] = split(wide[key].detach(), dtype)
+        assert all(torch.equal(masters[k], expected[k]) for k in SHAPES)
+
+
+def _matrices(name: str, key: str, master: nn.Parameter) -> list[Any]:
+    return list(matrices_of(key, master)) if name == "muon" and key in MATRICES else []
+
+
+@narrow
+@optimizers
+@roundings
+def test_a_restored_16_bit_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: str, how: str):
+    """The generator's state and the remainders are in the state: two steps, save, load, two more are four steps."""
+    settings_ = config(name=name, rounding=how)
+    masters = masters_in(dtype)
+    optimizer = MasterOptimizer(masters, MATRICES, settings_)
+    for step in range(2):
+        give_gradients(masters, step)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save({"masters": {k: p.detach() for k, p in masters.items()}, "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    others = {k: nn.Parameter(v) for k, v in saved["masters"].items()}
+    other = MasterOptimizer(others, MATRICES, settings_)
+    other.load_state_dict(saved["optimizer"])
+    for step in (2, 3):
+        for params, stepper in ((masters, optimizer), (others, other)):
+            give_gradients(params, step)
+            stepper.step()
+    assert all(torch.equal(masters[k], others[k]) for k in SHAPES)
+
+
+@pytest.mark.parametrize("how", ["nearest", "stochastic", "kahan"])
+def test_small_updates_arrive_except_with_nearest(how: str):
+    """Contract: 200 steps at 1e-6 of AdamW on bf16 weights around 0.02, whose gradient has one sign, move the mean by
+    2e-4; a weight's half step is 6e-5 or 3e-5, so to the nearest none moves and every update is lost."""
+    start = torch.full((4096,), 0.02).bfloat16()
+    master = nn.Parameter(start.clone())
+    optimizer = MasterOptimizer({"w": master}, set(), config(name="adamw", lr=1e-6, weight_decay=0.0, rounding=how))
+    lost = []
+    for _ in range(200):
+        master.grad = torch.ones(4096)
+        lost.append(optimizer.step(diagnose=True))
+    now = master.detach().double()
+    if how == "kahan":
+        now += optimizer.state_dict()["masters"]["w"]["remainder"].double()
+    moved = float((start.double() - now).mean())
+    if how == "nearest":
+        assert moved == 0.0 and lost == [1.0] * 200
+    elif how == "stochastic":
+        assert moved == pytest.approx(2e-4, rel=0.02) and 0.9 < sum(map(float, lost)) / 200 < 1.0
+    else:  # the remainder rounds each update to a multiple of 1.2e-7 or 2.4e-7, here downwards
+        assert moved == pytest.approx(2e-4, rel=0.05) and lost == [0.0] * 200
+
+
+def test_lost_updates_by_hand():
+    """Of four fp32 weights 2^30, 1, 1 and 1 with gradients 1, 1, 0 and -1, three have a momentum, and the first, whose
+    neighbours are 64 away, loses the update of 0.02."""
+    master = nn.Parameter(torch.tensor([2.0**30, 1.0, 1.0, 1.0]))
+    optimizer = MasterOptimizer({"w": master}, set(), config(name="adamw", weight_decay=0.0))
+    master.grad = torch.tensor([1.0, 1.0, 0.0, -1.0])
+    assert optimizer.step(diagnose=True) == pytest.approx(1 / 3)
+    assert optimizer.step() is None
+
+
+@narrow
+def test_gradients_of_16_bit_masters_are_accumulated_in_fp32(dtype: torch.dtype):
+    """Contract: 1e-9 (zero in float16) survives, and 1 + 1000 times 2^-10 (each lost in bfloat16) adds up."""
+    master = nn.Parameter(torch.ones(2, dtype=dtype))
+    MasterOptimizer({"w": master}, set(), config(name="adamw"))
+    weights = [torch.tensor([1e-9, 1.0]), *[torch.tensor([1e-9, 2.0**-10])] * 1000]
+    for weight in weights:
+        (master.float() * weight).sum().backward()
+    assert master.grad is not None and master.grad.dtype == torch.float32
+    # The product's backward is float32, the cast's is in the master's dtype: low-bit layers skip the cast.
+    assert float(master.grad[1]) == pytest.approx(1 + 1000 / 1024)
+
+
+@optimizers
+def test_offloaded_moments_change_no_bit(name: str):
+    """Contract: moments that visit the master for a step and go home give the bits of moments that stay; between steps
+    they are at home, at one address. Blind spot: both homes are the CPU here."""
+    settings_ = config(name=name)
+    stay, visit = masters_in(torch.bfloat16)["up"], masters_in(torch.bfloat16)["up"]
+    steps = [
+        MasterStep(m, _matrices(name, "up", m), settings_, "kahan", None, home)
+        for m, home in ((stay, None), (visit, torch.device("cpu")))
+    ]
+    addresses = set()
+    for seed in range(3):
+        for master, step in zip((stay, visit), steps, strict=True):
+            master.grad_dtype = torch.float32
+            give_gradients({"up": master}, seed)
+            step.step(0.02)
+        addresses.add(tuple(tensor.data_ptr() for _, _, tensor in steps[1]._moments()))
+    assert torch.equal(stay, visit) and len(addresses) == 1
+    again = MasterStep(visit, _matrices(name, "up", visit), settings_, "kahan", None, torch.device("cpu"))
+    again.load_state_dict(steps[1].state_dict())
+    for (_, _, ours), (_, _, theirs) in zip(again._moments(), steps[0]._moments(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_offload_without_a_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"offload 'cpu' moves .* on the CPU already"):
+        MasterOptimizer(masters_in(torch.float32), MATRICES, config(offload="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("learner", "words"),
+    [
+        ({"optimizer": {"rounding": "kahan"}}, "rounding 'kahan' is for 16-bit masters"),
+        ({"optimizer": {"rounding": "stochastic"}}, "rounding 'stochastic' is for 16-bit masters"),
+        ({"optimizer": {"rounding_seed": 3}}, "rounding_seed 3 needs stochastic rounding"),
+        ({"master_dtype": "bfloat16", "optimizer": {"rounding": "kahan", "rounding_seed": 3}}, "rounding_seed 3 needs"),
+        ({"master_dtype": "float8"}, "master_dtype"),
+    ],
+)
+def test_precision_options_that_would_do_nothing_are_errors(learner: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        config_from_tree({"learner": learner})
+
+
+def test_the_default_rounding_is_the_masters():
+    assert [OptimizerConfig().rounding_of(d) for d in ("float32", "bfloat16", "float16")] == [
+        "nearest", "stochastic", "stochastic",
+    ]  # fmt: skip
+    assert config(rounding="nearest").rounding_of("bfloat16") == "nearest"
