@@ -29,7 +29,7 @@ def qarl(*arguments: str | Path, **environment: str) -> subprocess.CompletedProc
 def lines(run: Path) -> list[dict[str, Any]]:
     """Metrics without wall times: all that two equal runs must share."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in found]
+    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))} for line in found]
 
 
 @pytest.mark.slow
