@@ -23,7 +23,7 @@ def restored(flat: dict[str, Any]) -> StepMetrics:
 
     learn = part("learn/")
     stats = LearnStats(mismatch=Mismatch(**part("learn/mismatch/")), **learn) if learn else None
-    optional = {"accuracy": None, "digest": None}
+    optional = dict.fromkeys(("accuracy", "digest", "error_tokens_negative", "error_tokens_positive"))
     return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))
 
 
