@@ -19,7 +19,7 @@ def add_bench(commands: Any) -> None:
     """Add `qarl bench` to the commands. A benchmark's modules are imported when it runs."""
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    for add in (_add_mismatch, _add_ptq, _add_publish, _add_kernels):
+    for add in (_add_mismatch, _add_ptq, _add_objectives, _add_publish, _add_kernels):
         add(names)
 
 
@@ -97,14 +97,46 @@ def _add_ptq(names: Any) -> None:
 def _ptq(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
     from qarl.bench import ptq
 
-    try:
-        seeds = tuple(int(seed) for seed in known.seeds.split(","))
-    except ValueError:
-        raise ConfigError(f"--seeds {known.seeds!r} must be numbers with commas between, such as 0,1,2") from None
     methods = tuple(known.methods.split(",")) if known.methods else ()
-    options = ptq.PtqOptions(Path(known.runs), seeds, known.scheme, methods, known.calibration, overrides)
+    options = ptq.PtqOptions(Path(known.runs), _seeds(known.seeds), known.scheme, methods, known.calibration, overrides)
     deployed = ptq.measure(options, console)
     return ptq.table(deployed), ptq.as_data(deployed)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(seed) for seed in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r} must be numbers with commas between, such as 0,1,2") from None
+
+
+def _add_objectives(names: Any) -> None:
+    objectives = names.add_parser(
+        "objectives",
+        help="every objective on one task with one budget, by held-out accuracy",
+        description=(
+            "Train each objective with each seed, with one budget, and compare what they deploy and how they got there "
+            "(docs/experiments.md). Runs are kept: the same command continues where it stopped. Every field of the "
+            "configuration is an option by its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    objectives.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
+    objectives.add_argument("--objectives", help="comma-separated (default: all)")
+    objectives.add_argument("--steps", type=int, default=60, help="training steps of each run (default 60)")
+    objectives.add_argument(
+        "--runs", default="runs/bench-objectives", metavar="FOLDER", help="of the runs (default runs/bench-objectives)"
+    )
+    _runs(objectives, _objectives, fields=True)
+
+
+def _objectives(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
+    from qarl.bench import objectives
+
+    names = tuple(known.objectives.split(",")) if known.objectives else ()
+    options = objectives.ObjectivesOptions(Path(known.runs), _seeds(known.seeds), names, known.steps, overrides)
+    trained = objectives.measure(options, console)
+    return objectives.table(trained), objectives.as_data(trained)
 
 
 def _add_publish(names: Any) -> None:

@@ -87,13 +87,11 @@ def measure(options: ObjectivesOptions, console: Console) -> list[Trained]:
 
 
 def table(trained: list[Trained]) -> Table:
-    """A row an objective: means over seeds, and the range of the accuracy."""
+    """A row an objective: means over seeds, and the range of the accuracy. The columns are `Trained`'s."""
     seeds = len({t.seed for t in trained})
     title = f"objectives: means over {seeds} seed{'s' * (seeds > 1)}"
     shown = Table("objective", title=title, title_justify="left")
-    for column in (
-        "held-out", "min - max", f"reward, last {LAST}", "k3", "update |log r|", "clipped", "entropy", "error tokens",
-    ):  # fmt: skip
+    for column in ("held-out", "min", "max", "reward", "k3", "update", "clipped", "error tokens"):
         shown.add_column(column, justify="right")
     for objective in dict.fromkeys(t.objective for t in trained):
         runs = [t for t in trained if t.objective == objective]
@@ -103,9 +101,9 @@ def table(trained: list[Trained]) -> Table:
 
         accuracies = [run.accuracy for run in runs]
         shown.add_row(
-            objective, f"{mean('accuracy'):.1%}", f"{min(accuracies):.1%} - {max(accuracies):.1%}",
+            objective, f"{mean('accuracy'):.1%}", f"{min(accuracies):.1%}", f"{max(accuracies):.1%}",
             f"{mean('reward'):.3f}", f"{mean('k3'):.1e}", f"{mean('update'):.1e}", f"{mean('clipped'):.2%}",
-            f"{mean('entropy'):.3f}", f"{mean('error_tokens'):.2%}",
+            f"{mean('error_tokens'):.2%}",
         )  # fmt: skip
     return shown
 
