@@ -19,7 +19,7 @@ def add_bench(commands: Any) -> None:
     """Add `qarl bench` to the commands. A benchmark's modules are imported when it runs."""
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    for add in (_add_mismatch, _add_ptq, _add_objectives, _add_publish, _add_kernels):
+    for add in (_add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_publish, _add_kernels):
         add(names)
 
 
@@ -137,6 +137,35 @@ def _objectives(known: argparse.Namespace, console: Console, overrides: dict[str
     options = objectives.ObjectivesOptions(Path(known.runs), _seeds(known.seeds), names, known.steps, overrides)
     trained = objectives.measure(options, console)
     return objectives.table(trained), objectives.as_data(trained)
+
+
+def _add_precision_gap(names: Any) -> None:
+    gap = names.add_parser(
+        "precision-gap",
+        help="how fast a trivial reward is learned, by what learner and sampler compute in",
+        description=(
+            "Learn to end at once, the shortest answer, under several pairings of learner and sampler "
+            "(docs/experiments.md). Runs are kept: the same command continues where it stopped. Every field of the "
+            "configuration immediate-eos is an option by its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    gap.add_argument("--seeds", default="0", help="comma-separated (default 0)")
+    gap.add_argument("--pairings", help="comma-separated (default: all)")
+    gap.add_argument("--threshold", type=float, default=-0.5, help="mean reward that counts as learned (default -0.5)")
+    gap.add_argument(
+        "--runs", default="runs/bench-precision", metavar="FOLDER", help="of the runs (default runs/bench-precision)"
+    )
+    _runs(gap, _precision_gap, fields=True)
+
+
+def _precision_gap(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
+    from qarl.bench import precision_gap
+
+    names = tuple(known.pairings.split(",")) if known.pairings else ()
+    options = precision_gap.GapOptions(Path(known.runs), _seeds(known.seeds), names, known.threshold, overrides)
+    gaps = precision_gap.measure(options, console)
+    return precision_gap.table(gaps, known.threshold), precision_gap.as_data(gaps)
 
 
 def _add_publish(names: Any) -> None:

@@ -47,7 +47,7 @@ def test_loops(tokens: list[int], expected: str):
 
 
 def test_shares_and_their_split_by_advantage():
-    """Eight tokens: a loop of four, of which one is improbable too, in the worse answer; one improbable in the better."""
+    """Eight tokens: a loop of four in the worse answer, one of them improbable too; one improbable in the better."""
     worse, better = completion([5, 5, 5, 5], (1,)), completion([1, 2, 3, 4], (0,))
     found = count_error_tokens([group((worse, 0.0), (better, 1.0))])
     assert (found.improbable_tokens, found.repeated_tokens, found.error_tokens) == (2 / 8, 4 / 8, 5 / 8)
