@@ -121,3 +121,18 @@ def test_what_is_refused(command: str, message: str, tmp_path: Path, capsys: pyt
     assert main(["bench", *command.split(), "--runs", str(tmp_path / "runs")]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_finished_runs_are_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two objectives trained, then the same command: the same figures, and nothing is trained."""
+    small = "--steps 2 --seeds 0 --objectives tbpo,on_policy --rollout.prompts 8 --rollout.samples 4 --eval.problems 32"
+    rows = []
+    for file in ("first.json", "second.json"):
+        command = ["bench", "objectives", *small.split(), "--runs", str(tmp_path / "runs")]
+        assert main([*command, "--json", str(tmp_path / file)]) == 0
+        rows.append(json.loads((tmp_path / file).read_text()))
+    assert capsys.readouterr().out.count("trained already") == 2
+    assert rows[0] == rows[1] and [row["objective"] for row in rows[0]] == ["tbpo", "on_policy"]
+    assert rows[0][1]["update"] == 0.0  # one update a batch: nothing moves before it
+    assert all(len(row["rewards"]) == 2 for row in rows[0])
