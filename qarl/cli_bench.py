@@ -19,7 +19,10 @@ def add_bench(commands: Any) -> None:
     """Add `qarl bench` to the commands. A benchmark's modules are imported when it runs."""
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    for add in (_add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_publish, _add_kernels):
+    benchmarks = (
+        _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_publish, _add_kernels, _add_learner,
+    )  # fmt: skip
+    for add in benchmarks:
         add(names)
 
 
@@ -211,3 +214,46 @@ def _kernels(known: argparse.Namespace, _console: Console) -> _Measured:
     schemes = [name for name in known.schemes.split(",") if name]
     rows = kernels.measure(schemes, shapes, tokens, known.dtype, known.kernel, known.repeats)
     return kernels.table(rows, known.dtype), kernels.rows_as_data(rows)
+
+
+def _add_learner(names: Any) -> None:
+    learner = names.add_parser(
+        "learner", help="a learner step per scheme: time, its split and memory, against bf16 and against TRL"
+    )
+    learner.add_argument("--models", default="tiny", help="comma-separated: tiny (default), 150m")
+    learner.add_argument(
+        "--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes first"
+    )
+    learner.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16); masters are float32")
+    learner.add_argument("--against", choices=("trl",), help="measure TRL's GRPOTrainer on the same tokens too")
+    learner.add_argument(
+        "--trl-settings", metavar="NAMES", help="comma-separated: default and no-checkpointing (both without this "
+        "option), fp32 (no-checkpointing in float32)",
+    )  # fmt: skip
+    learner.add_argument("--trl-python", metavar="PATH", help="default .venv-trl/bin/python, made by `make trl-env`")
+    learner.add_argument("--updates", type=int, default=2, help="optimizer steps a batch (default 2)")
+    learner.add_argument("--tokens", type=int, help="of the median completion (default: the model's)")
+    learner.add_argument("--micro-batch-tokens", type=int, default=4096, help="padded tokens a forward (default 4096)")
+    learner.add_argument("--steps", type=int, default=2, help="timed steps a process (default 2)")
+    learner.add_argument("--rounds", type=int, default=3, help="of all processes; medians are shown (default 3)")
+    learner.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    learner.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
+    _runs(learner, _learner)
+
+
+def _learner(known: argparse.Namespace, console: Console) -> _Measured:
+    from qarl.bench import learner, learner_table
+    from rollout.vllm_engine import VllmOptions, prepare_environment
+
+    for name in ("trl_settings", "trl_python"):
+        if not known.against and getattr(known, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} goes with --against trl")
+    prepare_environment(VllmOptions())
+    settings = (known.trl_settings or "default,no-checkpointing").split(",")
+    options = learner.Options(
+        tuple(known.models.split(",")), tuple(s for s in known.schemes.split(",") if s), known.dtype,
+        tuple(settings) if known.against else (), Path(known.trl_python or ".venv-trl/bin/python"), known.updates,
+        known.steps, known.rounds, known.tokens, known.micro_batch_tokens, known.kernel, known.seed,
+    )  # fmt: skip
+    rows = learner.measure(options, lambda line: console.print(line, highlight=False))
+    return learner_table.table(rows, known.dtype), learner.as_data(rows)
