@@ -19,7 +19,10 @@ def add_bench(commands: Any) -> None:
     """Add `qarl bench` to the commands. A benchmark's modules are imported when it runs."""
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    for add in (_add_mismatch, _add_ptq, _add_publish, _add_kernels, _add_learner):
+    benchmarks = (
+        _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_publish, _add_kernels, _add_learner,
+    )  # fmt: skip
+    for add in benchmarks:
         add(names)
 
 
@@ -97,14 +100,75 @@ def _add_ptq(names: Any) -> None:
 def _ptq(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
     from qarl.bench import ptq
 
-    try:
-        seeds = tuple(int(seed) for seed in known.seeds.split(","))
-    except ValueError:
-        raise ConfigError(f"--seeds {known.seeds!r} must be numbers with commas between, such as 0,1,2") from None
     methods = tuple(known.methods.split(",")) if known.methods else ()
-    options = ptq.PtqOptions(Path(known.runs), seeds, known.scheme, methods, known.calibration, overrides)
+    options = ptq.PtqOptions(Path(known.runs), _seeds(known.seeds), known.scheme, methods, known.calibration, overrides)
     deployed = ptq.measure(options, console)
     return ptq.table(deployed), ptq.as_data(deployed)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(seed) for seed in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r} must be numbers with commas between, such as 0,1,2") from None
+
+
+def _add_objectives(names: Any) -> None:
+    objectives = names.add_parser(
+        "objectives",
+        help="every objective on one task with one budget, by held-out accuracy",
+        description=(
+            "Train each objective with each seed, with one budget, and compare what they deploy and how they got there "
+            "(docs/experiments.md). Runs are kept: the same command continues where it stopped. Every field of the "
+            "configuration is an option by its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    objectives.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
+    objectives.add_argument("--objectives", help="comma-separated (default: all)")
+    objectives.add_argument("--steps", type=int, default=60, help="training steps of each run (default 60)")
+    objectives.add_argument(
+        "--runs", default="runs/bench-objectives", metavar="FOLDER", help="of the runs (default runs/bench-objectives)"
+    )
+    _runs(objectives, _objectives, fields=True)
+
+
+def _objectives(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
+    from qarl.bench import objectives
+
+    names = tuple(known.objectives.split(",")) if known.objectives else ()
+    options = objectives.ObjectivesOptions(Path(known.runs), _seeds(known.seeds), names, known.steps, overrides)
+    trained = objectives.measure(options, console)
+    return objectives.table(trained), objectives.as_data(trained)
+
+
+def _add_precision_gap(names: Any) -> None:
+    gap = names.add_parser(
+        "precision-gap",
+        help="how fast a trivial reward is learned, by what learner and sampler compute in",
+        description=(
+            "Learn to end at once, the shortest answer, under several pairings of learner and sampler "
+            "(docs/experiments.md). Runs are kept: the same command continues where it stopped. Every field of the "
+            "configuration immediate-eos is an option by its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    gap.add_argument("--seeds", default="0", help="comma-separated (default 0)")
+    gap.add_argument("--pairings", help="comma-separated (default: all)")
+    gap.add_argument("--threshold", type=float, default=-0.5, help="mean reward that counts as learned (default -0.5)")
+    gap.add_argument(
+        "--runs", default="runs/bench-precision", metavar="FOLDER", help="of the runs (default runs/bench-precision)"
+    )
+    _runs(gap, _precision_gap, fields=True)
+
+
+def _precision_gap(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
+    from qarl.bench import precision_gap
+
+    names = tuple(known.pairings.split(",")) if known.pairings else ()
+    options = precision_gap.GapOptions(Path(known.runs), _seeds(known.seeds), names, known.threshold, overrides)
+    gaps = precision_gap.measure(options, console)
+    return precision_gap.table(gaps, known.threshold), precision_gap.as_data(gaps)
 
 
 def _add_publish(names: Any) -> None:

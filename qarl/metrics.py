@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.learner import LearnStats
+from qarl.error_tokens import count_error_tokens
 from qarl.run_folder import RunFolder
 from rollout.types import Group
 
@@ -17,9 +18,9 @@ from rollout.types import Group
 @dataclass(frozen=True)
 class StepMetrics:
     """One step. prompts: sampled; reward, response_tokens: means over all their completions. distinct: share of groups
-    whose rewards differ (the others teach nothing). accuracy: held-out greedy, where evaluated. learn: None where every
-    group's rewards were equal. seconds: wall time by phase, and tokens_per_second of sampling; the only fields that two
-    equal runs differ in.
+    whose rewards differ (the others teach nothing). error_tokens and the four that split it: `qarl.error_tokens`.
+    accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were equal. seconds: wall time
+    by phase, and tokens_per_second of sampling; the only fields that two equal runs differ in.
     """
 
     step: int
@@ -29,6 +30,11 @@ class StepMetrics:
     response_tokens: float
     truncated: float
     distinct: float
+    error_tokens: float
+    improbable_tokens: float
+    repeated_tokens: float
+    error_tokens_negative: float | None
+    error_tokens_positive: float | None
     skipped_batches: int
     learn: LearnStats | None
     accuracy: float | None
@@ -42,7 +48,7 @@ class StepMetrics:
 
 
 def batch_metrics(groups: list[Group]) -> dict[str, Any]:
-    """prompts, reward, response_tokens, truncated and distinct of a step's groups."""
+    """prompts, reward, response_tokens, truncated, distinct and error tokens of a step's groups."""
     rewards = [r for g in groups for r in g.rewards]
     completions = [c for g in groups for c in g.completions]
     return {
@@ -51,6 +57,7 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
         "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
         "distinct": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
+        **dataclasses.asdict(count_error_tokens(groups)),
     }
 
 

@@ -23,7 +23,8 @@ def restored(flat: dict[str, Any]) -> StepMetrics:
 
     learn = part("learn/")
     stats = LearnStats(mismatch=Mismatch(**part("learn/mismatch/")), seconds={}, **learn) if learn else None
-    optional = {"accuracy": None, "digest": None}
+    unmeasured = ("accuracy", "digest", "error_tokens_negative", "error_tokens_positive")
+    optional: dict[str, Any] = dict.fromkeys(unmeasured)
     return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))
 
 

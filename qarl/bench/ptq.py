@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from qarl.bench.runs import existing_run, finished_run
+from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.config import ConfigError, RunConfig, load_config
 from qarl.evaluate import heldout_accuracy
 from qarl.prompts import Prompter
@@ -115,11 +115,8 @@ def _config(options: PtqOptions, seed: int, scheme: str) -> RunConfig:
 
 def _checked(options: PtqOptions) -> PtqOptions:
     """The options with their methods spelled out, once they, the model and the runs found on disk go together."""
-    for key in _CHOSEN_HERE:
-        if key in options.overrides:
-            raise ConfigError(f"--{key} is chosen by the benchmark; its options are --seeds, --scheme and --runs")
-    if not options.seeds or len(set(options.seeds)) < len(options.seeds):
-        raise ConfigError(f"--seeds {list(options.seeds)}: give one or more different numbers")
+    refuse_chosen(options.overrides, _CHOSEN_HERE)
+    check_seeds(options.seeds)
     methods = options.methods or methods_for(get_scheme(options.scheme)) or ("rtn",)
     for seed in options.seeds:
         for scheme in (UNQUANTIZED, options.scheme):

@@ -1,6 +1,7 @@
 """Runs a benchmark needs: trained once, found again later, continued where they broke off."""
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,19 @@ from qarl.config import ConfigError, RunConfig
 from qarl.progress import Dashboard
 from qarl.run_folder import RunFolder
 from qarl.train import train
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise `ConfigError` where there are none, or one twice."""
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {list(seeds)}: give one or more different numbers")
+
+
+def refuse_chosen(overrides: Mapping[str, str], chosen: Sequence[str]) -> None:
+    """Raise `ConfigError` for an override of a field, or of a section's fields, that the benchmark itself sets."""
+    for key in overrides:
+        if any(key == name or key.startswith(f"{name}.") for name in chosen):
+            raise ConfigError(f"--{key} is chosen by the benchmark; its --help lists its own options")
 
 
 def existing_run(config: RunConfig) -> RunFolder | None:

@@ -9,6 +9,7 @@ from qarl.tasks.base import (
     checked_score,
     exact_reward,
     is_heldout,
+    short_reward,
 )
 from qarl.tasks.jsonl import JsonlTask
 from qarl.tasks.load import RewardedTask, load_task
@@ -28,4 +29,5 @@ __all__ = [
     "exact_reward",
     "is_heldout",
     "load_task",
+    "short_reward",
 ]

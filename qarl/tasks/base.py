@@ -90,6 +90,11 @@ def exact_reward(problem: Problem, text: str) -> float:
     return float(text.strip() == problem.answer.strip())
 
 
+def short_reward(problem: Problem, text: str) -> float:
+    """Minus the completion's characters: 0 where the policy ends at once. It asks nothing of the problem."""
+    return -float(len(text))
+
+
 def is_heldout(question: str) -> bool:
     """Whether a question belongs to the held-out split: one in `HELDOUT_ONE_IN`, by SHA-256 of its text."""
     return stable_hash(question) % HELDOUT_ONE_IN == 0

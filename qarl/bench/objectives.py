@@ -1,0 +1,172 @@
+"""`qarl bench objectives`: every objective on one task, with one budget, by what it deploys.
+
+For each seed and objective one run; all runs share model, scheme, problems, completions a step, steps, optimizer and
+learning rate. An objective keeps its own correction and aggregation, and its own options but for `SETTINGS`. Finished
+runs are used again and broken-off ones continued, so the same command goes on where it stopped. Seeds are the outer
+loop: with the first seed done there is one run of every objective.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
+from qarl.config import ConfigError, RunConfig, load_config
+from qarl.config_objectives import AnyObjective
+from qarl.metrics import read_metrics
+from qarl.run_folder import RunFolder
+from qarl.session import check_input
+from qarl.shipped import default_config
+
+OBJECTIVES = tuple(name for section in get_args(AnyObjective) for name in section.names())
+
+_BAND = {"learner.objective.clip_low": "0.1", "learner.objective.clip_high": "0.1"}
+SETTINGS: dict[str, dict[str, str]] = {
+    "tbpo": {f"learner.objective.{bound}": "0.1" for bound in ("epsilon_high", "delta_high", "delta_low")},
+    "gspo": _BAND,
+    "gspo_dual_clip": _BAND,
+    "on_policy": {"learner.mini_batches": "1"},
+}
+"""Where an objective's defaults are not taken. The published bounds on a sequence's ratio, 3e-4 to 7e-4, are for models
+of billions of parameters at a rate of 1e-6; here one update moves a three-token answer's mean log ratio by 0.04, so all
+sequence bounds are the embedded default's 0.1. Bounds on a token's ratio are the published ones. `on_policy` is defined
+by one update a batch: as many completions as the others, half as many updates."""
+
+LAST = 10
+"""Steps at the end over which reward and error tokens are averaged."""
+
+
+@dataclass(frozen=True)
+class ObjectivesOptions:
+    """runs: folder of the runs. objectives: by name; none stands for all. overrides: of the configuration all runs
+    share, by dotted path."""
+
+    runs: Path
+    seeds: tuple[int, ...]
+    objectives: tuple[str, ...]
+    steps: int
+    overrides: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run. accuracy: held-out greedy, of the last step's policy, which the export holds bit for bit (`qarl.finish`
+    proves it). reward, error_tokens: means over the last `LAST` steps. k3: of sampler against learner, nats a token.
+    update: `learn/update_log_ratio`, how far the batch's updates had moved the policy when the last of them began
+    (mean |mean_t log π_cur/π_old| of a sequence). k3, update and clipped are means over all steps that learned; nan
+    where none did. rewards: of every step."""
+
+    objective: str
+    seed: int
+    accuracy: float
+    reward: float
+    k3: float
+    update: float
+    clipped: float
+    entropy: float
+    error_tokens: float
+    rewards: tuple[float, ...]
+
+
+def measure(options: ObjectivesOptions, console: Console) -> list[Trained]:
+    """Train what is not trained yet; one row a run.
+
+    Raises `ConfigError` or the error of the part that is wrong before anything is trained.
+    """
+    options = _checked(options)
+    return [
+        _trained(finished_run(_config(options, seed, objective), console), objective, seed)
+        for seed in options.seeds
+        for objective in options.objectives
+    ]
+
+
+def table(trained: list[Trained]) -> Table:
+    """A row an objective: means over seeds, and the range of the accuracy. The columns are `Trained`'s."""
+    seeds = len({t.seed for t in trained})
+    title = f"objectives: means over {seeds} seed{'s' * (seeds > 1)}"
+    shown = Table("objective", title=title, title_justify="left")
+    for column in ("held-out", "min", "max", "reward", "k3", "update", "clipped", "error tokens"):
+        shown.add_column(column, justify="right")
+    for objective in dict.fromkeys(t.objective for t in trained):
+        runs = [t for t in trained if t.objective == objective]
+
+        def mean(name: str, runs: list[Trained] = runs) -> float:
+            return _mean([getattr(run, name) for run in runs])
+
+        accuracies = [run.accuracy for run in runs]
+        shown.add_row(
+            objective, f"{mean('accuracy'):.1%}", f"{min(accuracies):.1%}", f"{max(accuracies):.1%}",
+            f"{mean('reward'):.3f}", f"{mean('k3'):.1e}", f"{mean('update'):.1e}", f"{mean('clipped'):.2%}",
+            f"{mean('error_tokens'):.2%}",
+        )  # fmt: skip
+    return shown
+
+
+def as_data(trained: list[Trained]) -> list[dict[str, Any]]:
+    """JSON-ready: one object a run."""
+    return [dataclasses.asdict(one) for one in trained]
+
+
+def _config(options: ObjectivesOptions, seed: int, objective: str) -> RunConfig:
+    """The configuration of one run, its place among the runs included."""
+    file = default_config(options.overrides.get("model"))
+    shared = {
+        "steps": str(options.steps),
+        "learner.optimizer.decay_steps": str(options.steps // 3),  # the embedded default's proportion
+        "eval.every": str(options.steps),
+        **options.overrides,
+    }
+    own = {"seed": str(seed), "learner.objective.name": objective, **SETTINGS.get(objective, {})}
+    config = load_config(file, {**shared, **own})
+    output = options.runs / f"{Path(config.model).name}-{config.scheme}-{objective}-seed{seed}"
+    return config.model_copy(update={"output": str(output), "export": True})
+
+
+def _checked(options: ObjectivesOptions) -> ObjectivesOptions:
+    """The options with their objectives spelled out, once they, the model and the runs found on disk go together."""
+    refuse_chosen(options.overrides, ("learner.objective", "seed", "output", "export"))
+    check_seeds(options.seeds)
+    for objective in options.objectives:
+        if objective not in OBJECTIVES:
+            raise ConfigError(f"--objectives {objective!r} is none of {', '.join(OBJECTIVES)}")
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}: give at least 1")
+    options = dataclasses.replace(options, objectives=tuple(dict.fromkeys(options.objectives)) or OBJECTIVES)
+    configs = [_config(options, seed, objective) for seed in options.seeds for objective in options.objectives]
+    check_input(configs[0])
+    for config in configs:
+        existing_run(config)
+    if not configs[0].eval.problems:
+        raise ConfigError("--eval.problems 0: held-out accuracies are what is compared; give at least 1")
+    return options
+
+
+def _trained(run: RunFolder, objective: str, seed: int) -> Trained:
+    steps = read_metrics(run.metrics)
+    learned = [step for step in steps if "learn/loss" in step]
+
+    def over(lines: list[dict[str, Any]], name: str) -> float:
+        return _mean([line[name] for line in lines])
+
+    return Trained(
+        objective,
+        seed,
+        steps[-1]["accuracy"],
+        over(steps[-LAST:], "reward"),
+        over(learned, "learn/mismatch/k3"),
+        over(learned, "learn/update_log_ratio"),
+        over(learned, "learn/clipped"),
+        over(learned[-LAST:], "learn/entropy"),
+        over(steps[-LAST:], "error_tokens"),
+        tuple(step["reward"] for step in steps),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

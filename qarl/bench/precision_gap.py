@@ -1,0 +1,140 @@
+"""`qarl bench precision-gap`: how fast a trivial reward is learned, by what learner and sampler compute in.
+
+The reward is minus the answer's length, the best policy ends at once (configs/immediate-eos.yaml). The ratio has the
+sampler in its denominator, so its clip sees the gap between the two computations as well as the policy's movement: what
+only the gap cuts is phantom clipping. Every pairing is one run a seed, found again by the same command.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
+from qarl.config import ConfigError, RunConfig, load_config
+from qarl.metrics import read_metrics
+from qarl.run_folder import RunFolder
+from qarl.session import check_input
+from qarl.shipped import config_file
+
+_UNALIGNED = {"scheme": "w4a16", "learner.aligned": "false"}
+PAIRINGS: dict[str, dict[str, str]] = {
+    "bf16": {"scheme": "bf16"},
+    "bf16-transformers": {"scheme": "bf16", "learner.operators": "transformers"},
+    "fp16": {"scheme": "bf16", "dtype": "float16"},
+    "w4a16-aligned": {"scheme": "w4a16"},
+    "w4a16-unaligned": _UNALIGNED,
+    "w4a16-shadow_forward": {**_UNALIGNED, "learner.ratio_fix": "shadow_forward"},
+    "w4a16-no_clip": {**_UNALIGNED, "learner.ratio_fix": "no_clip"},
+    "w4a16-detached": {**_UNALIGNED, "learner.ratio_fix": "detached"},
+}
+"""Unquantized: in bfloat16 with the engine's operators, with transformers' (what a trainer does that knows nothing of
+the engine), in float16. Quantized sampler: with QaRL's learner, a plain bfloat16 one, and that one's remedies."""
+
+FIRST = 5
+"""Steps at the start over which clipping is averaged, before the policies have gone apart by learning."""
+
+
+@dataclass(frozen=True)
+class GapOptions:
+    """runs: folder of the runs. pairings: by name; none stands for all. threshold: of the mean reward, which is minus
+    characters an answer. overrides: of the configuration all runs share, by dotted path."""
+
+    runs: Path
+    seeds: tuple[int, ...]
+    pairings: tuple[str, ...]
+    threshold: float
+    overrides: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One run. converged: the first step whose mean reward reached the threshold; None where none did. first_reward,
+    last_reward: of the first and the last step. gap: mean |Δ log p| of learner and sampler at the first step, nats.
+    phantom, clipped: shares of tokens over the first `FIRST` steps; phantom ones reach a bound with the sampler in the
+    ratio and not with the learner before the batch. nan where no step of those learned."""
+
+    pairing: str
+    seed: int
+    converged: int | None
+    first_reward: float
+    last_reward: float
+    gap: float
+    phantom: float
+    clipped: float
+    rewards: tuple[float, ...]
+
+
+def measure(options: GapOptions, console: Console) -> list[Gap]:
+    """Train what is not trained yet; one row a run. Raises `ConfigError` before anything is trained."""
+    options = _checked(options)
+    return [
+        _gap(finished_run(_config(options, seed, pairing), console), pairing, seed, options.threshold)
+        for seed in options.seeds
+        for pairing in options.pairings
+    ]
+
+
+def table(gaps: list[Gap], threshold: float) -> Table:
+    """A row a run; the columns are `Gap`'s."""
+    title = f"steps until the mean reward is {threshold:g} or more"
+    shown = Table("pairing", title=title, title_justify="left")
+    for column in ("seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped"):
+        shown.add_column(column, justify="right")
+    for gap in gaps:
+        shown.add_row(
+            gap.pairing, str(gap.seed), "never" if gap.converged is None else str(gap.converged),
+            f"{gap.first_reward:.2f}", f"{gap.last_reward:.2f}", f"{gap.gap:.1e}", f"{gap.phantom:.2%}",
+            f"{gap.clipped:.2%}",
+        )  # fmt: skip
+    return shown
+
+
+def as_data(gaps: list[Gap]) -> list[dict[str, Any]]:
+    """JSON-ready: one object a run."""
+    return [dataclasses.asdict(gap) for gap in gaps]
+
+
+def summarize(steps: list[dict[str, Any]], pairing: str, seed: int, threshold: float) -> Gap:
+    """One run's row from the lines of its metrics."""
+    rewards = tuple(step["reward"] for step in steps)
+    learned = [step for step in steps[:FIRST] if "learn/loss" in step]
+    converged = next((step["step"] for step in steps if step["reward"] >= threshold), None)
+
+    def mean(name: str) -> float:
+        return sum(step[name] for step in learned) / len(learned) if learned else math.nan
+
+    gap = learned[0]["learn/mismatch/mean_abs"] if learned else math.nan
+    phantom, clipped = mean("learn/phantom_clipped"), mean("learn/clipped")
+    return Gap(pairing, seed, converged, rewards[0], rewards[-1], gap, phantom, clipped, rewards)
+
+
+def _gap(run: RunFolder, pairing: str, seed: int, threshold: float) -> Gap:
+    return summarize(read_metrics(run.metrics), pairing, seed, threshold)
+
+
+def _config(options: GapOptions, seed: int, pairing: str) -> RunConfig:
+    """The configuration of one run, its place among the runs included."""
+    own = {"seed": str(seed), **PAIRINGS[pairing]}
+    config = load_config(config_file("immediate-eos"), {**options.overrides, **own})
+    output = options.runs / f"{Path(config.model).name}-{pairing}-seed{seed}"
+    return config.model_copy(update={"output": str(output), "export": True})
+
+
+def _checked(options: GapOptions) -> GapOptions:
+    chosen = {path for pairing in PAIRINGS.values() for path in pairing}
+    refuse_chosen(options.overrides, (*sorted(chosen), "seed", "output", "export"))
+    check_seeds(options.seeds)
+    for pairing in options.pairings:
+        if pairing not in PAIRINGS:
+            raise ConfigError(f"--pairings {pairing!r} is none of {', '.join(PAIRINGS)}")
+    options = dataclasses.replace(options, pairings=tuple(dict.fromkeys(options.pairings)) or tuple(PAIRINGS))
+    configs = [_config(options, seed, pairing) for seed in options.seeds for pairing in options.pairings]
+    for config in configs:
+        check_input(config)
+        existing_run(config)
+    return options

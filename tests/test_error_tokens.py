@@ -1,0 +1,95 @@
+"""Error tokens by hand-counted cases, and loops against the definition taken word by word."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qarl.error_tokens import IMPROBABLE, LONGEST_PERIOD, REPEATS, count_error_tokens, repeated_tokens
+from rollout.types import Completion, Group, Prompt
+
+SURE = math.log(0.5)
+DOUBTFUL = math.log(IMPROBABLE / 2)
+
+
+def completion(tokens: list[int], improbable: tuple[int, ...] = ()) -> Completion:
+    logprobs = tuple(DOUBTFUL if i in improbable else SURE for i in range(len(tokens)))
+    return Completion(tuple(tokens), logprobs, "", 0, "stop")
+
+
+def group(*pairs: tuple[Completion, float]) -> Group:
+    return Group(Prompt("0", "", (1,)), tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
+
+
+def marked(tokens: list[int]) -> str:
+    return "".join("x" if hit else "." for hit in repeated_tokens([tokens]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([5, 5, 5], "..."),
+        ([5, 5, 5, 5], "xxxx"),
+        ([1, 5, 5, 5, 5, 2], ".xxxx."),
+        ([1, 2] * 3 + [1], "......."),
+        ([1, 2] * 4, "xxxxxxxx"),
+        ([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 7], ".xxxxxxxxx."),  # the broken-off fifth round is in the loop
+        ([1, 2, 3, 4, 5, 6, 7, 8] * 4, "x" * 32),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, "." * 45),  # a period of 9 is longer than what is looked for
+        ([1, 1, 1, 1, 2, 2, 2, 2], "xxxxxxxx"),
+        ([], ""),
+    ],
+)
+def test_loops(tokens: list[int], expected: str):
+    assert marked(tokens) == expected
+
+
+def test_shares_and_their_split_by_advantage():
+    """Eight tokens: a loop of four in the worse answer, one of them improbable too; one improbable in the better."""
+    worse, better = completion([5, 5, 5, 5], (1,)), completion([1, 2, 3, 4], (0,))
+    found = count_error_tokens([group((worse, 0.0), (better, 1.0))])
+    assert (found.improbable_tokens, found.repeated_tokens, found.error_tokens) == (2 / 8, 4 / 8, 5 / 8)
+    assert (found.error_tokens_negative, found.error_tokens_positive) == (1.0, 1 / 4)
+
+
+def test_equal_rewards_have_no_sign():
+    """0.1 three times has a mean that is not 0.1 in floating point."""
+    found = count_error_tokens([group(*[(completion([1, 2]), 0.1)] * 3)])
+    assert found.error_tokens == 0.0
+    assert found.error_tokens_negative is None and found.error_tokens_positive is None
+
+
+def test_a_token_of_exactly_the_bound_is_probable():
+    bound = Completion((1, 2), (math.log(IMPROBABLE), math.log(IMPROBABLE) - 1e-9), "", 0, "stop")
+    assert count_error_tokens([group((bound, 0.0), (bound, 1.0))]).improbable_tokens == 0.5
+
+
+def by_definition(tokens: list[int]) -> list[bool]:
+    """Mark every stretch that is one n-gram `REPEATS` times, and what follows as long as it goes on repeating."""
+    hit = [False] * len(tokens)
+    for period in range(1, LONGEST_PERIOD + 1):
+        for start in range(len(tokens) - REPEATS * period + 1):
+            if tokens[start : start + REPEATS * period] == tokens[start : start + period] * REPEATS:
+                end = start + REPEATS * period
+                while end < len(tokens) and tokens[end] == tokens[end - period]:
+                    end += 1
+                hit[start:end] = [True] * (end - start)
+    return hit
+
+
+LOOPY = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), max_size=9), st.integers(1, 5)).map(lambda p: p[0] * p[1]), max_size=3
+).map(lambda parts: [token for part in parts for token in part])
+
+
+@given(st.lists(LOOPY, min_size=1, max_size=4))
+def test_loops_are_those_of_the_definition_sequence_by_sequence(sequences: list[list[int]]):
+    """Many sequences at once give what each gives alone: equal tails and heads of neighbours do not join."""
+    expected = [hit for sequence in sequences for hit in by_definition(sequence)]
+    assert repeated_tokens(sequences).tolist() == expected
+
+
+def test_neighbours_do_not_make_a_loop_together():
+    assert not np.any(repeated_tokens([[7, 7], [7, 7], [7, 7, 7]]))
