@@ -1,8 +1,8 @@
 """An fp32 value → a 16-bit master: to the nearest, at random without bias, or with what is lost kept beside it.
 
 At a learning rate of 1e-6 an update is some 5e-5 of a weight, and bfloat16 steps by 4e-3 to 8e-3 of it: rounded to the
-nearest, almost no update arrives (docs/precision.md). A stochastic master moves by a whole step in a few of a hundred
-updates, and its expectation is the fp32 value. A Kahan master has a second 16-bit number for the remainder.
+nearest, almost no update arrives (docs/precision.md). A stochastic master moves by a whole step in about one of a
+hundred updates, and its expectation is the fp32 value. A Kahan master has a second 16-bit number for the remainder.
 """
 
 from typing import Literal
