@@ -15,6 +15,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.activations import LowBitActivation, quantize_activation
+from quant.copies import GradientScale
 from quant.expert_weights import LowBitExperts, materialize_experts
 from quant.kernels.per_expert import PerExpertProduct
 from quant.kernels.select import ExpertsProduct, ProductFactory
@@ -27,7 +28,7 @@ class RoutedLowBitExperts(nn.Module):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first. scheme, dtype, aligned: as `LowBitLinear` takes them.
+    first. scheme, dtype, aligned, gradient_scale: as of `LowBitLinear`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RoutedLowBitExperts(nn.Module):
         self.dtype = dtype
         self.aligned = aligned
         self.activation: nn.Module = ACT2FN[shape.activation]
+        self.gradient_scale = GradientScale()
         self._factory = factory
         self.low_bit: LowBitExperts | None = None
         self._product: ExpertsProduct | None = None
@@ -140,7 +142,7 @@ class _StraightThrough(torch.autograd.Function):
             dweights[rows, slots] = grads.weights
             for dmaster, grad in zip(dmasters, (grads.gate_up, grads.down), strict=True):
                 if dmaster is not None:
-                    dmaster[expert] = grad.to(dmaster.dtype)
+                    dmaster[expert] = experts.gradient_scale.unscaled(grad, dmaster.dtype)
         return dx.to(experts.dtype), dweights, *dmasters, None, None
 
 
