@@ -54,8 +54,8 @@ def packs(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:
     cannot do it."""
     if asked is True and model.operators != "engine":
         raise ConfigError(
-            "learner.packing is true, but this model runs with transformers' operators, which would build a mask over "
-            "all pairs of tokens; set learner.operators to 'engine' where the model allows, or learner.packing to 'auto'"
+            "learner.packing is true, but this model has transformers' operators, which would build a mask over all "
+            "pairs of tokens; set learner.operators to 'engine' where the model allows, or learner.packing to auto"
         )
     return model.operators == "engine" if asked == "auto" else asked
 
