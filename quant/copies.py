@@ -22,7 +22,7 @@ class GradientScale:
         self.value = 1.0
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """gradient: fp32, overwritten without the scale and returned; autograd casts it to the master's `grad_dtype`."""
+        """gradient: fp32, overwritten without the scale and returned; autograd casts it to a master's `grad_dtype`."""
         return gradient if self.value == 1.0 else gradient.mul_(1.0 / self.value)
 
 
