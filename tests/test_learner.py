@@ -141,7 +141,7 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
     """What the optimizer is given in each update, unclipped and unscaled; it does not step."""
     seen: list[dict[str, torch.Tensor]] = []
 
-    def record(lr_factor: float = 1.0) -> None:
+    def record(lr_factor: float = 1.0, diagnose: bool = False) -> None:
         seen.append({n: p.grad.clone() for n, p in learner.model.masters.items() if p.grad is not None})
 
     learner.optimizer.step = record
