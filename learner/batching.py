@@ -88,11 +88,21 @@ def mini_batches(batch: Batch, count: int, seed: int) -> list[torch.Tensor]:
     return [torch.isin(batch.group, part).nonzero().flatten() for part in order.tensor_split(count) if len(part)]
 
 
-def micro_batches(batch: Batch, index: torch.Tensor, max_tokens: int) -> Iterator[torch.Tensor]:
-    """Cut `index` into runs of similar length whose padded size stays within `max_tokens`."""
+def micro_batches(batch: Batch, index: torch.Tensor, max_tokens: int, packed: bool = False) -> Iterator[torch.Tensor]:
+    """Cut `index` into runs of similar length, longest first, whose size stays within `max_tokens`.
+
+    packed: count the sequences' own tokens; else what they take when padded to the longest of the run. A sequence that
+    is longer than `max_tokens` is a run of its own.
+    """
     by_length = index[torch.argsort(batch.length[index], stable=True, descending=True)]
+    lengths: list[int] = batch.length[by_length].tolist()
     start = 0
     while start < len(by_length):
-        rows = max(1, max_tokens // int(batch.length[by_length[start]]))
+        rows, tokens = 1, lengths[start]
+        while start + rows < len(by_length):
+            tokens += lengths[start + rows] if packed else lengths[start]
+            if tokens > max_tokens:
+                break
+            rows += 1
         yield by_length[start : start + rows]
         start += rows

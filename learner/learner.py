@@ -13,7 +13,7 @@ import torch
 from learner.aggregation import Totals
 from learner.batching import Batch, micro_batches, mini_batches
 from learner.load_balance import load_balance_coefficient, load_balance_loss
-from learner.logprobs import token_logprobs
+from learner.logprobs import packs, token_logprobs
 from learner.loss import LossInput, LossShare, policy_loss
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.optim import MasterOptimizer
@@ -69,6 +69,8 @@ class Learner:
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.records_router_logits = self._balance > 0
         self._reference = reference
+        self.packed = packs(model, config.packing)
+        model.checkpoint_layers(config.gradient_checkpointing)
         self.stopwatch = Stopwatch()
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -80,12 +82,17 @@ class Learner:
         """As above, of the rows at `index` alone; the others are zero."""
         logprobs = torch.zeros_like(batch.sampler_logprobs)
         entropy = 0.0
-        for part in micro_batches(batch, index, self.config.micro_batch_tokens):
+        for part in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
             rows = batch.rows(part).to(model.device)
-            values, entropies = token_logprobs(model, rows.tokens, rows.response, rows.experts)
+            values, entropies = self._token_logprobs(model, rows, entropy=True)
             logprobs[part, : values.shape[1]] = values.cpu()
             entropy += float(entropies.sum())
         return logprobs, entropy / int(batch.response[index].sum())
+
+    def _token_logprobs(self, model: LowBitModel, rows: Batch, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        length = rows.length if self.packed else None
+        chunk = self.config.logprob_chunk_tokens
+        return token_logprobs(model, rows.tokens, rows.response, rows.experts, length, chunk, entropy)
 
     def _engine_precision(self, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The log-probs that ratios are made of: with a shadow forward those of the published codes."""
@@ -144,10 +151,10 @@ class Learner:
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         loss = balance = 0.0
         shares: list[LossShare] = []
-        for micro in micro_batches(batch, index, self.config.micro_batch_tokens):
+        for micro in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
             rows = batch.rows(micro).to(self.model.device)
             with self.stopwatch("forward"):
-                current, _ = token_logprobs(self.model, rows.tokens, rows.response, rows.experts)
+                current, _ = self._token_logprobs(self.model, rows, entropy=False)
             old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
             assert old_ is not None
             current = current if shadow_ is None else shadowed(current, shadow_)
@@ -156,7 +163,8 @@ class Learner:
                 shares.append(policy_loss(given, self.config, totals))
             share = shares[-1].loss
             if self.model.records_router_logits:
-                balance_loss = load_balance_loss(self.model, rows.real().flatten())
+                real = rows.real().flatten()
+                balance_loss = load_balance_loss(self.model, real[real] if self.packed else real)
                 share = share + self._balance * balance_loss * len(micro) / len(index)
                 balance += float(balance_loss.detach()) * len(micro) / len(index)
             with self.stopwatch("backward"):

@@ -1,27 +1,90 @@
 """Log-probs of given tokens under a causal LM, computed as the engine's sampler computes them.
 
-Axes: B sequences, T tokens, V vocabulary.
+Logits are the largest tensor of a step, and no more than a chunk of positions has them at a time: the backward computes
+a chunk's logits again, so that between forward and backward none are kept.
+
+Axes: B sequences, T tokens, n response tokens of all sequences, c of a chunk, V vocabulary, C hidden columns.
 """
 
-import torch
+from typing import Any, Literal
 
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qarl.config import ConfigError
 from quant.model import LowBitModel
+
+CHUNK_TOKENS = 512
 
 
 def token_logprobs(
-    model: LowBitModel, tokens: torch.Tensor, response: torch.Tensor, experts: torch.Tensor | None = None
+    model: LowBitModel,
+    tokens: torch.Tensor,
+    response: torch.Tensor,
+    experts: torch.Tensor | None = None,
+    length: torch.Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
 
     tokens: int64 [B, T], padded on the right (attention is causal, so padding needs no mask). response: bool
-    [B, T-1], the positions wanted; logits are computed for these alone. experts: see `LowBitModel.logits`. Returns
-    fp32 [B, T-1] twice, zero elsewhere; the entropy carries no gradient. Logits are rounded to the compute dtype by the
-    output head and normalized in fp32, as in vLLM.
+    [B, T-1], the positions wanted; logits are computed for these alone. experts, length: see `LowBitModel.hidden`; with
+    length, int64 [B], padding is not computed. chunk_tokens: positions whose logits are held at once. Returns fp32
+    [B, T-1] twice, zero elsewhere; the entropy carries no gradient and is zero throughout where it is not asked for.
+    Logits are rounded to the compute dtype by the output head and normalized in fp32, as in vLLM.
     """
-    logits = model.logits(tokens, torch.nn.functional.pad(response, (0, 1)), experts).float()
-    logp = logits.log_softmax(-1)
-    picked = logp.gather(-1, tokens[:, 1:][response][:, None])[:, 0]
-    with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
+    hidden = model.hidden(tokens, nn.functional.pad(response, (0, 1)), experts, length)
+    targets = tokens[:, 1:][response]
+    # One chunk is held between forward and backward rather than computed twice.
+    again = torch.is_grad_enabled() and len(targets) > chunk_tokens
+    picked, entropies = [], []
+    for x, chosen in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        given = (model.head, x, chosen, entropy)
+        found = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False) if again else _chunk(*given)
+        picked.append(found[0])  # type: ignore[index]
+        entropies.append(found[1])  # type: ignore[index]
     zeros = torch.zeros(response.shape, dtype=torch.float32, device=tokens.device)
-    return zeros.masked_scatter(response, picked), zeros.masked_scatter(response, entropy)
+    return zeros.masked_scatter(response, torch.cat(picked)), zeros.masked_scatter(response, torch.cat(entropies))
+
+
+def packs(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:
+    """Whether sequences are packed (`learner.packing`). Raises `ConfigError` where that is asked for and the model
+    cannot do it."""
+    if asked is True and model.operators != "engine":
+        raise ConfigError(
+            "learner.packing is true, but this model has transformers' operators, which would build a mask over all "
+            "pairs of tokens; set learner.operators to 'engine' where the model allows, or learner.packing to auto"
+        )
+    return model.operators == "engine" if asked == "auto" else asked
+
+
+def _chunk(
+    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden: compute dtype [c, C]; targets: int64 [c] → log-probs and entropies, fp32 [c]."""
+    return _Normalized.apply(head(hidden), targets, entropy)
+
+
+class _Normalized(torch.autograd.Function):
+    """Log-probs and entropies out of logits. Kept for the backward: the logits in the compute dtype, which autograd
+    would keep in fp32; their gradient is rounded to that dtype, as autograd's is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(logits, targets)
+        logp = logits.log_softmax(-1, dtype=torch.float32)
+        picked = logp.gather(-1, targets[:, None])[:, 0]
+        entropies = -(logp.exp().mul_(logp)).sum(-1) if entropy else torch.zeros_like(picked)
+        ctx.mark_non_differentiable(entropies)
+        return picked, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        logits, targets = ctx.saved_tensors
+        dy = grad_outputs[0][:, None]
+        dlogits = logits.softmax(-1, dtype=torch.float32).mul_(-dy).scatter_add_(-1, targets[:, None], dy)
+        return dlogits.to(logits.dtype), None, None

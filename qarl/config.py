@@ -107,7 +107,17 @@ class LearnerConfig(Section):
         default="none", description="remedy for clipping caused by precision alone (docs/objectives.md)"
     )
     mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
-    micro_batch_tokens: int = Field(default=16384, ge=1, description="padded tokens a forward")
+    micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens a forward; padding counts unless packed")
+    packing: bool | Literal["auto"] = Field(
+        default="auto",
+        description="sequences one after the other, without padding; auto: where learner.operators are the engine's",
+    )
+    logprob_chunk_tokens: int = Field(
+        default=512, ge=1, description="response tokens whose logits are held at once (docs/learner.md)"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute decoder layers again in the backward instead of keeping what they computed"
+    )
     master_dtype: MasterDtype = Field(default="float32", description="of the master weights")
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
         default="auto", description="auto: vLLM's where importable"

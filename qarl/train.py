@@ -23,7 +23,7 @@ def train(config: RunConfig, folder: RunFolder, dashboard: Dashboard, resume: bo
         policy.learner.load_state_dict(state["learner"])
         at = Position(**state["position"])
     session = open_session(config, folder, policy)
-    dashboard.audited(session.audited, policy.model.materializers())
+    dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed)
     session.publisher.publish(at.version)
     writer = MetricsWriter(folder, at.step if resume else None)
     if at.first_accuracy is None and config.eval.problems:

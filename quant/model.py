@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qarl.config import LayerRule
 from quant.copies import GradientScale, MasterEmbedding, detach_copy, plain_lookup
@@ -22,7 +23,7 @@ from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear, fuse_scales
 from quant.materialize import materializer
 from quant.moe_operators import EngineMoeBlock
-from quant.operators import OperatorError, install_engine_operators, why_not
+from quant.operators import EngineDecoderLayer, OperatorError, install_engine_operators, packed_forward, why_not
 from quant.plan import Plan
 from quant.schemes import Scheme, SchemeError
 from quant.weights import plan_layers, router_names
@@ -95,6 +96,7 @@ class LowBitModel(nn.Module):
         self.module = model
         self.router_logits: list[torch.Tensor] = []
         self.records_router_logits = False
+        self._recording = False
         for name in self._routers:
             model.get_submodule(name).register_forward_hook(self._record)
         self.refresh()
@@ -164,19 +166,63 @@ class LowBitModel(nn.Module):
             copy.copy_(self.masters[name])
 
     def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
-        """Next-token logits at chosen positions.
+        """Next-token logits at chosen positions, compute dtype [n, V]; arguments and order of rows as of `hidden`."""
+        return self.head(self.hidden(tokens, wanted, experts))
 
-        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
-        over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. Returns compute dtype
-        [n, V], one row for each True in row-major order. With `records_router_logits`, `router_logits` then holds one
-        [B·T, E] a layer of experts.
-        """
-        self.router_logits.clear()
-        self._replay(experts)
-        hidden = self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    @property
+    def head(self) -> nn.Module:
+        """The output head: compute dtype [n, C] → logits, compute dtype [n, V]."""
         head = self.module.get_output_embeddings()
         assert head is not None
-        return head(hidden[wanted])
+        return head
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        wanted: torch.Tensor,
+        experts: torch.Tensor | None = None,
+        length: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the output head is given at chosen positions.
+
+        tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
+        over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. length: int64 [B]; with
+        it the N real tokens are packed into one row and padding is not computed, which the engine's operators alone can
+        do (else `OperatorError`). Returns compute dtype [n, C], one row for each True in row-major order. With
+        `records_router_logits`, `router_logits` then holds one [B·T, E] a layer of experts ([N, E] packed).
+        """
+        if length is not None and self.operators != "engine":
+            raise OperatorError(
+                f"packed sequences need the engine's operators, not {self.operators!r}; leave them padded"
+            )
+        real = None if length is None else torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
+        if real is not None:
+            tokens, wanted = tokens[real][None], wanted[real][None]
+            experts = None if experts is None else experts[real][None]
+        self.router_logits.clear()
+        self._replay(experts)
+        self._recording = self.records_router_logits
+        if length is None:
+            hidden = self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        else:
+            hidden = packed_forward(self.module.base_model, tokens, length.tolist())
+        self._recording = False  # a checkpointed layer comes by its router again in the backward
+        return hidden[wanted]
+
+    def checkpoint_layers(self, checkpointing: bool) -> None:
+        """Keep only every decoder layer's input between forward and backward, or everything. Raises `ValueError` where
+        transformers cannot do so for this model."""
+        if self.operators == "engine":
+            for layer in self.module.modules():
+                if isinstance(layer, EngineDecoderLayer):
+                    layer.checkpointing = checkpointing
+        elif checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.module.gradient_checkpointing_disable()
+        for layer in self.module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = checkpointing  # transformers asks the layer for it; what is inside stays as it was
 
     def _replay(self, experts: torch.Tensor | None) -> None:
         blocks = [module for module in self.module.modules() if isinstance(module, EngineMoeBlock)]
@@ -189,7 +235,7 @@ class LowBitModel(nn.Module):
             block.replayed = None if experts is None else experts[:, :, block.decoder_layer].flatten(0, 1)
 
     def _record(self, router: nn.Module, inputs: object, output: Any) -> None:
-        if self.records_router_logits:
+        if self._recording:
             self.router_logits.append(output if isinstance(output, torch.Tensor) else output[0])
 
     @contextlib.contextmanager

@@ -10,12 +10,17 @@ compute dtype and vLLM does not:
 
 Here a pre-norm decoder's modules are replaced by ones that do as vLLM does. Autograd goes through all of them.
 
-Axes: B sequences, T tokens, H heads, D head size, C hidden columns.
+Sequences may also be packed: one row of N tokens holds one after the other, and attention stays within each.
+
+Axes: B sequences, T tokens, N tokens of all sequences, H heads, D head size, C hidden columns.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from quant.moe_operators import EngineMoeBlock
@@ -58,13 +63,18 @@ class EngineAttention(nn.Module):
         self.head_dim: int = attention.head_dim  # type: ignore[assignment]
         self.scaling: float = attention.scaling  # type: ignore[assignment]
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [B, T, C]; cos, sin: compute dtype [B, T, D] → compute dtype [B, T, C]."""
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """x: compute dtype [B, T, C]; cos, sin: compute dtype [B, T, D] → compute dtype [B, T, C].
+
+        lengths: of the sequences that one row (B = 1) holds; None where every row is one sequence.
+        """
         heads = (*x.shape[:-1], -1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
         v = self.v_proj(x).view(heads)
-        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scaling)
+        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scaling, lengths)
         return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
@@ -74,11 +84,15 @@ def _norm_or_identity(attention: nn.Module, name: str) -> nn.Module:
 
 
 class EngineDecoderLayer(nn.Module):
-    """A pre-norm decoder layer whose residual stream crosses layers as the unrounded fp32 sum."""
+    """A pre-norm decoder layer whose residual stream crosses layers as the unrounded fp32 sum.
+
+    checkpointing: keep the layer's input alone for the backward, and compute the rest again there.
+    """
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
+        self.checkpointing = False
         self.self_attn = EngineAttention(layer.self_attn)  # type: ignore[arg-type]
         self.mlp: nn.Module = layer.get_submodule("mlp")
         self.input_layernorm = EngineRMSNorm(layer.input_layernorm)  # type: ignore[arg-type]
@@ -89,14 +103,25 @@ class EngineDecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        lengths: Sequence[int] | None = None,
         **unused: object,
     ) -> torch.Tensor:
         """hidden_states: compute dtype (first layer) or fp32 sums [B, T, C] → fp32 sums [B, T, C].
 
-        The other keywords of a transformers decoder layer (mask, cache) do not apply to whole causal sequences.
+        lengths: see `EngineAttention`. The other keywords of a transformers decoder layer (mask, cache) do not apply to
+        whole causal sequences.
         """
+        given = (hidden_states, *position_embeddings, lengths)
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return self._layer(*given)
+        # Nothing here is random. The output is the same bits: codes and kernels stay those of one weight version.
+        return checkpoint(self._layer, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+
+    def _layer(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None
+    ) -> torch.Tensor:
         residual = hidden_states.to(self.dtype)
-        branch = self.self_attn(self.input_layernorm(hidden_states), *position_embeddings)
+        branch = self.self_attn(self.input_layernorm(hidden_states), cos, sin, lengths)
         total = branch.to(torch.float32) + residual.to(torch.float32)
         branch = self.mlp(self.post_attention_layernorm(total))
         return branch.to(torch.float32) + total.to(self.dtype).to(torch.float32)
@@ -110,11 +135,34 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (wide * cos.float().unsqueeze(2) + turned * sin.float().unsqueeze(2)).to(x.dtype)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q: [B, H, T, D], k, v: [B, H/g, T, D] in the compute dtype → [B, H, T, D], rounded once on CPUs."""
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int] | None = None
+) -> torch.Tensor:
+    """q: [B, H, T, D], k, v: [B, H/g, T, D] in the compute dtype → [B, H, T, D], rounded once on CPUs.
+
+    lengths: see `EngineAttention`; every sequence is then multiplied alone.
+    """
     compute = torch.float32 if q.device.type == "cpu" else q.dtype
-    q32, k32, v32 = (t.to(compute) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q32, k32, v32, is_causal=True, scale=scale, enable_gqa=True).to(q.dtype)
+    parts = [[t.to(compute)] if lengths is None else t.to(compute).split(list(lengths), dim=2) for t in (q, k, v)]
+    done = [
+        F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
+        for qkv in zip(*parts, strict=True)
+    ]
+    return (done[0] if len(done) == 1 else torch.cat(done, dim=2)).to(q.dtype)
+
+
+def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """A decoder with engine operators over packed sequences, each with positions from 0.
+
+    tokens: int64 [1, N], N = Σ lengths → compute dtype [1, N, C]. It is the loop of transformers' own decoders of these
+    models, without the mask [N, N] they would make.
+    """
+    positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])[None]
+    hidden = decoder.embed_tokens(tokens)  # type: ignore[operator]
+    rotary = decoder.rotary_emb(hidden, positions)  # type: ignore[operator]
+    for layer in decoder.layers:  # type: ignore[union-attr]
+        hidden = layer(hidden, position_embeddings=rotary, lengths=lengths)
+    return decoder.norm(hidden)  # type: ignore[operator]
 
 
 def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype) -> None:

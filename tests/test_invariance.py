@@ -1,0 +1,232 @@
+"""Settings that may change time and memory, not what is learned: packing, chunked log-probs, checkpointed layers.
+
+Axes: B sequences, T tokens.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_models import CONFIGS, random_moe
+from test_learner import VOCABULARY, batch_of, make_learner, masters_of, random_model
+
+from learner.batching import Batch, micro_batches
+from learner.logprobs import packs, token_logprobs
+from qarl.config import ConfigError
+from quant.kernels import make_factory
+from quant.model import LowBitModel
+from quant.operators import OperatorError
+from quant.schemes import get_scheme
+
+BFLOAT16 = torch.bfloat16
+
+
+def policy(scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = BFLOAT16) -> LowBitModel:
+    factory = make_factory("reference", dtype)
+    return LowBitModel(random_model(), get_scheme(scheme), dtype, factory, operators=operators)
+
+
+def experts_policy(dtype: torch.dtype) -> LowBitModel:
+    return LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
+
+
+def gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, and gradients of their sum weighted by position and row."""
+    logprobs, _ = token_logprobs(model, batch.tokens, batch.response, batch.experts, **how)
+    weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+    (logprobs * weights).sum().backward()
+    found = {n: p.grad.clone() for n, p in model.masters.items() if p.grad is not None}
+    for master in model.masters.values():
+        master.grad = None
+    return logprobs.detach(), found
+
+
+def drift(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest and mean |a - b| over all tensors, each in units of the tensor's mean |b|."""
+    assert a.keys() == b.keys()
+    off = [((a[n].double() - b[n].double()).abs() / b[n].double().abs().mean().clamp_min(1e-30)).flatten() for n in a]
+    return float(torch.cat(off).max()), float(torch.cat(off).mean())
+
+
+def random_batch(lengths: list[int], vocabulary: int, experts: tuple[int, int, int] | None = None) -> Batch:
+    """Sequences of these lengths; the first token of each is its prompt. experts: (layers, chosen, of how many)."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    longest = max(lengths)
+    length = torch.tensor(lengths)
+    tokens = torch.randint(0, vocabulary, (len(lengths), longest), generator=generator)
+    response = torch.arange(longest - 1)[None] < length[:, None] - 1
+    chosen = None
+    if experts:
+        layers, k, count = experts
+        order = torch.rand(len(lengths), longest, layers, count, generator=generator).argsort(-1)
+        chosen = order[..., :k].to(torch.int32)
+    zeros = torch.zeros(response.shape)
+    return Batch(tokens, length, response, zeros, torch.zeros(len(lengths)), torch.arange(len(lengths)), chosen)
+
+
+@given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6))
+@settings(max_examples=15, deadline=None)
+def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: list[int]):
+    """Contract: in fp32 with nothing rounded, only the order of sums differs: 1e-4 nats, and 1e-3 of a tensor's mean
+    gradient. Attention across sequences, or positions that do not start anew, would be off by nats."""
+    model = policy("w4a16", dtype=torch.float32)
+    batch = random_batch(lengths, VOCABULARY)
+    padded, expected = gradients(model, batch)
+    packed, found = gradients(model, batch, length=batch.length)
+    torch.testing.assert_close(packed, padded, rtol=0, atol=1e-4)
+    largest, mean = drift(found, expected)
+    assert largest <= 1e-2 and mean <= 1e-4
+
+
+def test_a_packed_sequence_has_the_log_probs_it_has_alone():
+    """Attention of each sequence is computed alone, so company changes nothing but sums in the products' rows: equal to
+    fp32's last digits, and the same whatever the others' tokens are, bit for bit."""
+    model = policy(dtype=torch.float32)
+    batch = random_batch([9, 17, 4], VOCABULARY)
+    changed = dataclasses.replace(batch, tokens=batch.tokens.clone())
+    changed.tokens[0] = (changed.tokens[0] + 1) % VOCABULARY
+    with torch.no_grad():
+        ours = token_logprobs(model, batch.tokens, batch.response, length=batch.length)[0]
+        other = token_logprobs(model, changed.tokens, changed.response, length=changed.length)[0]
+        alone = batch.rows(torch.tensor([1]))
+        single = token_logprobs(model, alone.tokens, alone.response)[0]
+    assert torch.equal(ours[1:], other[1:]) and not torch.equal(ours[0], other[0])
+    torch.testing.assert_close(ours[1], single[0], rtol=0, atol=1e-4)
+
+
+def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
+    """Contract: packed, a token goes to the experts named for it, and router logits are of real tokens alone."""
+    model = experts_policy(torch.float32)
+    config = model.config
+    batch = random_batch(
+        [7, 12, 3], config.vocab_size, (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
+    )
+    model.records_router_logits = True
+    padded, expected = gradients(model, batch)
+    of_all = [logits[batch.real().flatten()].detach() for logits in model.router_logits]
+    packed, found = gradients(model, batch, length=batch.length)
+    torch.testing.assert_close(packed, padded, rtol=0, atol=0.02)  # int8 codes may flip
+    assert drift(found, expected)[1] <= 0.05
+    for ours, theirs in zip(model.router_logits, of_all, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=0.02)
+    other = dataclasses.replace(batch, experts=batch.experts.flip(1))  # type: ignore[union-attr]
+    assert (gradients(model, other, length=other.length)[0] - packed).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
+    """Contract: log-probs and entropies of chunks are those of all positions at once: in bfloat16 bit for bit from 7
+    rows on, as the head's sums are rounded to 8 bits (one row alone is another product, and may differ by one
+    rounding); gradients up to the order of sums."""
+    model, batch = policy(scheme, dtype=dtype), batch_of()
+    whole, expected = gradients(model, batch, chunk_tokens=10**6)
+    parts, found = gradients(model, batch, chunk_tokens=chunk)
+    with torch.no_grad():
+        entropies = [token_logprobs(model, batch.tokens, batch.response, chunk_tokens=c)[1] for c in (10**6, chunk)]
+    exact = dtype == BFLOAT16 and chunk > 1
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)
+    torch.testing.assert_close(*entropies, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)
+    assert drift(found, expected)[1] <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_gradients_of_log_probs_are_autograds():
+    """By plain autograd through `log_softmax` of the model's own logits, without chunks or a backward of ours."""
+    model, batch = policy(dtype=torch.float32), batch_of()
+    _, found = gradients(model, batch, chunk_tokens=5)
+    logits = model.logits(batch.tokens, torch.nn.functional.pad(batch.response, (0, 1)))
+    picked = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:][batch.response][:, None])[:, 0]
+    weights = torch.linspace(-1, 1, batch.response.numel()).view_as(batch.response)[batch.response]
+    (picked * weights).sum().backward()
+    expected = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
+    assert drift(found, expected)[1] <= 1e-5
+
+
+@pytest.mark.parametrize("operators", ["engine", "transformers"])
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
+def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
+    model, batch = policy(scheme, operators), batch_of()
+    kept, expected = gradients(model, batch)
+    model.checkpoint_layers(True)
+    calls = count_calls(model)
+    again, found = gradients(model, batch)
+    assert calls[0] == 2, "the first layer's query is computed in the forward and once more in the backward"
+    model.checkpoint_layers(False)
+    back, _ = gradients(model, batch)
+    assert calls[0] == 3
+    assert torch.equal(again, kept) and torch.equal(back, kept)
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+
+
+def count_calls(model: LowBitModel) -> list[int]:
+    """How often the first layer's query projection ran from now on."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    model.linears["model.layers.0.self_attn.q_proj"].register_forward_pre_hook(count)
+    return calls
+
+
+def test_checkpointed_experts_count_their_routers_once():
+    """The backward passes by every router again; the load-balance loss and replay see one forward."""
+    model = experts_policy(BFLOAT16)
+    model.records_router_logits = True
+    batch = random_batch([7, 12, 3], model.config.vocab_size)
+    kept, expected = gradients(model, batch, length=batch.length)
+    model.checkpoint_layers(True)
+    again, found = gradients(model, batch, length=batch.length)
+    assert len(model.router_logits) == len(model.experts)
+    assert torch.equal(again, kept) and all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+@given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30), budget=st.integers(1, 200))
+@settings(max_examples=60, deadline=None)
+def test_packed_micro_batches_fill_their_budget(lengths: list[int], budget: int):
+    """Every row once; no run beyond the budget but a single sequence; no run that the next sequence still fitted in."""
+    batch = random_batch(lengths, 8)
+    runs = list(micro_batches(batch, torch.arange(len(lengths)), budget, packed=True))
+    assert sorted(torch.cat(runs).tolist()) == list(range(len(lengths)))
+    sums = [int(batch.length[run].sum()) for run in runs]
+    assert all(total <= budget or len(run) == 1 for total, run in zip(sums, runs, strict=True))
+    for total, following in zip(sums, runs[1:], strict=False):
+        assert total + int(batch.length[following[0]]) > budget
+
+
+@pytest.mark.parametrize("setting", ["accumulation", "packing", "chunks"])
+def test_trajectories_agree(setting: str):
+    """20 updates in fp32 compute by AdamW: the masters of the two settings stay within a hundredth of what they moved,
+    on average; the largest difference is bounded by a few learning rates (Adam divides small sums by their size)."""
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "accumulation": ({"micro_batch_tokens": 10**6}, {"micro_batch_tokens": 30}),
+        "packing": ({"packing": True}, {"packing": False}),
+        "chunks": ({"logprob_chunk_tokens": 10**6}, {"logprob_chunk_tokens": 16}),
+    }
+    ends = []
+    for way in ways[setting]:
+        learner = make_learner("bf16", torch.float32, optimizer={"lr": 1e-4, "name": "adamw"}, **way)
+        start = masters_of(learner)
+        for step in range(10):
+            assert learner.learn(batch_of(), seed=step).updates == 2
+        ends.append(masters_of(learner))
+    moved = torch.cat([(ends[0][n] - start[n]).abs().flatten() for n in start])
+    off = torch.cat([(ends[0][n] - ends[1][n]).abs().flatten() for n in start])
+    assert moved.mean() > 5e-5
+    assert off.mean() <= 0.01 * moved.mean() and off.max() <= 20e-4
+
+
+def test_what_cannot_be_packed_is_said():
+    """`auto` packs with the engine's operators; `true` without them, or a packed forward, is an error."""
+    engine, plain = policy(), policy(operators="transformers")
+    assert packs(engine, "auto") and packs(engine, True) and not packs(engine, False)
+    assert not packs(plain, "auto")
+    with pytest.raises(ConfigError, match=r"learner\.packing is true.*learner\.operators.*'engine'"):
+        packs(plain, True)
+    batch = batch_of()
+    with pytest.raises(OperatorError, match="'transformers'"):
+        token_logprobs(plain, batch.tokens, batch.response, length=batch.length)
