@@ -177,8 +177,7 @@ def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
     assert f"{sum(p.numel() for p in model.masters.values()):,} parameters are trained" in told
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4"])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize(("scheme", "optimizer"), [("w4a16", "muon"), ("w8a8", "adamw")])
 def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     """Over updates: what was rewarded becomes likelier, the base keeps every bit and every gradient stays None, the
     optimizer's state is that of the adapters alone, and the stream is the materialized merged weights bit for bit."""
@@ -187,7 +186,7 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     model, batch = learner.model, batch_of()
     before = {name: p.detach().clone() for name, p in model.loaded.items()}
     old, _ = learner.logprobs(batch)
-    for seed in range(4):
+    for seed in range(3):
         assert learner.learn(batch, seed=seed).updates == 2
     new, _ = learner.logprobs(batch)
     assert ((new - old).sum(-1) / batch.response.sum(-1) * batch.advantages).mean() > 0.02
@@ -224,8 +223,7 @@ def test_a_restored_learner_continues_bit_for_bit(optimizer: str):
     assert not all_equal(masters_of(learner), masters_of(other))
     file.seek(0)
     other.load_state_dict(torch.load(file))
-    for seed in (1, 2):
-        assert learner.learn(batch_of(seed), seed=seed) == other.learn(batch_of(seed), seed=seed)
+    assert learner.learn(batch_of(1), seed=1) == other.learn(batch_of(1), seed=1)
     assert all_equal(masters_of(learner), masters_of(other))
     assert all_equal(stream_of(learner.model), stream_of(other.model))
 
