@@ -132,6 +132,7 @@ class Learner:
         self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor, lr_factor: float
     ) -> "_Update":
         self.optimizer.zero_grad()
+        self.model.gradient_scale.value = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         loss = balance = 0.0
@@ -169,12 +170,12 @@ class Learner:
         )
 
     def _apply(self, lr_factor: float) -> tuple[float, bool]:
-        """Unscale, clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
-        norm = self.optimizer.gradient_norm() / self.loss_scale.scale
+        """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
+        norm = self.optimizer.gradient_norm()
         finite = math.isfinite(norm)
         if finite:
             clip = min(1.0, self.config.optimizer.grad_clip / (norm + 1e-6))
-            self.optimizer.scale_gradients(clip / self.loss_scale.scale)
+            self.optimizer.scale_gradients(clip)
             self.optimizer.step(lr_factor)
             self.model.refresh()
         self.loss_scale.update(finite)

@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from quant.activations import LowBitActivation, quantize_activation
 from quant.adapter import Adapter
+from quant.copies import GradientScale
 from quant.expert_weights import LowBitExperts, materialize_experts
 from quant.kernels.per_expert import PerExpertProduct
 from quant.kernels.select import ExpertsProduct, ProductFactory
@@ -28,7 +29,7 @@ class RoutedLowBitExperts(nn.Module):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first. scheme, dtype, aligned: as `LowBitLinear` takes them. gate_up_adapter, down_adapter: what is
+    first. scheme, dtype, aligned, gradient_scale: as of `LowBitLinear`. gate_up_adapter, down_adapter: what is
     trained instead of the masters (`quant.lora.add_adapters`), or None.
     """
 
@@ -54,6 +55,7 @@ class RoutedLowBitExperts(nn.Module):
         self.activation: nn.Module = ACT2FN[shape.activation]
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
+        self.gradient_scale = GradientScale()
         self._factory = factory
         self.low_bit: LowBitExperts | None = None
         self._product: ExpertsProduct | None = None
@@ -160,11 +162,11 @@ class _StraightThrough(torch.autograd.Function):
             dweights[rows, slots] = grads.weights
             for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
                 if dmaster is not None:
-                    dmaster[expert] = (dout.t() @ used).to(dmaster.dtype)
+                    dmaster[expert] = experts.gradient_scale.unscaled(dout.t() @ used, dmaster.dtype)
             for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
                 if adapter is not None:
                     for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
-                        into[expert] = grad
+                        into[expert] = experts.gradient_scale.unscaled(grad, grad.dtype)
         return dx.to(experts.dtype), dweights, *dmasters, None, None, *dfactors[0], *dfactors[1]
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from quant.activations import LowBitActivation, quantize_activation
 from quant.adapter import Adapter
+from quant.copies import GradientScale
 from quant.kernels.select import Product, ProductFactory
 from quant.layout import FUSED_IN_ENGINE
 from quant.materialize import LowBitWeight, materialize
@@ -28,6 +29,7 @@ class LowBitLinear(nn.Module):
     quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
     fused: the layers the engine multiplies together with this one; see `fuse_scales`.
     adapter: None, or what is trained instead of the master (`quant.lora.add_adapters`).
+    gradient_scale: the model's (`quant.copies`).
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LowBitLinear(nn.Module):
         self.scheme = scheme
         self.dtype = dtype
         self.aligned = aligned
+        self.gradient_scale = GradientScale()
         self._factory = factory
         self.fused: tuple[LowBitLinear, ...] = ()
         self.adapter: Adapter | None = None
@@ -151,7 +154,8 @@ class _StraightThrough(torch.autograd.Function):
         x_used = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
         need_x, need_master, need_bias, *_ = ctx.needs_input_grad
         dx = (dy @ linear.weight_used()).to(linear.dtype) if need_x else None
-        dw = (dy.t() @ x_used).to(linear.master.dtype) if need_master else None
-        db = dy.sum(0).to(linear.master.dtype) if need_bias else None
+        unscaled, dtype = linear.gradient_scale.unscaled, linear.master.dtype
+        dw = unscaled(dy.t() @ x_used, dtype) if need_master else None
+        db = unscaled(dy.sum(0), dtype) if need_bias else None
         dfactors = () if linear.adapter is None else linear.adapter.gradients(dy, x_used)
-        return dx, dw, db, None, *dfactors
+        return dx, dw, db, None, *(unscaled(dfactor, dfactor.dtype) for dfactor in dfactors)

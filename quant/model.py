@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from qarl.config import LayerRule
 from quant.adapter import digest
+from quant.copies import GradientScale, MasterEmbedding, detach_copy, plain_lookup
 from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
@@ -78,6 +79,7 @@ class LowBitModel(nn.Module):
         self.scheme = scheme
         self.dtype = dtype
         self.config = model.config
+        self.gradient_scale = GradientScale()
         self._order = [name for name, _ in model.named_parameters()]
         self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = dict(self.loaded)
@@ -119,6 +121,7 @@ class LowBitModel(nn.Module):
             scheme = self.plan.scheme(layer)
             assert isinstance(linear.weight, nn.Parameter)
             replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
+            replaced[layer].gradient_scale = self.gradient_scale
             model.set_submodule(name, replaced[layer])
         fuse_scales(replaced)
         return replaced
@@ -137,21 +140,24 @@ class LowBitModel(nn.Module):
             replaced[layer] = RoutedLowBitExperts(
                 layer, fused.gate_up_proj, fused.down_proj, shape, scheme, factory, self.dtype, aligned
             )
+            replaced[layer].gradient_scale = self.gradient_scale
             model.set_submodule(name, replaced[layer])
         return replaced
 
-    def _detach_copies(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Swap the parameters outside linear layers and experts for compute-dtype copies; name → copy."""
-        copies: dict[str, nn.Parameter] = {}
-        for prefix, module in model.named_modules():
+    def _detach_copies(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Let everything outside linear layers and experts read compute-dtype copies; name → copy."""
+        copies: dict[str, torch.Tensor] = {}
+        for prefix, module in list(model.named_modules()):
             if isinstance(module, LowBitLinear | RoutedLowBitExperts):
                 continue
-            for key, master in list(module.named_parameters(recurse=False)):
+            if type(module) is nn.Embedding and plain_lookup(module):
+                embedding = MasterEmbedding(module, self.dtype, self.gradient_scale)
+                model.set_submodule(prefix, embedding)
+                copies[f"{prefix}.weight"] = embedding.copy
+                continue
+            for key, _ in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{key}" if prefix else key
-                copy = nn.Parameter(master.detach().to(self.dtype, copy=True))
-                copy.register_post_accumulate_grad_hook(_gradient_to(master))
-                setattr(module, key, copy)
-                copies[name] = copy
+                copies[name] = detach_copy(module, key, self.dtype, self.gradient_scale)
         return copies
 
     @torch.no_grad()
@@ -225,7 +231,7 @@ class LowBitModel(nn.Module):
             if layer in self.experts:
                 yield from self._expert_tensors(layer) if key == "gate_up_proj" else ()
             elif layer not in self.linears:
-                yield LowBitTensor(written, self._copies[name].detach())
+                yield LowBitTensor(written, self._copies[name])
             elif key == "bias":
                 bias = self.linears[layer].low_bit_bias
                 assert bias is not None
@@ -278,18 +284,6 @@ class LowBitModel(nn.Module):
         """SHA-256 of the frozen weights under adapters, which no checkpoint of the adapters holds; None where every
         master is trained."""
         return digest(self.loaded) if self.adapted else None
-
-
-def _gradient_to(master: nn.Parameter):
-    """A hook that moves a compute copy's gradient into its master's, in the master's dtype."""
-
-    def hook(copy: torch.Tensor) -> None:
-        assert copy.grad is not None
-        gradient = copy.grad.to(master.dtype)
-        master.grad = gradient if master.grad is None else master.grad + gradient
-        copy.grad = None
-
-    return hook
 
 
 def _refuse_quantized_routers(plan: Plan, routers: Iterable[str]) -> None:

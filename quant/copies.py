@@ -1,0 +1,102 @@
+"""How parameters outside linear layers and experts reach their masters.
+
+The forward reads a compute-dtype copy, which is also what is published; the gradient goes to the master by autograd, in
+fp32 until it is there. Axes: V vocabulary, H hidden columns.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+class GradientScale:
+    """What the loss was multiplied with (`learner.precision.LossScale`): one object a model.
+
+    Every gradient of a master is divided by it where it is made, in fp32. So masters never see scaled gradients,
+    whoever accumulates, reduces and clips them.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def unscaled(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """gradient: fp32, overwritten. Returns it without the scale in the master's dtype."""
+        if self.value != 1.0:
+            gradient.mul_(1.0 / self.value)
+        return gradient.to(dtype)
+
+
+class ComputeCopy(nn.Module):
+    """A torch parametrization: reading the parameter gives `copy`, compute dtype, with a way back to the master."""
+
+    def __init__(self, master: nn.Parameter, dtype: torch.dtype, scale: GradientScale):
+        super().__init__()
+        self.copy = master.detach().to(dtype, copy=True)
+        self._scale = scale
+
+    def forward(self, master: torch.Tensor) -> torch.Tensor:
+        """master: any shape → the copy."""
+        return _Route.apply(master, self.copy, self._scale)
+
+
+class MasterEmbedding(nn.Module):
+    """Replaces an `nn.Embedding`: rows of the copy forward; backward sums rows in fp32, without a compute-dtype
+    gradient [V, H] in between."""
+
+    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype, scale: GradientScale):
+        super().__init__()
+        self.master = embedding.weight
+        self.copy = embedding.weight.detach().to(dtype, copy=True)
+        self.padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
+        self.scale = scale
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The copy, compute dtype [V, H]."""
+        return self.copy
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int64 of any shape → compute dtype [..., H]."""
+        return _Lookup.apply(tokens, self.master, self)
+
+
+def plain_lookup(embedding: nn.Embedding) -> bool:
+    """Whether `MasterEmbedding` does all that this embedding does."""
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+
+
+def detach_copy(module: nn.Module, key: str, dtype: torch.dtype, scale: GradientScale) -> torch.Tensor:
+    """Let a module read its parameter `key` as a compute-dtype copy of what it was; returns the copy."""
+    copied = ComputeCopy(getattr(module, key), dtype, scale)
+    parametrize.register_parametrization(module, key, copied, unsafe=True)  # unsafe: the dtype changes on purpose
+    return copied.copy
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor, scale: GradientScale) -> torch.Tensor:
+        ctx.scale, ctx.dtype = scale, master.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return ctx.scale.unscaled(grad_outputs[0].to(torch.float32, copy=True), ctx.dtype), None, None
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, master: torch.Tensor, embedding: MasterEmbedding) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.embedding, ctx.dtype = embedding, master.dtype
+        return nn.functional.embedding(tokens, embedding.copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (tokens,) = ctx.saved_tensors
+        embedding: MasterEmbedding = ctx.embedding
+        dy = grad_outputs[0].to(torch.float32)
+        rows = embedding.copy.shape[0]
+        gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
+        return None, embedding.scale.unscaled(gradient, ctx.dtype), None
