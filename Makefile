@@ -17,7 +17,7 @@ LOCK_ARGS ?=
 BIN = $(VENV)/bin
 MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
 
-.PHONY: help env train test test-fast check lock clean
+.PHONY: help env trl-env train test test-fast check lock clean
 
 help: ## list the targets
 	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
@@ -26,6 +26,9 @@ help: ## list the targets
 
 env: ## create or update the environment from its lock (under 1 s when it matches)
 	@$(MAKE_ENV) --$(DEVICE)
+
+trl-env: ## TRL's own environment in .venv-trl, for: qarl bench learner --against trl
+	@PYTHON="$(PYTHON)" bash scripts/make_env.sh --trl
 
 train: env ## train the embedded default, or: make train ARGS="--scheme w8a8 --seed 1"
 	@"$(BIN)/qarl" train $(ARGS)
@@ -41,7 +44,7 @@ check: env ## lint, formatting and types (pyright needs node; it fetches one whe
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/pyright" --pythonpath "$(BIN)/python"
 
-lock: ## compile both locks again (newer releases: make lock LOCK_ARGS=--upgrade)
+lock: ## compile all locks again (newer releases: make lock LOCK_ARGS=--upgrade)
 	@$(MAKE_ENV) --lock $(LOCK_ARGS)
 
 clean: ## remove caches and build products (environments, runs/ and exports/ stay)

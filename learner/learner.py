@@ -19,6 +19,7 @@ from learner.mismatch import Mismatch, measure_mismatch
 from learner.optim import MasterOptimizer
 from learner.precision import LossScale
 from learner.ratio_fix import shadowed
+from learner.stopwatch import Stopwatch
 from qarl.config import ConfigError, LearnerConfig
 from qarl.config_objectives import KlConfig
 from quant.model import LowBitModel
@@ -29,7 +30,8 @@ class LearnStats:
     """loss, grad_norm, clipped, phantom_clipped, corrected, kl (see `learner.loss.LossShare`), update_log_ratio (mean
     |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0 without)
     are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients were not
-    finite. loss_scale: after the batch."""
+    finite. loss_scale: after the batch. seconds: wall time of the phases old (log-probs before the update), forward
+    (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA."""
 
     mismatch: Mismatch
     loss: float
@@ -44,6 +46,7 @@ class LearnStats:
     updates: int
     skipped: int
     loss_scale: float
+    seconds: dict[str, float]
 
 
 class Learner:
@@ -66,6 +69,7 @@ class Learner:
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.records_router_logits = self._balance > 0
         self._reference = reference
+        self.stopwatch = Stopwatch()
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
@@ -100,7 +104,9 @@ class Learner:
         then stay as they were.
         """
         everything = torch.arange(len(batch.tokens))
-        old, entropy = self._engine_precision(batch, everything)
+        self.stopwatch.take()
+        with self.stopwatch("old"):
+            old, entropy = self._engine_precision(batch, everything)
         mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response)
         if gate is not None:
             gate(mismatch)
@@ -126,6 +132,7 @@ class Learner:
             len(done),
             len(updates) - len(done),
             self.loss_scale.scale,
+            self.stopwatch.take(),
         )
 
     def _update(
@@ -139,18 +146,21 @@ class Learner:
         shares: list[LossShare] = []
         for micro in micro_batches(batch, index, self.config.micro_batch_tokens):
             rows = batch.rows(micro).to(self.model.device)
-            current, _ = token_logprobs(self.model, rows.tokens, rows.response, rows.experts)
+            with self.stopwatch("forward"):
+                current, _ = token_logprobs(self.model, rows.tokens, rows.response, rows.experts)
             old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
             assert old_ is not None
             current = current if shadow_ is None else shadowed(current, shadow_)
             given = LossInput(current, old_, rows.sampler_logprobs, reference_, rows.response, rows.advantages)
-            shares.append(policy_loss(given, self.config, totals))
+            with self.stopwatch("forward"):
+                shares.append(policy_loss(given, self.config, totals))
             share = shares[-1].loss
             if self.model.records_router_logits:
                 balance_loss = load_balance_loss(self.model, rows.real().flatten())
                 share = share + self._balance * balance_loss * len(micro) / len(index)
                 balance += float(balance_loss.detach()) * len(micro) / len(index)
-            (share * self.loss_scale.scale).backward()
+            with self.stopwatch("backward"):
+                (share * self.loss_scale.scale).backward()
             loss += float(share.detach())
         norm, applied = self._apply(lr_factor)
 
@@ -171,13 +181,16 @@ class Learner:
 
     def _apply(self, lr_factor: float) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
-        norm = self.optimizer.gradient_norm()
-        finite = math.isfinite(norm)
+        with self.stopwatch("optimizer"):
+            norm = self.optimizer.gradient_norm()
+            finite = math.isfinite(norm)
+            if finite:
+                clip = min(1.0, self.config.optimizer.grad_clip / (norm + 1e-6))
+                self.optimizer.scale_gradients(clip)
+                self.optimizer.step(lr_factor)
         if finite:
-            clip = min(1.0, self.config.optimizer.grad_clip / (norm + 1e-6))
-            self.optimizer.scale_gradients(clip)
-            self.optimizer.step(lr_factor)
-            self.model.refresh()
+            with self.stopwatch("materialize"):
+                self.model.refresh()
         self.loss_scale.update(finite)
         self.optimizer.zero_grad()
         return (norm if finite else 0.0), finite

@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from qarl.cli_bench import add_bench
+from qarl.cli_options import dotted_overrides, refuse_rest, write_json
 from qarl.config import ConfigError, RunConfig, choice_sections, field_paths, load_config
 from qarl.config_base import Choice
 from qarl.shipped import config_file, default_config
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _expected(error: Exception) -> str | None:
     """A heading for errors whose message says all a user needs; None for the rest, which keep their traceback."""
+    from qarl.bench.learner import LearnerBenchError
     from qarl.checkpoint import CheckpointError
     from qarl.ptq.compressor import CompressorError
     from qarl.tasks import RewardError, TaskError
@@ -65,6 +68,7 @@ def _expected(error: Exception) -> str | None:
         LoraError: "LoRA", ModelError: "model", OperatorError: "operators", KernelError: "kernel",
         EngineError: "engine", AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
         CheckpointError: "checkpoint", CompressorError: "llmcompressor",
+        LearnerBenchError: "bench",
     }  # fmt: skip
     return next((heading for kind, heading in headings.items() if isinstance(error, kind)), None)
 
@@ -77,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_export(commands)
     _add_eval(commands)
-    _add_bench(commands)
+    add_bench(commands)
     _add_schemes(commands)
     return parser
 
@@ -124,31 +128,10 @@ def _choice_help(alternatives: tuple[type[Choice], ...], leaf: str, text: str | 
     return ", ".join(defaults), text or ""
 
 
-def _overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Dotted overrides from the short flags and from what argparse left over (`--a.b VALUE` or `--a.b=VALUE`)."""
-    found = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
-    items = iter(rest)
-    for item in items:
-        if not item.startswith("--"):
-            raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE")
-        name, equals, value = item[2:].partition("=")
-        if not equals:
-            value = next(items, None)
-            if value is None:
-                raise ConfigError(f"option --{name} needs a value")
-        found[name] = value
-    return found
-
-
-def _refuse_rest(rest: list[str]) -> None:
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see --help")
-
-
 def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     from qarl.run_folder import RunFolder, resumed_config
 
-    overrides = _overrides(known, rest)
+    overrides = dotted_overrides(known, rest)
     if known.resume:
         if known.config:
             raise ConfigError("--resume continues with the run's own configuration; --config does not apply")
@@ -226,7 +209,7 @@ def _add_export(commands: Any) -> None:
 
 
 def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    _refuse_rest(rest)
+    refuse_rest(rest)
     from qarl.quiet import quiet_libraries
 
     quiet_libraries()
@@ -277,7 +260,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    _refuse_rest(rest)
+    refuse_rest(rest)
     from qarl.quiet import quiet_libraries
 
     quiet_libraries()
@@ -285,146 +268,7 @@ def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 
     result = evaluate_target(known.target, known.task, known.problems, known.max_new_tokens, known.dtype)
     console.print(f"{result['accuracy']:.1%} of {result['problems']} held-out {result['task']} problems, greedy")
-    _write_json(known.json, result)
-    return 0
-
-
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="benchmarks")
-    names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    mismatch = names.add_parser("mismatch", help="learner against sampler, per scheme and dtype")
-    mismatch.add_argument(
-        "--model",
-        default="random-qwen3",
-        help="folder, hub id, embedded name, or a tiny untrained model with a peaky output head: random-qwen3 "
-        "(default), random-qwen3-moe",
-    )
-    mismatch.add_argument("--schemes", default="w4a16,w8a8,fp8", help="comma-separated")
-    mismatch.add_argument("--dtypes", default="bfloat16,float16", help="comma-separated")
-    mismatch.add_argument("--prompts", type=int, default=32)
-    mismatch.add_argument("--tokens", type=int, default=64, help="sampled tokens a prompt")
-    mismatch.add_argument(
-        "--peak", type=float, help="factor on the output head (default 12 for the untrained models, else 1)"
-    )
-    mismatch.add_argument("--seed", type=int, default=0)
-    mismatch.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
-    mismatch.set_defaults(run=_bench_mismatch)
-    _add_bench_ptq(names)
-    _add_bench_publish(names)
-    _add_bench_kernels(names)
-
-
-def _add_bench_ptq(names: Any) -> None:
-    ptq = names.add_parser(
-        "ptq",
-        help="bf16-trained and quantized afterwards against QaRL-trained, by held-out accuracy",
-        description=(
-            "Train each seed in bf16 and in the low-bit scheme, quantize the bf16 policy by every method, and compare "
-            "the deployable checkpoints on held-out problems. Runs are kept: the same command continues where it "
-            "stopped. Every field of the configuration is an option by its dotted name, as in qarl train."
-        ),
-        allow_abbrev=False,
-    )
-    ptq.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
-    ptq.add_argument("--scheme", default="w4a16", help="low-bit scheme (default w4a16)")
-    ptq.add_argument("--methods", help="comma-separated (default: all that are for the scheme)")
-    ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
-    ptq.add_argument("--runs", default="runs/bench-ptq", metavar="FOLDER", help="of the runs (default runs/bench-ptq)")
-    ptq.add_argument("--json", metavar="FILE", help="write every accuracy as JSON too")
-    ptq.set_defaults(run=_bench_ptq)
-
-
-def _bench_ptq(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    overrides = _overrides(known, rest)
-    from qarl.quiet import quiet_libraries
-
-    quiet_libraries()
-    from qarl.bench import ptq
-
-    try:
-        seeds = tuple(int(seed) for seed in known.seeds.split(","))
-    except ValueError:
-        raise ConfigError(f"--seeds {known.seeds!r} must be numbers with commas between, such as 0,1,2") from None
-    methods = tuple(known.methods.split(",")) if known.methods else ()
-    options = ptq.PtqOptions(Path(known.runs), seeds, known.scheme, methods, known.calibration, overrides)
-    deployed = ptq.measure(options, console)
-    console.print(ptq.table(deployed))
-    _write_json(known.json, ptq.as_data(deployed))
-    return 0
-
-
-def _bench_mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    _refuse_rest(rest)
-    from qarl.quiet import quiet_libraries
-
-    quiet_libraries()
-    from qarl.bench import mismatch
-
-    rows = mismatch.run(
-        known.model, tuple(known.schemes.split(",")), tuple(known.dtypes.split(",")), known.prompts, known.tokens,
-        known.peak, known.seed,
-    )  # fmt: skip
-    console.print(mismatch.table(rows))
-    _write_json(known.json, mismatch.rows_as_data(rows))
-    return 0
-
-
-def _add_bench_publish(names: Any) -> None:
-    publish = names.add_parser("publish", help="materializing and publishing against memory-copy bandwidth, and memory")
-    publish.add_argument("--scheme", default="w4a16", help="default w4a16")
-    publish.add_argument("--parameters", type=float, default=1e9, help="of the random Qwen3-MoE (default 1e9)")
-    publish.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
-    publish.add_argument("--master-dtype", default="bfloat16", help="bfloat16 (default) or float32")
-    publish.add_argument("--repeats", type=int, default=7, help="rounds; medians are shown (default 7)")
-    publish.add_argument("--json", metavar="FILE", help="write every round as JSON too")
-    publish.set_defaults(run=_bench_publish)
-
-
-def _bench_publish(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    _refuse_rest(rest)
-    from qarl.quiet import quiet_libraries
-
-    quiet_libraries()
-    from qarl.bench import publish
-
-    found = publish.measure(known.scheme, known.parameters, known.dtype, known.master_dtype, known.repeats)
-    console.print(publish.table(found))
-    _write_json(known.json, publish.as_data(found))
-    return 0
-
-
-def _add_bench_kernels(names: Any) -> None:
-    kernels = names.add_parser("kernels", help="the learner's low-bit products against its bf16 product")
-    kernels.add_argument("--schemes", default="", help="comma-separated (default: all)")
-    kernels.add_argument(
-        "--shapes", default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x columns), or of a model: "
-        "qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",
-    )  # fmt: skip
-    kernels.add_argument("--tokens", help="comma-separated (default: 1,16,256; on GPUs 1 to 32768)")
-    kernels.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
-    kernels.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
-    kernels.add_argument("--repeats", type=int, default=5, help="rounds; medians are shown (default 5)")
-    kernels.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
-    kernels.set_defaults(run=_bench_kernels)
-
-
-def _bench_kernels(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    _refuse_rest(rest)
-    from qarl.quiet import quiet_libraries
-
-    quiet_libraries()
-    import torch
-
-    from qarl.bench import kernels
-    from rollout.vllm_engine import VllmOptions, prepare_environment
-
-    prepare_environment(VllmOptions())
-    default = "1,16,256,4096,32768" if torch.cuda.is_available() else "1,16,256"
-    shapes, tokens = kernels.parse_shapes(known.shapes), kernels.parse_tokens(known.tokens or default)
-    schemes = [name for name in known.schemes.split(",") if name]
-    rows = kernels.measure(schemes, shapes, tokens, known.dtype, known.kernel, known.repeats)
-    console.print(kernels.table(rows, known.dtype))
-    _write_json(known.json, kernels.rows_as_data(rows))
+    write_json(known.json, result)
     return 0
 
 
@@ -440,7 +284,7 @@ def _add_schemes(commands: Any) -> None:
 
 
 def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    _refuse_rest(rest)
+    refuse_rest(rest)
     from qarl.quiet import quiet_libraries
 
     quiet_libraries()
@@ -448,15 +292,8 @@ def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> in
 
     rows = scheme_rows(known.model, known.dtype, known.kernel)
     print_schemes(console, rows, known.model)
-    _write_json(known.json, rows_as_data(rows))
+    write_json(known.json, rows_as_data(rows))
     return 0
-
-
-def _write_json(file: str | None, data: Any) -> None:
-    import json
-
-    if file:
-        Path(file).write_text(json.dumps(data, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ class StepMetrics:
     seconds: dict[str, float]
 
     def flat(self) -> dict[str, Any]:
-        """Nested fields joined with "/", None left out."""
-        return dict(_flatten("", dataclasses.asdict(self)))
+        """Nested fields joined with "/", None left out; the learner's seconds are under seconds/learn/."""
+        flat = _flatten("", dataclasses.asdict(self))
+        return {name.replace("learn/seconds/", "seconds/learn/"): value for name, value in flat}
 
 
 def batch_metrics(groups: list[Group]) -> dict[str, Any]:

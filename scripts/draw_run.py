@@ -22,7 +22,7 @@ def restored(flat: dict[str, Any]) -> StepMetrics:
         return {k: v for k, v in found.items() if "/" not in k}
 
     learn = part("learn/")
-    stats = LearnStats(mismatch=Mismatch(**part("learn/mismatch/")), **learn) if learn else None
+    stats = LearnStats(mismatch=Mismatch(**part("learn/mismatch/")), seconds={}, **learn) if learn else None
     optional = {"accuracy": None, "digest": None}
     return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))
 

@@ -2,7 +2,8 @@
 # Make or update QaRL's environment from its lock, and install the project into it (editable).
 #
 #   scripts/make_env.sh [--cpu | --cuda] [--venv FOLDER]   default: --cpu, $VENV, $QARL_ENV or .venv
-#   scripts/make_env.sh --lock [--upgrade ...]             compile both locks again; the rest goes to uv
+#   scripts/make_env.sh --trl [--venv FOLDER]              TRL's, for `qarl bench learner`; default: .venv-trl
+#   scripts/make_env.sh --lock [--upgrade ...]             compile all locks again; the rest goes to uv
 #
 # PYTHON names the interpreter (default python3). No compiler is needed: nothing is built from C or C++ here.
 #
@@ -23,7 +24,7 @@ die() { printf '[env] ERROR: %s\n[env]        %s\n' "$1" "$2" >&2; exit 1; }  # 
 # ---------------------------------------------------------------- arguments
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 python="${PYTHON:-python3}"
-venv="${VENV:-${QARL_ENV:-.venv}}"
+venv=
 device=cpu
 relock=
 uv_lock_args=()
@@ -31,15 +32,18 @@ while (($#)); do
     case "$1" in
         --cpu) device=cpu ;;
         --cuda) device=cuda ;;
+        --trl) device=trl ;;
         --venv) venv="${2:?--venv needs a folder}"; shift ;;
         --lock) relock=1 ;;
         *)
-            [[ $relock ]] || die "unknown option '$1'" "allowed: --cpu, --cuda, --venv FOLDER, --lock [options of uv pip compile]"
+            [[ $relock ]] || die "unknown option '$1'" "allowed: --cpu, --cuda, --trl, --venv FOLDER, --lock [options of uv pip compile]"
             uv_lock_args+=("$1") ;;
     esac
     shift
 done
 cd "$root"
+if [[ ! $venv && $device == trl ]]; then venv=.venv-trl; fi # never $VENV: syncing would empty QaRL's own
+venv="${venv:-${VENV:-${QARL_ENV:-.venv}}}"
 [[ $venv == /* ]] || venv="$root/$venv"
 venv="$(realpath -ms "$venv")"   # no symlink is followed: scripts inside name this very path
 lock="scripts/env/$device.lock"
@@ -128,11 +132,11 @@ read_pip_config() { # sets find_links (array); exports UV_DEFAULT_INDEX
 # PyTorch project's CPU index. That index also carries old releases of other packages, hence the
 # strategy. (Not tried yet: the machine QaRL was first built on had the wheel, but not this index.)
 # For CUDA the wheel folders are left out: there `torch==X` would also be satisfied by an X+cpu wheel.
-torch_source() { # arguments: cpu|cuda, the interpreter's X.Y; sets source_args (array)
+torch_source() { # arguments: cpu|cuda|trl, the interpreter's X.Y; sets source_args (array)
     local link tag="cp${2/./}" torch
     source_args=()
     unset UV_FIND_LINKS # part of find_links by now
-    [[ $1 == cpu ]] || return 0
+    [[ $1 != cuda ]] || return 0
     for link in ${find_links[@]+"${find_links[@]}"}; do source_args+=(--find-links "$link"); done
     torch="$(sed -nE 's/^torch==([^ ;]+).*/\1/p' scripts/env/cpu.in)"
     for link in ${find_links[@]+"${find_links[@]}"}; do
@@ -148,12 +152,14 @@ compile_locks() {
     command -v uv >/dev/null || make_venv # only then does uv need a place to live
     find_uv
     read_pip_config
-    local name
-    for name in cpu cuda; do
+    local name overrides
+    for name in cpu cuda trl; do # trl.in is constrained by cpu.lock
         torch_source "$name" "$LOCK_PYTHON"
+        overrides=()
+        if [[ -e scripts/env/$name.overrides.txt ]]; then overrides=(--override "scripts/env/$name.overrides.txt"); fi
         say "compiling scripts/env/$name.lock"
         UV_CUSTOM_COMPILE_COMMAND="make lock" "$uv" pip compile "scripts/env/$name.in" \
-            --override "scripts/env/$name.overrides.txt" --output-file "scripts/env/$name.lock" --quiet \
+            ${overrides[@]+"${overrides[@]}"} --output-file "scripts/env/$name.lock" --quiet \
             --python-version "$LOCK_PYTHON" --python-platform x86_64-manylinux_2_28 \
             ${source_args[@]+"${source_args[@]}"} ${uv_lock_args[@]+"${uv_lock_args[@]}"}
     done
@@ -168,6 +174,7 @@ sync_env() {
     torch_source "$device" "$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     say "installing $lock with $("$uv" --version)"
     "$uv" pip sync --python "$venv/bin/python" ${source_args[@]+"${source_args[@]}"} "$lock"
+    [[ $device != trl ]] || return 0 # its worker imports one light module of ours by path
     "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e .
 }
 

@@ -1,0 +1,39 @@
+"""Where the wall time of a learner step goes, by phase."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Stopwatch:
+    """`with watch("forward"): …` adds to that phase; `take()` hands over the seconds and starts anew.
+
+    synchronize: wait for the CUDA device at both ends of a phase, so that seconds are its work's and not its launch's.
+    Off by default, for waiting costs time of its own; a benchmark switches it on. It changes nothing on CPUs.
+    """
+
+    def __init__(self) -> None:
+        self.synchronize = False
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Phases do not nest."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += self._now() - start
+
+    def take(self) -> dict[str, float]:
+        """Phase → wall seconds since the last call."""
+        found, self._seconds = dict(self._seconds), defaultdict(float)
+        return found
+
+    def _now(self) -> float:
+        if self.synchronize and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()

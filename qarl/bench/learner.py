@@ -1,0 +1,207 @@
+"""`qarl bench learner`: a learner step per scheme against the bf16 step, and against TRL's training step.
+
+Every trainer runs in a process of its own, one after the other; rounds are interleaved, and all ratios are between
+processes of the same round. Each takes the same batch and proves by a digest that it trained on those tokens.
+"""
+
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import qarl
+from qarl.bench.learner_batch import MODELS, BenchModel, digest, draw_sequences, write_model
+from qarl.bench.learner_job import Job, Steps
+from qarl.bench.trl_worker import SETTINGS
+from qarl.config import ConfigError
+from quant.schemes import COMPUTE_DTYPES, get_scheme
+from quant.support import require_support
+
+PHASES = ("old", "forward", "backward", "optimizer", "materialize")
+
+
+class LearnerBenchError(RuntimeError):
+    """A trainer's process failed, or trained on something else."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """models: names of `MODELS`. schemes: QaRL's; bf16 is measured in any case. trl: TRL's settings to measure, none
+    without `--against trl`. updates: optimizer steps a batch. steps: timed steps a process. rounds: of all processes.
+    tokens: median completion instead of the models' own; micro_batch_tokens: padded tokens a forward."""
+
+    models: tuple[str, ...]
+    schemes: tuple[str, ...]
+    dtype: str
+    trl: tuple[str, ...]
+    trl_python: Path
+    updates: int
+    steps: int
+    rounds: int
+    tokens: int | None
+    micro_batch_tokens: int
+    kernel: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trainer on one model. trainer: qarl or trl. setting: scheme, or TRL's. parameters, tokens: of the model and
+    of the batch. seconds: of a step, median over rounds of the medians of their steps. against_bf16, against_trl:
+    that, as a multiple of the bf16 step's and of the quickest TRL setting's, medians of the rounds' own ratios. phases:
+    median seconds, `rest` among them, empty for TRL. step_bytes, total_bytes: see `StepMemory`. rounds: all seconds."""
+
+    model: str
+    parameters: int
+    tokens: int
+    trainer: str
+    setting: str
+    seconds: float
+    against_bf16: float
+    against_trl: float | None
+    phases: dict[str, float]
+    step_bytes: int
+    total_bytes: int
+    rounds: list[list[dict[str, float]]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and completion, without padding."""
+        return self.tokens / self.seconds
+
+    @property
+    def materialize_share(self) -> float | None:
+        """Of the step's seconds; None for TRL, which has no such phase."""
+        return self.phases["materialize"] / self.seconds if self.phases else None
+
+
+def check(options: Options) -> None:
+    """Raise `ConfigError`, `SchemeError` or `KernelError` for what could not be measured, before anything is."""
+    for word, known, what in (
+        *((m, MODELS, "model") for m in options.models),
+        *((s, SETTINGS, "TRL setting") for s in options.trl),
+        (options.dtype, COMPUTE_DTYPES, "dtype"),
+    ):
+        if word not in known:
+            raise ConfigError(f"unknown {what} {word!r}: known are {', '.join(known)}")
+    for name in ("updates", "steps", "rounds", "micro_batch_tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    if options.tokens is not None and options.tokens < 2:
+        raise ConfigError(f"--tokens {options.tokens} must be at least 2")
+    for model in options.models:
+        if MODELS[model].prompts % options.updates:
+            raise ConfigError(
+                f"--updates {options.updates} does not divide the {MODELS[model].prompts} prompts of model {model!r}"
+            )
+    if options.trl and options.dtype != "bfloat16":
+        raise ConfigError(f"--against trl is measured in bfloat16, not in --dtype {options.dtype}")
+    if options.trl and not os.access(options.trl_python, os.X_OK):
+        raise ConfigError(
+            f"no interpreter {str(options.trl_python)!r} for TRL; make its environment with `make trl-env`, or name "
+            "another one with --trl-python"
+        )
+    for scheme in options.schemes:
+        require_support(get_scheme(scheme), COMPUTE_DTYPES[options.dtype], options.kernel)
+
+
+def measure(options: Options, say: Callable[[str], None]) -> list[Row]:
+    """Rows by model: bf16, the schemes, TRL's settings. say: gets a line before each process."""
+    check(options)
+    return [row for model in options.models for row in _measure_model(model, options, say)]
+
+
+def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> Iterator[Row]:
+    model = MODELS[name]
+    if options.tokens is not None:
+        model = dataclasses.replace(model, tokens=options.tokens)
+    trainers = [("qarl", s) for s in dict.fromkeys(("bf16", *options.schemes))] + [("trl", s) for s in options.trl]
+    with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
+        parameters, tokens, wanted = _write(model, Path(folder), options.seed)
+        found: dict[tuple[str, str], list[Steps]] = {trainer: [] for trainer in trainers}
+        for number in range(options.rounds):
+            for trainer, setting in trainers:
+                say(f"{name}, round {number + 1} of {options.rounds}: {trainer} {setting}")
+                steps = _run(trainer, _job(Path(folder), setting, number == 0, options), options.trl_python)
+                if steps.digest != wanted:
+                    raise LearnerBenchError(f"{trainer} {setting} did not train on the batch's own tokens")
+                found[trainer, setting].append(steps)
+    yield from _rows(name, parameters, tokens, found)
+
+
+def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
+    """Model and batch, in `folder`: parameters, tokens, and the digest of the batch."""
+    sequences = draw_sequences(model, seed)
+    sequences.save(folder / "batch.json")
+    parameters = write_model(model, folder, seed)
+    whole = [
+        [*sequences.prompts[i // sequences.samples], *completion] for i, completion in enumerate(sequences.completions)
+    ]
+    return parameters, sequences.tokens, digest(whole)
+
+
+def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
+    return Job(
+        str(folder), str(folder / "batch.json"), setting, options.dtype, options.updates, options.micro_batch_tokens,
+        options.steps, memory, options.kernel,
+    )  # fmt: skip
+
+
+def _run(trainer: str, job: Job, trl_python: Path) -> Steps:
+    """One process. TRL's finds `qarl.bench`, and nothing else of this environment, by PYTHONPATH."""
+    assert qarl.__file__ is not None
+    python, module = (sys.executable, "learner_worker") if trainer == "qarl" else (str(trl_python), "trl_worker")
+    environment = {**os.environ, "PYTHONPATH": str(Path(qarl.__file__).parent.parent), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [python, "-m", f"qarl.bench.{module}", job.as_argument()]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    steps = Steps.find(ended.stdout)
+    if ended.returncode or steps is None:
+        said = "\n".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-12:])
+        raise LearnerBenchError(f"{trainer} {job.setting} ended with status {ended.returncode}:\n{said}")
+    return steps
+
+
+def _rows(model: str, parameters: int, tokens: int, found: dict[tuple[str, str], list[Steps]]) -> Iterator[Row]:
+    seconds = {who: [_median(s.seconds, "total") for s in rounds] for who, rounds in found.items()}
+    trl = [times for (trainer, _), times in seconds.items() if trainer == "trl"]
+    quickest = [min(times) for times in zip(*trl, strict=True)] if trl else None
+    for (trainer, setting), rounds in found.items():
+        times = seconds[trainer, setting]
+        steps = [{**step, "rest": _rest(step)} for r in rounds for step in r.seconds]
+        phases = {p: statistics.median(s.get(p, 0.0) for s in steps) for p in (*PHASES, "rest")}
+        yield Row(
+            model, parameters, tokens, trainer, setting, statistics.median(times),
+            _ratio(times, seconds["qarl", "bf16"]), None if quickest is None else _ratio(times, quickest),
+            phases if trainer == "qarl" else {}, rounds[0].step_bytes, rounds[0].total_bytes,
+            [r.seconds for r in rounds],
+        )  # fmt: skip
+
+
+def _median(steps: list[dict[str, float]], phase: str) -> float:
+    return statistics.median(step[phase] for step in steps)
+
+
+def _rest(step: dict[str, float]) -> float:
+    """What no phase timed: making the batch, cutting it, metrics."""
+    return step["total"] - sum(step.get(phase, 0.0) for phase in PHASES)
+
+
+def _ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(mine / theirs for mine, theirs in zip(times, others, strict=True))
+
+
+def as_data(rows: list[Row]) -> list[dict]:
+    """JSON-ready, every step of every round included."""
+    return [
+        {
+            **dataclasses.asdict(row),
+            "tokens_per_second": row.tokens_per_second,
+            "materialize_share": row.materialize_share,
+        }
+        for row in rows
+    ]

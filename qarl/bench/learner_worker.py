@@ -1,0 +1,85 @@
+"""QaRL's side of `qarl bench learner`: one process, one model in one scheme, learner steps on the batch it is given.
+
+    python -m qarl.bench.learner_worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
+
+prints one line of JSON (`Steps`) last. A process of its own, so that one trainer's memory is not another's.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from qarl.bench.learner_batch import PAD, Sequences, digest
+from qarl.bench.learner_job import Job, Steps
+from qarl.bench.step_memory import StepMemory
+
+
+def run(job: Job) -> Steps:
+    """Warm up with one step, time `job.steps` more, and take the memory of a last one where it is asked for."""
+    import torch
+
+    from learner.batching import make_batch
+    from learner.learner import Learner
+    from qarl.config import LearnerConfig
+    from quant.kernels import make_factory
+    from quant.load import load_masters
+    from quant.model import LowBitModel
+    from quant.schemes import COMPUTE_DTYPES, get_scheme
+    from rollout.vllm_engine import VllmOptions, prepare_environment
+
+    prepare_environment(VllmOptions())
+    cuda = torch.cuda.is_available()
+    dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(Sequences.load(Path(job.batch)))
+    factory = make_factory(job.kernel, dtype)
+    memory = StepMemory(cuda)
+    masters = load_masters(Path(job.model), torch.float32, torch.device("cuda" if cuda else "cpu"))
+    model = LowBitModel(masters, get_scheme(job.setting), dtype, factory)
+    learner = Learner(model, LearnerConfig.model_validate(learner_options(job)))
+    learner.stopwatch.synchronize = cuda
+
+    def step(number: int) -> dict[str, float]:
+        start = time.perf_counter()
+        stats = learner.learn(make_batch(groups, PAD), seed=number)
+        seconds = time.perf_counter() - start
+        assert stats.updates == job.updates, f"{stats.updates} of {job.updates} updates were taken"
+        return {**stats.seconds, "total": seconds}
+
+    step(0)
+    found = [step(1 + i) for i in range(job.steps)]
+    if job.memory:
+        memory.begin()
+        step(1 + job.steps)
+        memory.end()
+    batch = make_batch(groups, PAD)
+    seen = digest(row[:n].tolist() for row, n in zip(batch.tokens, batch.length, strict=True))
+    return Steps(found, memory.step, memory.total, seen)
+
+
+def learner_options(job: Job) -> dict:
+    """GRPO with clip 0.2 and the mean over each sequence's tokens, AdamW: what TRL is set to as well."""
+    return {
+        "objective": {"name": "grpo"},
+        "optimizer": {"name": "adamw", "lr": job.lr, "weight_decay": 0.0, "betas": (0.9, 0.999)},
+        "mini_batches": job.updates,
+        "micro_batch_tokens": job.micro_batch_tokens,
+        "kernel": job.kernel,
+    }
+
+
+def groups_of(sequences: Sequences) -> list:
+    """The batch as the sampler would have handed it over."""
+    from rollout.types import Completion, Group, Prompt
+
+    n, groups = sequences.samples, []
+    for i, prompt in enumerate(sequences.prompts):
+        rows = range(i * n, (i + 1) * n)
+        completions = tuple(
+            Completion(tuple(sequences.completions[r]), tuple(sequences.logprobs[r]), "", 0, "stop") for r in rows
+        )
+        groups.append(Group(Prompt(str(i), "", tuple(prompt)), completions, tuple(sequences.rewards[r] for r in rows)))
+    return groups
+
+
+if __name__ == "__main__":
+    sys.stdout.write(run(Job(**json.loads(sys.argv[1]))).as_line() + "\n")

@@ -1,0 +1,195 @@
+"""`qarl bench NAME`: the benchmarks' options. Each measures, prints a table, and writes the same as JSON if asked."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qarl.cli_options import dotted_overrides, refuse_rest, write_json
+from qarl.config import ConfigError
+
+_Measured = tuple[Table, Any]
+"""What a benchmark returns: the table for a person, and the same JSON-ready."""
+
+
+def add_bench(commands: Any) -> None:
+    """Add `qarl bench` to the commands. A benchmark's modules are imported when it runs."""
+    bench = commands.add_parser("bench", help="benchmarks")
+    names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
+    for add in (_add_mismatch, _add_ptq, _add_publish, _add_kernels, _add_learner):
+        add(names)
+
+
+def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fields: bool = False) -> None:
+    """The parser's last lines: `--json`, and `measure(known, console)` as what runs.
+
+    fields: every field of the configuration is an option too, and `measure` gets the overrides as a third argument;
+    without it, unknown options are refused.
+    """
+    parser.add_argument("--json", metavar="FILE", help="write every figure as JSON too")
+
+    def run(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+        if not fields:
+            refuse_rest(rest)
+        overrides = (dotted_overrides(known, rest),) if fields else ()
+        from qarl.quiet import quiet_libraries
+
+        quiet_libraries()
+        table, data = measure(known, console, *overrides)
+        console.print(table)
+        write_json(known.json, data)
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _add_mismatch(names: Any) -> None:
+    mismatch = names.add_parser("mismatch", help="learner against sampler, per scheme and dtype")
+    mismatch.add_argument(
+        "--model",
+        default="random-qwen3",
+        help="folder, hub id, embedded name, or a tiny untrained model with a peaky output head: random-qwen3 "
+        "(default), random-qwen3-moe",
+    )
+    mismatch.add_argument("--schemes", default="w4a16,w8a8,fp8", help="comma-separated")
+    mismatch.add_argument("--dtypes", default="bfloat16,float16", help="comma-separated")
+    mismatch.add_argument("--prompts", type=int, default=32)
+    mismatch.add_argument("--tokens", type=int, default=64, help="sampled tokens a prompt")
+    mismatch.add_argument(
+        "--peak", type=float, help="factor on the output head (default 12 for the untrained models, else 1)"
+    )
+    mismatch.add_argument("--seed", type=int, default=0)
+    _runs(mismatch, _mismatch)
+
+
+def _mismatch(known: argparse.Namespace, _console: Console) -> _Measured:
+    from qarl.bench import mismatch
+
+    rows = mismatch.run(
+        known.model, tuple(known.schemes.split(",")), tuple(known.dtypes.split(",")), known.prompts, known.tokens,
+        known.peak, known.seed,
+    )  # fmt: skip
+    return mismatch.table(rows), mismatch.rows_as_data(rows)
+
+
+def _add_ptq(names: Any) -> None:
+    ptq = names.add_parser(
+        "ptq",
+        help="bf16-trained and quantized afterwards against QaRL-trained, by held-out accuracy",
+        description=(
+            "Train each seed in bf16 and in the low-bit scheme, quantize the bf16 policy by every method, and compare "
+            "the deployable checkpoints on held-out problems. Runs are kept: the same command continues where it "
+            "stopped. Every field of the configuration is an option by its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    ptq.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
+    ptq.add_argument("--scheme", default="w4a16", help="low-bit scheme (default w4a16)")
+    ptq.add_argument("--methods", help="comma-separated (default: all that are for the scheme)")
+    ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
+    ptq.add_argument("--runs", default="runs/bench-ptq", metavar="FOLDER", help="of the runs (default runs/bench-ptq)")
+    _runs(ptq, _ptq, fields=True)
+
+
+def _ptq(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
+    from qarl.bench import ptq
+
+    try:
+        seeds = tuple(int(seed) for seed in known.seeds.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds {known.seeds!r} must be numbers with commas between, such as 0,1,2") from None
+    methods = tuple(known.methods.split(",")) if known.methods else ()
+    options = ptq.PtqOptions(Path(known.runs), seeds, known.scheme, methods, known.calibration, overrides)
+    deployed = ptq.measure(options, console)
+    return ptq.table(deployed), ptq.as_data(deployed)
+
+
+def _add_publish(names: Any) -> None:
+    publish = names.add_parser("publish", help="materializing and publishing against memory-copy bandwidth, and memory")
+    publish.add_argument("--scheme", default="w4a16", help="default w4a16")
+    publish.add_argument("--parameters", type=float, default=1e9, help="of the random Qwen3-MoE (default 1e9)")
+    publish.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    publish.add_argument("--master-dtype", default="bfloat16", help="bfloat16 (default) or float32")
+    publish.add_argument("--repeats", type=int, default=7, help="rounds; medians are shown (default 7)")
+    _runs(publish, _publish)
+
+
+def _publish(known: argparse.Namespace, _console: Console) -> _Measured:
+    from qarl.bench import publish
+
+    found = publish.measure(known.scheme, known.parameters, known.dtype, known.master_dtype, known.repeats)
+    return publish.table(found), publish.as_data(found)
+
+
+def _add_kernels(names: Any) -> None:
+    kernels = names.add_parser("kernels", help="the learner's low-bit products against its bf16 product")
+    kernels.add_argument("--schemes", default="", help="comma-separated (default: all)")
+    kernels.add_argument(
+        "--shapes", default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x columns), or of a model: "
+        "qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",
+    )  # fmt: skip
+    kernels.add_argument("--tokens", help="comma-separated (default: 1,16,256; on GPUs 1 to 32768)")
+    kernels.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    kernels.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    kernels.add_argument("--repeats", type=int, default=5, help="rounds; medians are shown (default 5)")
+    _runs(kernels, _kernels)
+
+
+def _kernels(known: argparse.Namespace, _console: Console) -> _Measured:
+    import torch
+
+    from qarl.bench import kernels
+    from rollout.vllm_engine import VllmOptions, prepare_environment
+
+    prepare_environment(VllmOptions())
+    default = "1,16,256,4096,32768" if torch.cuda.is_available() else "1,16,256"
+    shapes, tokens = kernels.parse_shapes(known.shapes), kernels.parse_tokens(known.tokens or default)
+    schemes = [name for name in known.schemes.split(",") if name]
+    rows = kernels.measure(schemes, shapes, tokens, known.dtype, known.kernel, known.repeats)
+    return kernels.table(rows, known.dtype), kernels.rows_as_data(rows)
+
+
+def _add_learner(names: Any) -> None:
+    learner = names.add_parser(
+        "learner", help="a learner step per scheme: time, its split and memory, against bf16 and against TRL"
+    )
+    learner.add_argument("--models", default="tiny", help="comma-separated: tiny (default), 150m")
+    learner.add_argument(
+        "--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes first"
+    )
+    learner.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16); masters are float32")
+    learner.add_argument("--against", choices=("trl",), help="measure TRL's GRPOTrainer on the same tokens too")
+    learner.add_argument(
+        "--trl-settings", metavar="NAMES", help="comma-separated: default and no-checkpointing (both without this "
+        "option), fp32 (no-checkpointing in float32)",
+    )  # fmt: skip
+    learner.add_argument("--trl-python", metavar="PATH", help="default .venv-trl/bin/python, made by `make trl-env`")
+    learner.add_argument("--updates", type=int, default=2, help="optimizer steps a batch (default 2)")
+    learner.add_argument("--tokens", type=int, help="of the median completion (default: the model's)")
+    learner.add_argument("--micro-batch-tokens", type=int, default=4096, help="padded tokens a forward (default 4096)")
+    learner.add_argument("--steps", type=int, default=2, help="timed steps a process (default 2)")
+    learner.add_argument("--rounds", type=int, default=3, help="of all processes; medians are shown (default 3)")
+    learner.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    learner.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
+    _runs(learner, _learner)
+
+
+def _learner(known: argparse.Namespace, console: Console) -> _Measured:
+    from qarl.bench import learner, learner_table
+    from rollout.vllm_engine import VllmOptions, prepare_environment
+
+    for name in ("trl_settings", "trl_python"):
+        if not known.against and getattr(known, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} goes with --against trl")
+    prepare_environment(VllmOptions())
+    settings = (known.trl_settings or "default,no-checkpointing").split(",")
+    options = learner.Options(
+        tuple(known.models.split(",")), tuple(s for s in known.schemes.split(",") if s), known.dtype,
+        tuple(settings) if known.against else (), Path(known.trl_python or ".venv-trl/bin/python"), known.updates,
+        known.steps, known.rounds, known.tokens, known.micro_batch_tokens, known.kernel, known.seed,
+    )  # fmt: skip
+    rows = learner.measure(options, lambda line: console.print(line, highlight=False))
+    return learner_table.table(rows, known.dtype), learner.as_data(rows)
