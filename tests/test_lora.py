@@ -89,6 +89,10 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     linear.adapter, partner.adapter = adapter_for(linear.master, zero=True), adapter_for(partner.master)
     linear.refresh()
     assert torch.equal(linear(x), base)
+    with torch.no_grad():
+        partner.adapter.lora_B.mul_(1e4)
+    largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
+    assert partner.merged().abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
     fuse_scales({"mlp.gate_proj": partner, "mlp.up_proj": linear})
     linear.adapter = adapter_for(linear.master)
     linear.refresh()
