@@ -59,7 +59,7 @@ def test_peak_memory_sees_what_was_freed_again():
     [
         ({"scheme": "w4a17"}, SchemeError, "'w4a17'.*did you mean"),
         ({"dtype": "float64"}, ConfigError, "'float64'.*bfloat16"),
-        ({"master_dtype": "float16"}, ConfigError, "'float16'.*float32"),
+        ({"master_dtype": "float64"}, ConfigError, "'float64'.*float32"),
         ({"parameters": 10.0}, ConfigError, "--parameters 10 at least"),
         ({"repeats": 0}, ConfigError, "--repeats 0 must"),
     ],

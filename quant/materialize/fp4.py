@@ -57,10 +57,12 @@ def quantize_nvfp4(
 
 
 def quantize_mxfp4(weight: torch.Tensor, scheme: Scheme, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: fp32 or bf16 [O, I] → codes uint8 [O, I/2], biased exponents uint8 [O, Q].
+    """weight: fp32, bf16 or fp16 [O, I] → codes uint8 [O, I/2], biased exponents uint8 [O, Q].
 
     The exponent is that of absmax / 4, rounded up from a mantissa of 1.75 on, so that absmax lands in e2m1's range.
     """
+    if weight.dtype == torch.float16:  # which cannot hold the smallest of these scales
+        weight = weight.to(torch.float32)
     grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
     bits = finite_absmax(grouped, layer).to(torch.float32).view(torch.int32)
     exponent = (((bits + (1 << 21)) >> 23) - 2).clamp_min(0).to(torch.uint8)
