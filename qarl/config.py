@@ -167,6 +167,11 @@ class LearnerConfig(Section):
 def refuse_ignored_precision(learner: LearnerConfig) -> None:
     """Raise `ValueError` for a precision option that the other options leave nothing to do."""
     optimizer, master = learner.optimizer, learner.master_dtype
+    if learner.lora.name == "lora" and (optimizer.rounding is not None or optimizer.rounding_seed):
+        raise ValueError(
+            f"learner.optimizer.rounding {optimizer.rounding!r} with rounding_seed {optimizer.rounding_seed} is of "
+            "16-bit masters that are stepped; LoRA steps fp32 adapters over a frozen base: leave both out"
+        )
     if master == "float32" and optimizer.rounding in ("stochastic", "kahan"):
         raise ValueError(
             f"learner.optimizer.rounding {optimizer.rounding!r} is for 16-bit masters; learner.master_dtype 'float32' "

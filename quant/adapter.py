@@ -46,8 +46,8 @@ class Adapter(nn.Module):
     def merge(self, base: torch.Tensor, expert: int | None = None) -> torch.Tensor:
         """base + s · B A, added up in fp32 and rounded once to the base's dtype; shape of `base`.
 
-        base: fp32 or bf16 [O, I] or [E, O, I]; with `expert` that expert's alone, [O, I], to the same bits as within
-        the stack. A B of zeros gives `base` itself: what adds nothing changes no bit, not even a zero's sign.
+        base: fp32, bf16 or fp16 [O, I] or [E, O, I]; with `expert` that expert's alone, [O, I], to the same bits as
+        within the stack. A B of zeros gives `base` itself: what adds nothing changes no bit, not even a zero's sign.
         """
         a, b = self._factors(expert)
         if not b.any():

@@ -79,6 +79,10 @@ def test_every_field_is_described():
             r"'on_policy' has no ratio, so learner\.correction\.ratio_from 'sampler' would do nothing",
         ),
         ({"learner.lora.rank": "8"}, r"'rank' is an option of lora, not of LoRA setting 'none'"),
+        (
+            {"learner.lora.name": "lora", "learner.master_dtype": "bfloat16", "learner.optimizer.rounding": "kahan"},
+            r"rounding 'kahan' .*; LoRA steps fp32 adapters over a frozen base: leave both out",
+        ),
         ({"learner.lora.name": "dora"}, r"name 'dora' is no LoRA setting; choose one of none, lora"),
         ({"learner.lora.name": "lora", "learner.lora.rank": "0"}, r"learner\.lora\.rank: .*greater than or equal to 1"),
         ({"learner.lora.name": "lora", "learner.lora.dropout": "0.1"}, r"unknown option --learner\.lora\.dropout"),

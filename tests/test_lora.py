@@ -51,7 +51,7 @@ def stream_of(model: LowBitModel) -> dict[str, torch.Tensor]:
 # --- the merged weight
 
 
-@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
     """W + (12/4) B A against float64, rounded once to the base's dtype; an expert alone has the bits it has in the
     stack; B of zeros gives the base bit for bit, signs of zeros included."""
@@ -89,6 +89,10 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     linear.adapter, partner.adapter = adapter_for(linear.master, zero=True), adapter_for(partner.master)
     linear.refresh()
     assert torch.equal(linear(x), base)
+    with torch.no_grad():
+        partner.adapter.lora_B.mul_(1e4)
+    largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
+    assert partner.merged().abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
     fuse_scales({"mlp.gate_proj": partner, "mlp.up_proj": linear})
     linear.adapter = adapter_for(linear.master)
     linear.refresh()
@@ -196,8 +200,9 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     new, _ = learner.logprobs(batch)
     assert ((new - old).sum(-1) / batch.response.sum(-1) * batch.advantages).mean() > 0.02
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.loaded.items())
-    steps = learner.optimizer.state_dict()["masters"].values()
-    states = [s for step in steps for s in step["optimizer"]["state"].values()]
+    steps = learner.optimizer.state_dict()["masters"]
+    assert steps.keys() == model.masters.keys()
+    states = [s for step in steps.values() for s in step["optimizer"]["state"].values()]
     held = sum(t.numel() for s in states for t in s.values() if torch.is_tensor(t) and t.ndim > 1)
     assert held == (1 if optimizer == "muon" else 2) * sum(p.numel() for p in model.masters.values())
     for name, linear in model.linears.items():
@@ -211,6 +216,17 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
             strict=True,
         ):
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), (name, key)
+
+
+def test_checkpointed_layers_give_adapters_the_same_gradients():
+    """Nothing below the first adapter has a gradient, so a recomputed layer's input needs none; its factors' gradients
+    are the same bits all the same."""
+    plain, again = (lora_learner(gradient_checkpointing=given, mini_batches=1) for given in (False, True))
+    for learner in (plain, again):
+        learner.learn(batch_of(0), seed=0)
+        learner.learn(batch_of(1), seed=1)
+    assert any(m.any() for n, m in masters_of(plain).items() if n.endswith("lora_B"))
+    assert all_equal(masters_of(plain), masters_of(again))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
