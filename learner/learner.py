@@ -204,22 +204,33 @@ class Learner:
         return (norm if finite else 0.0), finite
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, optimizer and loss scale."""
+        """Masters, optimizer and loss scale; of LoRA the adapters alone, and the SHA-256 of the base they are for."""
         masters = {name: p.detach() for name, p in self.model.masters.items()}
         return {
             "masters": masters,
             "optimizer": self.optimizer.state_dict(),
             "scale": self.loss_scale.state_dict(),
+            "base": self.model.base_digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict` and materialize it."""
+        """Take over a `state_dict` and materialize it. Raises `ConfigError` for adapters of another base."""
+        self._require_base(state.get("base"))
         with torch.no_grad():
             for name, master in self.model.masters.items():
                 master.copy_(state["masters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loss_scale.load_state_dict(state["scale"])
         self.model.refresh()
+
+    def _require_base(self, saved: str | None) -> None:
+        ours = self.model.base_digest
+        if saved != ours:
+            told = [f"SHA-256 {digest[:16]}…" if digest else "no frozen base" for digest in (saved, ours)]
+            raise ConfigError(
+                f"the checkpoint's LoRA adapters are for a base with {told[0]}, this policy has {told[1]}; give the "
+                "model folder the run was started with, unchanged"
+            )
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def _expected(error: Exception) -> str | None:
     from qarl.tasks import RewardError, TaskError
     from quant.kernels import KernelError
     from quant.load import ModelError
+    from quant.lora import LoraError
     from quant.operators import OperatorError
     from quant.schemes import SchemeError
     from rollout.engine import EngineError
@@ -64,8 +65,8 @@ def _expected(error: Exception) -> str | None:
 
     headings: dict[type[Exception], str] = {
         ConfigError: "configuration", TaskError: "task", RewardError: "reward", SchemeError: "scheme",
-        ModelError: "model", OperatorError: "operators", KernelError: "kernel", EngineError: "engine",
-        AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
+        LoraError: "LoRA", ModelError: "model", OperatorError: "operators", KernelError: "kernel",
+        EngineError: "engine", AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
         CheckpointError: "checkpoint", CompressorError: "llmcompressor",
         LearnerBenchError: "bench",
     }  # fmt: skip

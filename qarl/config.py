@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from qarl.config_base import Choice, ConfigError, Section, alternatives
+from qarl.config_base import Choice, ConfigError, Section, alternatives, pattern_fault
+from qarl.config_lora import LoraChoice, NoLora
 from qarl.config_objectives import (
     AggregationChoice,
     AnyObjective,
@@ -98,6 +99,7 @@ class LearnerConfig(Section):
     correction: CorrectionChoice = Field(default_factory=TruncatedConfig)
     aggregation: AggregationChoice = Field(default_factory=MeanAggregation)
     kl: KlChoice = Field(default_factory=NoKl)
+    lora: LoraChoice = Field(default_factory=NoLora)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
@@ -230,14 +232,9 @@ class LayerRule(Section):
     def _readable(self) -> "LayerRule":
         if not self.match or not self.scheme:
             raise ValueError(f"layer rule '{self}' needs a pattern and a scheme: PATTERN=SCHEME")
-        count = self.match.partition(":")[2]
-        if self.decoder_layers and not (count.isdecimal() and int(count) > 0):
-            raise ValueError(f"layer rule '{self}' counts decoder layers with {count!r}; write first:1, last:2, …")
-        if self.match.startswith("re:"):
-            try:
-                re.compile(self.match[3:])
-            except re.error as error:
-                raise ValueError(f"layer rule '{self}' is no regular expression: {error}") from error
+        fault = pattern_fault(self.match)
+        if fault:
+            raise ValueError(f"layer rule '{self}' {fault}")
         return self
 
 
@@ -413,9 +410,9 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
 def _parse(path: str, text: str) -> Any:
     """A YAML scalar or flow collection, with 1e-6 read as a number (YAML 1.1 wants a dot).
 
-    Layer rules in their short form are no YAML (`*` begins an alias there) and pass as text.
+    Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass as text.
     """
-    if path == "layers" and not text.lstrip().startswith("["):
+    if path in ("layers", "learner.lora.targets") and not text.lstrip().startswith("["):
         return text
     try:
         return float(text) if "e" in text.lower() else yaml.safe_load(text)

@@ -1,5 +1,6 @@
 """What every configuration section is built from, and sections chosen by name. Imports neither torch nor vllm."""
 
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,22 @@ def chooser(kind: str, union: Any, default: str | None = None) -> Callable[[Any]
         return {**value, "name": name}
 
     return check
+
+
+def pattern_fault(pattern: str) -> str | None:
+    """What is wrong with a pattern over layer names (`quant.patterns.matching`), to follow its quotation; None if
+    nothing."""
+    kind, _, count = pattern.partition(":")
+    if not pattern:
+        return "is empty; write a layer's name, a shell pattern, re:EXPRESSION, first:K or last:K"
+    if kind in ("first", "last") and ":" in pattern and not (count.isdecimal() and int(count) > 0):
+        return f"counts decoder layers with {count!r}; write first:1, last:2, …"
+    if kind == "re" and ":" in pattern:
+        try:
+            re.compile(count)
+        except re.error as error:
+            return f"is no regular expression: {error}"
+    return None
 
 
 def _misplaced(kind: str, name: str, option: str, having: list[str], options: list[str]) -> str:

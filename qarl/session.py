@@ -10,15 +10,17 @@ import torch
 from learner.learner import Learner
 from learner.mismatch import Mismatch
 from qarl.config import RunConfig
+from qarl.config_lora import LoraConfig
 from qarl.prompts import Prompter
 from qarl.run_folder import RunFolder
 from qarl.tasks import Task, load_task
 from quant.kernels import make_factory
 from quant.load import load_masters, model_skeleton, resolve_model
+from quant.lora import adapted_weights, add_adapters, describe_adapters
 from quant.model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from quant.support import require_support
-from quant.weights import expert_modules, plan_layers
+from quant.weights import expert_modules, plan_layers, weight_shapes
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
@@ -53,12 +55,15 @@ def engine_options(config: RunConfig) -> VllmOptions:
 
 def require_schemes(config: RunConfig) -> None:
     """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
-    and for a scheme that engine or learner cannot run on this machine. Only the model's config.json is read."""
+    and for a scheme that engine or learner cannot run on this machine; `LoraError` for adapters that do not fit the
+    model. Only the model's config.json is read."""
     prepare_environment(engine_options(config))
     dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
     require_support(get_scheme(config.scheme), dtype, kernel)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
+    if isinstance(config.learner.lora, LoraConfig):
+        adapted_weights(weight_shapes(skeleton), skeleton.config.model_type, config.learner.lora)
     experts = tuple(f"{name}." for name in expert_modules(skeleton))
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
@@ -106,10 +111,18 @@ def open_policy(config: RunConfig) -> Policy:
         )
 
     model = initial_model()
+    if isinstance(config.learner.lora, LoraConfig):
+        add_adapters(model, config.learner.lora, config.seed)
     # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
-    # made from the model's folder, so a resumed run has the same one.
+    # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
     reference = initial_model() if config.learner.kl.name != "none" else None
     return Policy(folder, task, prompter, model, Learner(model, config.learner, reference))
+
+
+def trained_part(policy: Policy, config: RunConfig) -> str:
+    """What LoRA trains and what it leaves frozen, for the startup output; empty where every master is trained."""
+    lora = config.learner.lora
+    return describe_adapters(policy.model, lora) if isinstance(lora, LoraConfig) else ""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from qarl.metrics import MetricsWriter, StepMetrics, Stopwatch, batch_metrics
 from qarl.progress import Dashboard
 from qarl.run_folder import RunFolder
 from qarl.sample import sample_step, step_seed
-from qarl.session import Position, Session, open_policy, open_session
+from qarl.session import Position, Session, open_policy, open_session, trained_part
 from rollout.types import Group
 
 
@@ -23,7 +23,8 @@ def train(config: RunConfig, folder: RunFolder, dashboard: Dashboard, resume: bo
         policy.learner.load_state_dict(state["learner"])
         at = Position(**state["position"])
     session = open_session(config, folder, policy)
-    dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed)
+    trained = trained_part(policy, config)
+    dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
     session.publisher.publish(at.version)
     writer = MetricsWriter(folder, at.step if resume else None)
     if at.first_accuracy is None and config.eval.problems:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.activations import LowBitActivation, quantize_activation
+from quant.adapter import Adapter
 from quant.copies import GradientScale
 from quant.expert_weights import LowBitExperts, materialize_experts
 from quant.kernels.per_expert import PerExpertProduct
@@ -28,7 +29,8 @@ class RoutedLowBitExperts(nn.Module):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first. scheme, dtype, aligned, gradient_scale: as of `LowBitLinear`.
+    first. scheme, dtype, aligned, gradient_scale: as of `LowBitLinear`. gate_up_adapter, down_adapter: what is
+    trained instead of the masters (`quant.lora.add_adapters`), or None.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class RoutedLowBitExperts(nn.Module):
         self.dtype = dtype
         self.aligned = aligned
         self.activation: nn.Module = ACT2FN[shape.activation]
+        self.gate_up_adapter: Adapter | None = None
+        self.down_adapter: Adapter | None = None
         self.gradient_scale = GradientScale()
         self._factory = factory
         self.low_bit: LowBitExperts | None = None
@@ -59,7 +63,7 @@ class RoutedLowBitExperts(nn.Module):
     def refresh(self) -> None:
         """See `LowBitLinear.refresh`."""
         self._product = None
-        self.low_bit = materialize_experts(*self.masters, self.scheme, self.dtype, self.layer, self.low_bit)
+        self.low_bit = materialize_experts(*self.merged(), self.scheme, self.dtype, self.layer, self.low_bit)
         if not self.aligned:
             self._product = self._plain()
 
@@ -76,9 +80,9 @@ class RoutedLowBitExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
         dtype [N, H]. The signature is that of the transformers modules replaced."""
-        return _StraightThrough.apply(
-            hidden_states, top_k_weights.to(torch.float32), self.gate_up_proj, self.down_proj, top_k_index, self
-        )
+        factors = [f for adapter in self.adapters if adapter is not None for f in (adapter.lora_A, adapter.lora_B)]
+        weights = top_k_weights.to(torch.float32)
+        return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, *factors)
 
     def weights_used(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
@@ -86,12 +90,12 @@ class RoutedLowBitExperts(nn.Module):
         if self.aligned:
             found = self.low_bit.experts[expert]
             return found.gate_up.dequantized(torch.float32), found.down.dequantized(torch.float32)
-        matrices = (self.gate_up_proj.detach()[expert], self.down_proj.detach()[expert])
+        matrices = self.merged(expert)
         return matrices[0].to(self.dtype).to(torch.float32), matrices[1].to(self.dtype).to(torch.float32)
 
     def _plain(self) -> ExpertsProduct:
         """The masters cast to the compute dtype: an unaligned learner."""
-        casts = zip(*(master.detach().to(self.dtype, copy=True) for master in self.masters), strict=True)
+        casts = zip(*(merged.to(self.dtype, copy=True) for merged in self.merged()), strict=True)
         return PerExpertProduct(
             [(PlainProduct(g, None), PlainProduct(d, None)) for g, d in casts], self.shape.activation
         )
@@ -100,6 +104,18 @@ class RoutedLowBitExperts(nn.Module):
     def masters(self) -> tuple[nn.Parameter, nn.Parameter]:
         """Gate and up [E, 2I, H], down [E, H, I]."""
         return self.gate_up_proj, self.down_proj
+
+    @property
+    def adapters(self) -> tuple[Adapter | None, Adapter | None]:
+        """Of gate and up, and of down."""
+        return self.gate_up_adapter, self.down_adapter
+
+    def merged(self, expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is materialized, as `LowBitLinear.merged`: gate and up [E, 2I, H] and down [E, H, I], or one expert's
+        [2I, H] and [H, I]."""
+        masters = [m.detach() if expert is None else m.detach()[expert] for m in self.masters]
+        gate_up, down = (m if a is None else a.merge(m, expert) for m, a in zip(masters, self.adapters, strict=True))
+        return gate_up, down
 
     @property
     def quantizes_activations(self) -> bool:
@@ -117,6 +133,7 @@ class _StraightThrough(torch.autograd.Function):
         down: torch.Tensor,
         index: torch.Tensor,
         experts: RoutedLowBitExperts,
+        *factors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.experts = experts
         if experts.quantizes_activations:
@@ -138,22 +155,32 @@ class _StraightThrough(torch.autograd.Function):
             torch.zeros_like(m, dtype=torch.float32) if need else None
             for m, need in zip(experts.masters, needed, strict=True)
         ]
+        dfactors = [
+            () if a is None else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
+            for a in experts.adapters
+        ]
         for expert in index.unique().tolist():
             rows, slots = (index == expert).nonzero(as_tuple=True)
             grads = _expert_backward(experts, expert, x[rows], weights[rows, slots], dy[rows])
             dx.index_add_(0, rows, grads.x)
             dweights[rows, slots] = grads.weights
-            for dmaster, grad in zip(dmasters, (grads.gate_up, grads.down), strict=True):
+            for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
                 if dmaster is not None:
-                    dmaster[expert] = experts.gradient_scale.unscaled(grad)
-        return dx.to(experts.dtype), dweights, *dmasters, None, None
+                    dmaster[expert] = experts.gradient_scale.unscaled(dout.t() @ used)
+            for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
+                if adapter is not None:
+                    for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
+                        into[expert] = experts.gradient_scale.unscaled(grad)
+        return dx.to(experts.dtype), dweights, *dmasters, None, None, *dfactors[0], *dfactors[1]
 
 
 class _Gradients:
-    """Of one expert's tokens, fp32: x [n, H], weights [n], gate_up [2I, H], down [H, I]."""
+    """Of one expert's tokens, fp32: x [n, H], weights [n]. products: of gate and up, then of down, the gradient of the
+    product's output [n, O] and its input as multiplied [n, I]; that of the matrix is the first, transposed, times the
+    second."""
 
-    def __init__(self, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor):
-        self.x, self.weights, self.gate_up, self.down = x, weights, gate_up, down
+    def __init__(self, x: torch.Tensor, weights: torch.Tensor, *products: tuple[torch.Tensor, torch.Tensor]):
+        self.x, self.weights, self.products = x, weights, products
 
 
 def _expert_backward(
@@ -172,4 +199,4 @@ def _expert_backward(
     dweights = (dy * (used @ down.t())).sum(-1)
     scaled = dy * weights[:, None]
     (dmerged,) = torch.autograd.grad(activated, merged, scaled @ down)
-    return _Gradients(dmerged @ gate_up, dweights, dmerged.t() @ x, scaled.t() @ used)
+    return _Gradients(dmerged @ gate_up, dweights, (dmerged, x), (scaled, used))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from quant.activations import LowBitActivation, quantize_activation
+from quant.adapter import Adapter
 from quant.copies import GradientScale
 from quant.kernels.select import Product, ProductFactory
 from quant.layout import FUSED_IN_ENGINE
@@ -26,7 +27,8 @@ class LowBitLinear(nn.Module):
     master: fp32, bf16 or fp16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
     aligned: multiply the low-bit codes (True), or the master cast to the compute dtype (False, the plain
     quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
-    fused: masters of the layers the engine multiplies together with this one; see `fuse_scales`.
+    fused: the layers the engine multiplies together with this one; see `fuse_scales`.
+    adapter: None, or what is trained instead of the master (`quant.lora.add_adapters`).
     gradient_scale: the model's (`quant.copies`).
     """
 
@@ -49,7 +51,8 @@ class LowBitLinear(nn.Module):
         self.aligned = aligned
         self.gradient_scale = GradientScale()
         self._factory = factory
-        self.fused: tuple[nn.Parameter, ...] = ()
+        self.fused: tuple[LowBitLinear, ...] = ()
+        self.adapter: Adapter | None = None
         self.low_bit: LowBitWeight | None = None
         self.low_bit_bias: torch.Tensor | None = None
         self._product: Product | None = None
@@ -58,11 +61,18 @@ class LowBitLinear(nn.Module):
         """Materialize the masters' present values, into the buffers of the version before: whatever still points to
         those tensors then sees the new version. The kernel is prepared by the next use of `product`."""
         self._product = None
-        self.low_bit = materialize(self.master, self.scheme, self.dtype, self.layer, self.fused, self.low_bit)
+        fused = tuple(other.merged() for other in self.fused)
+        self.low_bit = materialize(self.merged(), self.scheme, self.dtype, self.layer, fused, self.low_bit)
         if self.bias is not None:
             self.low_bit_bias = self.bias.detach().to(self.dtype, copy=True)
         if not self.aligned:  # now, for the master may have moved on by the next forward
-            self._product = PlainProduct(self.master.detach().to(self.dtype, copy=True), self.low_bit_bias)
+            self._product = PlainProduct(self.merged().to(self.dtype, copy=True), self.low_bit_bias)
+
+    def merged(self) -> torch.Tensor:
+        """What is materialized: the master, with the adapter's product added where there is one; master's dtype
+        [O, I]."""
+        master = self.master.detach()
+        return master if self.adapter is None else self.adapter.merge(master)
 
     @property
     def product(self) -> Product:
@@ -78,7 +88,8 @@ class LowBitLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]."""
         flat = x.reshape(-1, x.shape[-1])
-        y = _StraightThrough.apply(flat, self.master, self.bias, self)
+        factors = () if self.adapter is None else (self.adapter.lora_A, self.adapter.lora_B)
+        y = _StraightThrough.apply(flat, self.master, self.bias, self, *factors)
         return y.view(*x.shape[:-1], -1)
 
     def weight_used(self) -> torch.Tensor:
@@ -86,12 +97,12 @@ class LowBitLinear(nn.Module):
         assert self.low_bit is not None
         if self.aligned:
             return self.low_bit.dequantized(torch.float32)
-        return self.master.detach().to(self.dtype).to(torch.float32)
+        return self.merged().to(self.dtype).to(torch.float32)
 
 
 def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
     """Tell layers that the engine stacks, and whose tensor-wide scale must agree then (`Scheme.fuses_scales`), of each
-    other's masters.
+    other.
 
     linears: all of a model's, by name. Without this the engine would multiply k and v with the scale of q.
     """
@@ -100,7 +111,7 @@ def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
             parent, dot, leaf = name.rpartition(".")
             partners = next((parts for parts in FUSED_IN_ENGINE.values() if leaf in parts), ())
             others = [linears.get(parent + dot + partner) for partner in partners if partner != leaf]
-            linear.fused = tuple(other.master for other in others if other is not None)
+            linear.fused = tuple(other for other in others if other is not None)
 
 
 class PlainProduct:
@@ -120,7 +131,12 @@ class PlainProduct:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, master: torch.Tensor, bias: torch.Tensor | None, linear: LowBitLinear
+        ctx: Any,
+        x: torch.Tensor,
+        master: torch.Tensor,
+        bias: torch.Tensor | None,
+        linear: LowBitLinear,
+        *factors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.linear = linear
         if linear.aligned and linear.scheme.activations is not None:
@@ -136,9 +152,10 @@ class _StraightThrough(torch.autograd.Function):
         dy = grad_outputs[0].to(torch.float32)
         saved = ctx.saved_tensors
         x_used = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
-        need_x, need_master, need_bias, _ = ctx.needs_input_grad
+        need_x, need_master, need_bias, *_ = ctx.needs_input_grad
         dx = (dy @ linear.weight_used()).to(linear.dtype) if need_x else None
         unscaled = linear.gradient_scale.unscaled
         dw = unscaled(dy.t() @ x_used) if need_master else None
         db = unscaled(dy.sum(0)) if need_bias else None
-        return dx, dw, db, None
+        dfactors = () if linear.adapter is None else linear.adapter.gradients(dy, x_used)
+        return dx, dw, db, None, *(unscaled(dfactor) for dfactor in dfactors)

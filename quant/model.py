@@ -6,6 +6,7 @@ version; forward, publish and export all read what it made.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qarl.config import LayerRule
+from quant.adapter import digest
 from quant.copies import GradientScale, MasterEmbedding, detach_copy, plain_lookup
 from quant.experts import RoutedLowBitExperts
 from quant.kernels import ProductFactory
@@ -26,7 +28,7 @@ from quant.moe_operators import EngineMoeBlock
 from quant.operators import EngineDecoderLayer, OperatorError, install_engine_operators, packed_forward, why_not
 from quant.plan import Plan
 from quant.schemes import Scheme, SchemeError
-from quant.weights import plan_layers, router_names
+from quant.weights import plan_layers, router_names, weight_shapes
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class LowBitModel(nn.Module):
     embeddings and norms. factory: kernel family of the learner's products. aligned: see `LowBitLinear`.
     operators: "engine" (`quant.operators`), "transformers", or "auto": the engine's for aligned models they fit.
     rules: layers in other schemes than `scheme`; `plan` says what each layer takes.
+    shapes: checkpoint layer name → (O, I) of its weight (`quant.weights.weight_shapes`).
+    loaded: every parameter the model came with, by name; masters: those that are trained, all of them unless
+    `quant.lora.add_adapters` has frozen them and put the factors of adapters here. adapted: the weights that have one.
     Raises the `SchemeError`s of `plan_layers`, before anything is changed.
     """
 
@@ -71,12 +76,15 @@ class LowBitModel(nn.Module):
     ):
         super().__init__()
         self.plan = plan_layers(model, scheme, rules)
+        self.shapes = weight_shapes(model)
         self.scheme = scheme
         self.dtype = dtype
         self.config = model.config
         self.gradient_scale = GradientScale()
         self._order = [name for name, _ in model.named_parameters()]
-        self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.masters: dict[str, nn.Parameter] = dict(self.loaded)
+        self.adapted: tuple[str, ...] = ()
         self._layout = expert_layout(model.config.model_type)
         experts = dict(fused_experts(model))
         if operators == "auto":
@@ -104,7 +112,7 @@ class LowBitModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the masters are, and so the forward."""
-        return next(iter(self.masters.values())).device
+        return next(iter(self.loaded.values())).device
 
     def _replace_linears(
         self, model: nn.Module, linears: dict[str, nn.Linear], factory: ProductFactory, aligned: bool
@@ -163,7 +171,7 @@ class LowBitModel(nn.Module):
         for layer in self._multiplied():
             layer.refresh()
         for name, copy in self._copies.items():
-            copy.copy_(self.masters[name])
+            copy.copy_(self.loaded[name])
 
     def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
         """Next-token logits at chosen positions, compute dtype [n, V]; arguments and order of rows as of `hidden`."""
@@ -305,15 +313,23 @@ class LowBitModel(nn.Module):
     def materializers(self) -> dict[str, str]:
         """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all schemes in use."""
         schemes = {layer.scheme.name: layer.scheme for layer in self._multiplied()}
-        dtype = next(iter(self.masters.values())).dtype
+        dtype = next(iter(self.loaded.values())).dtype
         return {name: materializer(scheme, dtype, self.device) for name, scheme in schemes.items()}
 
     def matrices(self) -> set[str]:
         """Names of the masters that are matrices of the decoder: linear layers' weights and experts, no router and no
-        output head."""
+        output head; or the factors of their adapters."""
+        if self.adapted:
+            return set(self.masters)
         kept = {id(layer.master) for name, layer in self.linears.items() if name not in self._not_matrices}
         kept |= {id(master) for layer in self.experts.values() for master in layer.masters}
         return {name for name, master in self.masters.items() if id(master) in kept}
+
+    @functools.cached_property
+    def base_digest(self) -> str | None:
+        """SHA-256 of the frozen weights under adapters, which no checkpoint of the adapters holds; None where every
+        master is trained."""
+        return digest(self.loaded) if self.adapted else None
 
 
 def _refuse_quantized_routers(plan: Plan, routers: Iterable[str]) -> None:

@@ -150,6 +150,11 @@ class Scheme:
         return config.model_dump(mode="json")
 
 
+def is_protected(layer: str) -> bool:
+    """Whether a layer is an embedding, an output head or a router by its name (`ALWAYS_IGNORED`)."""
+    return any(_matches(pattern, layer) for pattern in ALWAYS_IGNORED)
+
+
 def _matches(pattern: str, layer: str) -> bool:
     return bool(re.match(pattern[3:], layer)) if pattern.startswith("re:") else pattern == layer
 

@@ -78,6 +78,19 @@ def test_every_field_is_described():
             },
             r"'on_policy' has no ratio, so learner\.correction\.ratio_from 'sampler' would do nothing",
         ),
+        ({"learner.lora.rank": "8"}, r"'rank' is an option of lora, not of LoRA setting 'none'"),
+        ({"learner.lora.name": "dora"}, r"name 'dora' is no LoRA setting; choose one of none, lora"),
+        ({"learner.lora.name": "lora", "learner.lora.rank": "0"}, r"learner\.lora\.rank: .*greater than or equal to 1"),
+        ({"learner.lora.name": "lora", "learner.lora.dropout": "0.1"}, r"unknown option --learner\.lora\.dropout"),
+        (
+            {"learner.lora.name": "lora", "learner.lora.targets": "*.q_proj,first:x"},
+            r"LoRA target 'first:x' counts decoder layers with 'x'; write first:1",
+        ),
+        (
+            {"learner.lora.name": "lora", "learner.lora.targets": "re:("},
+            r"LoRA target 're:\(' is no regular expression",
+        ),
+        ({"learner.lora.name": "lora", "learner.lora.targets": "*.q_proj,"}, r"LoRA target '' is empty; write a layer"),
         ({"learner.mini_batches": "9", "rollout.prompts": "8"}, r"mini_batches 9 is more than rollout\.prompts 8"),
         ({"learner.micro_batch_tokens": "10"}, r"micro_batch_tokens 10 is less than one longest sequence"),
     ],
@@ -148,9 +161,10 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "kahan", "learner.optimizer.rounding_seed": "1",
     }  # fmt: skip
+    field, value = ("learner.lora.name", "lora") if path == "learner.lora" else (path, other[path])
     file = config_file("tiny-qwen3")
     narrow = {"learner.master_dtype": "bfloat16"} if "rounding" in path else {}
     with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
-        resumed_config(load_config(file, narrow), load_config(file, narrow | {path: other[path]}))
+        resumed_config(load_config(file, narrow), load_config(file, narrow | {field: value}))
     longer = load_config(file, {"steps": "999"})
     assert resumed_config(load_config(file, {}), longer) is longer

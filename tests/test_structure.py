@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = ("quant", "rollout", "learner", "sync", "qarl")
 MAY_IMPORT = {
-    "quant": {"qarl.config"},
+    "quant": {"qarl.config", "qarl.config_lora"},
     "rollout": {"qarl.config", "quant"},
     "learner": {"qarl.config", "qarl.config_objectives", "quant", "rollout.types"},
     "sync": {"qarl.config", "quant", "rollout", "learner"},

@@ -1,0 +1,84 @@
+"""A low-rank adapter of one frozen weight (LoRA, arXiv 2106.09685): merged = W + s · B A, s = alpha / rank.
+
+What is materialized is the merged weight, so the policy that is sampled from has no adapter beside its codes. With the
+rounding counted as identity, dW = dyᵀ x̂ reaches the factors as dB = s · dW Aᵀ and dA = s · Bᵀ dW; dW is never made:
+
+    dB = s · dyᵀ (x̂ Aᵀ)        dA = s · (dy B)ᵀ x̂
+
+Axes: N tokens, O output rows, I input columns, R rank, E experts.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from quant.threads import in_threads
+
+
+class Adapter(nn.Module):
+    """Of one weight [O, I], or of each expert's in a stack [E, O, I].
+
+    lora_A: fp32 [R, I] or [E, R, I], drawn as peft draws it (Kaiming uniform with a = √5, so ±1/√I). lora_B: fp32
+    [O, R] or [E, O, R], zeros: the first policy is the base. Both are fp32 whatever the base: steps are small.
+    """
+
+    def __init__(self, base: torch.Tensor, rank: int, alpha: float, generator: torch.Generator):
+        """generator: on the CPU, so that every machine draws the same."""
+        super().__init__()
+        *experts, rows, columns = base.shape
+        drawn = torch.empty(*experts, rank, columns)
+        for matrix in drawn.view(-1, rank, columns):
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
+        self.lora_A = nn.Parameter(drawn.to(base.device))
+        self.lora_B = nn.Parameter(torch.zeros(*experts, rows, rank, device=base.device))
+        self.rank = rank
+        self.alpha = alpha
+
+    @property
+    def scale(self) -> float:
+        """s, what B A is multiplied with."""
+        return self.alpha / self.rank
+
+    @torch.no_grad()
+    def merge(self, base: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        """base + s · B A, added up in fp32 and rounded once to the base's dtype; shape of `base`.
+
+        base: fp32 or bf16 [O, I] or [E, O, I]; with `expert` that expert's alone, [O, I], to the same bits as within
+        the stack. A B of zeros gives `base` itself: what adds nothing changes no bit, not even a zero's sign.
+        """
+        a, b = self._factors(expert)
+        if not b.any():
+            return base
+        if base.ndim == 3:
+            return torch.stack([self.merge(matrix, e) for e, matrix in enumerate(base)])
+        return torch.addmm(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)
+
+    def gradients(
+        self, dy: torch.Tensor, x: torch.Tensor, expert: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of A and B (of one expert's). dy: fp32 [N, O], of the output; x: fp32 [N, I], as multiplied."""
+        a, b = self._factors(expert)
+        return self.scale * ((dy @ b).t() @ x), self.scale * (dy.t() @ (x @ a.t()))
+
+    def _factors(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = self.lora_A.detach(), self.lora_B.detach()
+        return (a, b) if expert is None else (a[expert], b[expert])
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of tensors, in order; hashed in threads, tensor by tensor."""
+    items = list(tensors.items())
+
+    def some(start: int, stop: int) -> bytes:
+        return b"".join(_hash(name, tensor) for name, tensor in items[start:stop])
+
+    return hashlib.sha256(b"".join(in_threads(some, len(items), at_least=1))).hexdigest()
+
+
+def _hash(name: str, tensor: torch.Tensor) -> bytes:
+    found = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+    found.update(memoryview(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return found.digest()

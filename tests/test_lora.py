@@ -1,0 +1,329 @@
+"""LoRA: merged weights, the factors' gradients, what is frozen, what a checkpoint holds."""
+
+import dataclasses
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from moe_models import CONFIGS, random_moe
+from test_experts import fake_quant_gradients, make_experts, routed
+from test_learner import all_equal, batch_of, make_learner, masters_of, random_model
+from test_linear import dequantized_activation, dequantized_weight, heavy, make_linear, normal, relative_error
+from torch import nn
+
+from learner.learner import Learner
+from qarl.config import ConfigError
+from qarl.config_lora import LoraConfig
+from quant.adapter import Adapter
+from quant.kernels import make_factory
+from quant.linear import fuse_scales
+from quant.lora import LoraError, adapted_weights, add_adapters, describe_adapters
+from quant.materialize import materialize
+from quant.model import LowBitModel
+from quant.schemes import SCHEMES, get_scheme
+from quant.weights import weight_shapes
+
+LORA = LoraConfig(rank=4, alpha=12.0)
+
+
+def adapter_for(base: torch.Tensor, seed: int = 3, zero: bool = False) -> Adapter:
+    """With a B that is not zero, else a step into training."""
+    adapter = Adapter(base, 4, 12.0, torch.Generator().manual_seed(seed))
+    if not zero:
+        with torch.no_grad():
+            adapter.lora_B.copy_(normal(*adapter.lora_B.shape, seed=seed + 1) * 0.05)
+    return adapter
+
+
+def lora_learner(scheme: str = "w4a16", seed: int = 0, lora: LoraConfig = LORA, **config: Any) -> Learner:
+    """A learner whose model has adapters from the start, drawn from seed 7."""
+    plain = make_learner(scheme, seed=seed, **config)
+    add_adapters(plain.model, lora, seed=7)
+    return Learner(plain.model, plain.config)
+
+
+def stream_of(model: LowBitModel) -> dict[str, torch.Tensor]:
+    return {item.name: item.tensor.clone().view(torch.uint8) for item in model.low_bit_tensors()}
+
+
+# --- the merged weight
+
+
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
+    """W + (12/4) B A against float64, rounded once to the base's dtype; an expert alone has the bits it has in the
+    stack; B of zeros gives the base bit for bit, signs of zeros included."""
+    stack = (heavy(3 * 32, 64, seed=0) * 0.05).to(master).view(3, 32, 64)
+    adapter = adapter_for(stack)
+    merged = adapter.merge(stack)
+    exact = stack.double() + 3.0 * adapter.lora_B.detach().double() @ adapter.lora_A.detach().double()
+    assert merged.dtype == master and not torch.equal(merged, stack)
+    assert ((merged.double() - exact).abs() <= torch.finfo(master).eps * exact.abs() + 1e-7).all()
+    for expert in range(3):
+        assert torch.equal(adapter.merge(stack[expert], expert), merged[expert])
+    stack[0, 0, :4] = -0.0
+    same = adapter_for(stack, zero=True).merge(stack)
+    assert torch.equal(torch.signbit(same), torch.signbit(stack)) and torch.equal(same, stack)
+
+
+def test_a_is_drawn_as_peft_draws_it():
+    """Uniform in ±1/√I, every expert's anew, the same for the same seed; B is zero."""
+    base = torch.zeros(5, 48, 400)
+    one, again, other = (Adapter(base, 16, 32.0, torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    a = one.lora_A.detach()
+    assert a.shape == (5, 16, 400) and one.lora_B.shape == (5, 48, 16) and not one.lora_B.any()
+    assert torch.equal(a, again.lora_A) and not torch.equal(a, other.lora_A) and not torch.equal(a[0], a[1])
+    assert 0.049 < a.abs().max() <= 0.05 + 1e-7 and a.std() == pytest.approx(0.05 / math.sqrt(3), rel=0.02)
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
+def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bool):
+    """Contract: codes, scales and products of an adapted layer are, bit for bit, those of a layer whose master is the
+    merged weight, and before training those of the base. Layers sharing a tensor-wide scale see each other merged."""
+    linear, partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned, seed=5)
+    x = heavy(6, 256, seed=2).bfloat16()
+    base = linear(x)
+    linear.adapter, partner.adapter = adapter_for(linear.master, zero=True), adapter_for(partner.master)
+    linear.refresh()
+    assert torch.equal(linear(x), base)
+    fuse_scales({"mlp.gate_proj": partner, "mlp.up_proj": linear})
+    linear.adapter = adapter_for(linear.master)
+    linear.refresh()
+    full, full_partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned)
+    full.master, full_partner.master = nn.Parameter(linear.merged()), nn.Parameter(partner.merged())
+    fuse_scales({"mlp.gate_proj": full_partner, "mlp.up_proj": full})
+    full.refresh()
+    assert linear.low_bit is not None and full.low_bit is not None
+    for (name, ours), (_, theirs) in zip(linear.low_bit.tensors(), full.low_bit.tensors(), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+    assert torch.equal(linear(x), full(x)) and not torch.equal(linear(x), base)
+    assert torch.equal(linear.weight_used(), full.weight_used())
+
+
+# --- the gradients
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "nvfp4"])
+def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
+    """Contract: dA, dB and dx equal autograd's, float64, of y = x̂ · (Ŵ + s·BA - sg(s·BA))ᵀ: the value the codes stand
+    for, the gradient of the merged weight. The base and the bias get none."""
+    linear = make_linear(scheme, dtype=torch.float32)
+    adapter = linear.adapter = adapter_for(linear.master)
+    linear.master.requires_grad_(False)
+    assert linear.bias is not None
+    linear.bias.requires_grad_(False)
+    linear.refresh()
+    linear.gradient_scale.value = 8.0
+    x = heavy(9, 256, seed=4).requires_grad_()
+    dy = normal(9, 128, seed=5)
+    linear(x).backward(dy * 8.0)
+    assert x.grad is not None
+    x.grad /= 8.0  # only masters' gradients are unscaled
+    a, b = (f.detach().double().requires_grad_() for f in (adapter.lora_A, adapter.lora_B))
+    wide = x.detach().double().requires_grad_()
+    used = wide + (dequantized_activation(x.detach(), linear) - wide).detach()
+    delta = 3.0 * b @ a
+    (used @ (dequantized_weight(linear) + delta - delta.detach()).t()).backward(dy.double())
+    for ours, theirs in ((x, wide), (adapter.lora_A, a), (adapter.lora_B, b)):
+        assert ours.grad is not None and theirs.grad is not None
+        assert relative_error(ours.grad, theirs.grad) < 1e-5
+    assert linear.master.grad is None and linear.bias.grad is None
+
+
+@pytest.mark.parametrize(("scheme", "aligned"), [("w4a16", True), ("w8a8", True), ("nvfp4a16", True), ("w4a16", False)])
+def test_factor_gradients_of_experts(scheme: str, aligned: bool):
+    """Contract: with dW the dense reference's gradient of each merged expert (autograd, float64), dA = s Bᵀ dW and
+    dB = s dW Aᵀ; experts without a token get zeros. Codes are those of masters holding the merged weights."""
+    experts = make_experts(scheme, "reference", torch.float32, aligned=aligned)
+    for master in experts.masters:
+        master.requires_grad_(False)
+    experts.gate_up_adapter, experts.down_adapter = (adapter_for(m, seed=i) for i, m in enumerate(experts.masters))
+    experts.refresh()
+    experts.gradient_scale.value = 8.0
+    weights, index = routed(11)
+    index[index == 0] = 1
+    x, dy = heavy(11, experts.shape.hidden, seed=9), normal(11, experts.shape.hidden, seed=11)
+    experts(x, index, weights).backward(dy * 8.0)
+    full = make_experts(scheme, "reference", torch.float32, aligned=aligned)
+    full.gate_up_proj, full.down_proj = (nn.Parameter(m.clone()) for m in experts.merged())
+    full.refresh()
+    assert torch.equal(experts(x, index, weights), full(x, index, weights))
+    _, _, *dense = fake_quant_gradients(full, x, weights, index, dy)
+    for adapter, master, dw in zip(experts.adapters, experts.masters, dense, strict=True):
+        assert adapter is not None and master.grad is None
+        a, b = adapter.lora_A.detach().double(), adapter.lora_B.detach().double()
+        bound = 2e-3 if experts.quantizes_activations else 1e-5
+        for ours, theirs in ((adapter.lora_A, 3.0 * b.mT @ dw), (adapter.lora_B, 3.0 * dw @ a.mT)):
+            assert ours.grad is not None and relative_error(ours.grad, theirs) <= bound
+            assert not ours.grad[0].any() and ours.grad[1].any()
+
+
+# --- a model with adapters
+
+
+def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
+    """Before training the stream is the base's bit for bit; every linear layer of the decoder has an adapter, and
+    nothing else is trained."""
+    base = make_learner().model
+    model = lora_learner().model
+    model.refresh()
+    ours, theirs = stream_of(model), stream_of(base)
+    assert all_equal(ours, theirs)
+    layers = [name for name in base.linears if name != "lm_head"]
+    assert list(model.masters) == [f"{layer}.lora_{f}" for layer in layers for f in "AB"]
+    assert model.matrices() == set(model.masters)
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    assert trained == {id(p) for p in model.masters.values()}
+    told = describe_adapters(model, LORA)
+    assert "rank 4, alpha 12 on 14 of 15 weight matrices" in told and told.endswith("norms, biases, lm_head")
+    assert f"{sum(p.numel() for p in model.masters.values()):,} parameters are trained" in told
+
+
+@pytest.mark.parametrize(("scheme", "optimizer"), [("w4a16", "muon"), ("w8a8", "adamw")])
+def test_training_moves_adapters_alone(scheme: str, optimizer: str):
+    """Over updates: what was rewarded becomes likelier, the base keeps every bit and every gradient stays None, the
+    optimizer's state is that of the adapters alone, and the stream is the materialized merged weights bit for bit."""
+    wide = {"epsilon_high": 10.0, "delta_high": 10.0, "delta_low": 0.99}
+    learner = lora_learner(scheme, objective=wide, optimizer={"name": optimizer, "lr": 5e-3, "weight_decay": 0.0})
+    model, batch = learner.model, batch_of()
+    before = {name: p.detach().clone() for name, p in model.loaded.items()}
+    old, _ = learner.logprobs(batch)
+    for seed in range(3):
+        assert learner.learn(batch, seed=seed).updates == 2
+    new, _ = learner.logprobs(batch)
+    assert ((new - old).sum(-1) / batch.response.sum(-1) * batch.advantages).mean() > 0.02
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.loaded.items())
+    steps = learner.optimizer.state_dict()["masters"].values()
+    states = [s for step in steps for s in step["optimizer"]["state"].values()]
+    held = sum(t.numel() for s in states for t in s.values() if torch.is_tensor(t) and t.ndim > 1)
+    assert held == (1 if optimizer == "muon" else 2) * sum(p.numel() for p in model.masters.values())
+    for name, linear in model.linears.items():
+        if name == "lm_head":
+            continue
+        assert linear.adapter is not None and linear.adapter.lora_B.any() and linear.low_bit is not None
+        fused = tuple(other.merged() for other in linear.fused)
+        for (key, ours), (_, theirs) in zip(
+            linear.low_bit.tensors(),
+            materialize(linear.merged(), linear.scheme, torch.bfloat16, name, fused).tensors(),
+            strict=True,
+        ):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), (name, key)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_restored_learner_continues_bit_for_bit(optimizer: str):
+    """Learn, save, learn on = learn, save, load into one with other adapters, learn on. The checkpoint holds the
+    adapters and no weight of the base."""
+    options: dict[str, Any] = {"optimizer": {"name": optimizer}}
+    learner = lora_learner(**options)
+    learner.learn(batch_of(0), seed=0)
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    assert file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
+    other = make_learner(**options)
+    add_adapters(other.model, LORA, seed=8)
+    other = Learner(other.model, other.config)
+    assert not all_equal(masters_of(learner), masters_of(other))
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    ours, theirs = (one.learn(batch_of(1), seed=1) for one in (learner, other))
+    assert dataclasses.replace(ours, seconds={}) == dataclasses.replace(theirs, seconds={})
+    assert all_equal(masters_of(learner), masters_of(other))
+    assert all_equal(stream_of(learner.model), stream_of(other.model))
+
+
+def test_adapters_of_another_base_are_refused():
+    """One weight of the base differs by its last bit: the adapters were trained on another policy. So it is with a
+    checkpoint of full masters; nothing of either is taken over."""
+    learner, other = lora_learner(), lora_learner()
+    state = learner.state_dict()
+    other.load_state_dict(state)
+    other = lora_learner()
+    with torch.no_grad():
+        weight = other.model.loaded["model.norm.weight"]
+        weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+        other.model.masters["model.layers.0.mlp.up_proj.lora_B"].fill_(1.0)
+    before = masters_of(other)
+    for wrong in (state, make_learner().state_dict()):
+        with pytest.raises(
+            ConfigError, match=r"adapters are for a base with .*, this policy has SHA-256 [0-9a-f]{16}…"
+        ):
+            other.load_state_dict(wrong)
+    with pytest.raises(ConfigError, match=r"base with SHA-256 [0-9a-f]{16}…, this policy has no frozen base"):
+        make_learner().load_state_dict(state)
+    assert all_equal(masters_of(other), before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_mixture_of_experts_learns_by_adapters(kind: str):
+    """Experts are adapted under their layer's name, routers are not; a backward reaches every adapter of a layer with
+    tokens, and after a step the experts' codes are those of the merged stacks."""
+    model = LowBitModel(
+        random_moe(CONFIGS[kind]), get_scheme("w8a8"), torch.float32, make_factory("reference", torch.float32)
+    )
+    before = stream_of(model)
+    add_adapters(model, LORA, seed=0)
+    stacks = [name for name in model.adapted if ".experts." in name]
+    assert len(stacks) == 2 * len(model.experts)
+    assert not any(name.endswith(("gate", "lm_head")) for name in model.adapted)
+    tokens = torch.randint(3, 512, (2, 20), generator=torch.Generator().manual_seed(0))
+    model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).square().mean().backward()
+    with torch.no_grad():
+        for name, master in model.masters.items():
+            assert master.grad is not None and bool(master.grad.any()) == name.endswith("lora_B"), name  # B = 0 so far
+            master.sub_(master.grad.sign() * 1e-2)
+    model.refresh()
+    after = stream_of(model)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(".experts.0." in name for name in moved)
+    assert not any(n.endswith(("norm.weight", "gate.weight", "embed_tokens.weight", "lm_head.weight")) for n in moved)
+    for layer, experts in model.experts.items():
+        full = random_moe(CONFIGS[kind]).get_submodule(layer.replace("block_sparse_moe", "mlp"))
+        for master, merged in zip((full.gate_up_proj, full.down_proj), experts.merged(), strict=True):
+            assert isinstance(master, nn.Parameter) and not torch.equal(master, merged)
+
+
+# --- wrong input
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (
+            {"targets": "*.qproj"},
+            r"LoRA target '\*\.qproj' matches no linear layer of the model; near it are '\*\.q_proj'",
+        ),
+        ({"targets": "*.q_proj,lm_head"}, r"LoRA target 'lm_head' matches 'lm_head', which stays frozen: output heads"),
+        (
+            {"targets": "first:3"},
+            r"LoRA target 'first:3' matches no linear layer of the model; it has 2 decoder layers",
+        ),
+        (
+            {"rank": 129},
+            r"rank 129 is beyond the smaller dimension of 'model\.layers\.\d\..*', \[.*\]; take 128 at most",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(lora: dict[str, Any], message: str):
+    with pytest.raises(LoraError, match=message):
+        adapted_weights(weight_shapes(random_model()), "qwen3", LoraConfig.model_validate(lora))
+
+
+def test_targets_are_patterns_over_checkpoint_names():
+    shapes = weight_shapes(random_model())
+    found = adapted_weights(shapes, "qwen3", LoraConfig.model_validate({"rank": 2, "targets": "last:1,*.0.*.q_proj"}))
+    assert found[0] == "model.layers.0.self_attn.q_proj" and len(found) == 8
+    assert all(name.startswith("model.layers.1.") for name in found[1:])
+    experts = weight_shapes(random_moe(CONFIGS["mixtral"]))
+    down = adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": "*.w2"}))
+    assert down == [f"model.layers.{i}.block_sparse_moe.experts.down_proj" for i in range(2)]
+    for part in ("*.experts.1.*", "*.w1"):
+        with pytest.raises(
+            LoraError, match=r"take part of '.*experts\.(gate_up|down)_proj' and leave out .*experts\.\*'"
+        ):
+            adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": part}))
+    with pytest.raises(LoraError, match=r"'\*\.gate' matches 'model\.layers\.0\..*\.gate', which stays frozen"):
+        adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": "*.gate"}))
