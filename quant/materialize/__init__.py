@@ -37,12 +37,13 @@ def materialize(
 ) -> LowBitWeight:
     """Quantize one master weight.
 
-    weight: fp32 or bf16 [O, I]. dtype: compute dtype, the one scales of integer and fp8 codes are stored in.
+    weight: fp32, bf16 or fp16 [O, I]. dtype: compute dtype, the one scales of integer and fp8 codes are stored in.
     layer: name for error messages. fused: masters of the layers the engine multiplies together with this one
     (`quant.linear.fuse_scales`); a scheme with a tensor-wide scale computes it over all of them.
     out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
     views and every stream that was made of them then hold the new weight.
-    Raises `SchemeError` for a shape the scheme cannot hold, `ValueError` for weights that are not finite or whose scale
+    Raises `SchemeError` for a shape the scheme cannot hold and for fp4 from fp16 masters.
+    Raises `ValueError` for weights that are not finite or whose scale
     overflows `dtype`; `out` is not usable after that.
     """
     shape = (weight.shape[0], weight.shape[1])
@@ -79,6 +80,7 @@ def _quantize(
         codes, scale, absmax = quantize(weight, *how, dtype)
         check_scale(absmax, scale, layer)
         return LowBitWeight(scheme, codes, scale, shape)
+    fp4.check_master(weight, scheme.name, layer)
     fp4.check_range(weight, dtype, layer)
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:
         absmax = torch.stack([finite_absmax(w.detach().flatten(), layer) for w in (weight, *fused)]).amax()

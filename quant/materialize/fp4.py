@@ -9,7 +9,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 import torch
 
 from quant.materialize.scales import finite_absmax
-from quant.schemes import FP4_MAX, FP8_MAX, Scheme
+from quant.schemes import FP4_MAX, FP8_MAX, Scheme, SchemeError
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_SCALE = 0.125
@@ -25,6 +25,17 @@ def _edges() -> torch.Tensor:
 
 
 _EDGES = _edges()
+
+
+def check_master(weight: torch.Tensor, scheme: str, layer: str) -> None:
+    """Raise `SchemeError` for float16 masters: scales are computed in the master's dtype, as in compressed-tensors, and
+    float16 has no room for them. NVFP4's tensor-wide scale, 2688 / absmax, is infinite there (and stored as 1) below an
+    absmax of 0.041; MXFP4's powers of two are zero below 2^-24."""
+    if weight.dtype == torch.float16:
+        raise SchemeError(
+            f"scheme {scheme!r}: layer {layer!r} has a float16 master, whose range is too narrow for the scales of fp4 "
+            "codes; set learner.master_dtype to 'bfloat16' or 'float32'"
+        )
 
 
 def check_range(weight: torch.Tensor, dtype: torch.dtype, layer: str) -> None:
@@ -57,12 +68,10 @@ def quantize_nvfp4(
 
 
 def quantize_mxfp4(weight: torch.Tensor, scheme: Scheme, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: fp32, bf16 or fp16 [O, I] → codes uint8 [O, I/2], biased exponents uint8 [O, Q].
+    """weight: fp32 or bf16 [O, I] → codes uint8 [O, I/2], biased exponents uint8 [O, Q].
 
     The exponent is that of absmax / 4, rounded up from a mantissa of 1.75 on, so that absmax lands in e2m1's range.
     """
-    if weight.dtype == torch.float16:  # which cannot hold the smallest of these scales
-        weight = weight.to(torch.float32)
     grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
     bits = finite_absmax(grouped, layer).to(torch.float32).view(torch.int32)
     exponent = (((bits + (1 << 21)) >> 23) - 2).clamp_min(0).to(torch.uint8)
