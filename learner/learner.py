@@ -91,31 +91,31 @@ class Learner:
         logprobs = torch.zeros_like(batch.sampler_logprobs)
         entropy = torch.zeros((), dtype=torch.float64)
         forward = self.backend.policy if model is self.model else model
-        for part, counts in self._share(batch, index):
-            rows = batch.rows(part).to(model.device)
-            values, entropies = self._token_logprobs(forward, rows, entropy=True)
-            if counts:
-                logprobs[part, : values.shape[1]] = values.cpu()
+        for part in self._share(batch, index):
+            rows = batch.rows(part.index).to(model.device)
+            values, entropies = self._token_logprobs(forward, rows, part.chunks, entropy=True)
+            if part.counts:
+                logprobs[part.index, : values.shape[1]] = values.cpu()
                 entropy += float(entropies.sum())
         logprobs, entropy = (self.processes.total(values) for values in (logprobs, entropy))
         return logprobs, float(entropy) / int(batch.response[index].sum())
 
-    def _share(self, batch: Batch, index: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
-        """This process's micro-batches of the rows at `index`, dealt out in turn.
-
-        Every process gets as many, for ZeRO's collectives are in every forward and backward; what a process gets beyond
-        its share does not count (False).
-        """
+    def _share(self, batch: Batch, index: torch.Tensor) -> Iterator["_Part"]:
+        """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every process."""
         parts = list(micro_batches(batch, index, self.config.micro_batch_tokens, self.packed))
         rank, world = self.processes.rank, self.processes.world
         for start in range(0, len(parts), world):
-            counts = start + rank < len(parts)
-            yield parts[start + rank if counts else start], counts
+            dealt = parts[start : start + world]
+            most = max(int(batch.response[part].sum()) for part in dealt)
+            chunks = None if world == 1 else -(-most // self.config.logprob_chunk_tokens)
+            yield _Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
 
-    def _token_logprobs(self, model: Any, rows: Batch, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _token_logprobs(
+        self, model: Any, rows: Batch, chunks: int | None, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         length = rows.length if self.packed else None
         chunk = self.config.logprob_chunk_tokens
-        return token_logprobs(model, rows.tokens, rows.response, rows.experts, length, chunk, entropy)
+        return token_logprobs(model, rows.tokens, rows.response, rows.experts, length, chunk, entropy, chunks)
 
     def _engine_precision(self, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The log-probs that ratios are made of: with a shadow forward those of the published codes."""
@@ -172,10 +172,11 @@ class Learner:
         totals = Totals(len(index), int(batch.response[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         sums = torch.zeros(len(_SUMMED), dtype=torch.float64)
-        for micro, counts in self._share(batch, index):
+        for part in self._share(batch, index):
+            micro = part.index
             rows = batch.rows(micro).to(self.model.device)
             with self.stopwatch("forward"):
-                current, _ = self._token_logprobs(self.backend.policy, rows, entropy=False)
+                current, _ = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=False)
             old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
             assert old_ is not None
             current = current if shadow_ is None else shadowed(current, shadow_)
@@ -184,8 +185,8 @@ class Learner:
                 share = policy_loss(given, self.config, totals)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))
             with self.stopwatch("backward"):
-                self.backend.backward(loss * (self.loss_scale.scale if counts else 0.0))
-            if counts:
+                self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
+            if part.counts:
                 seen = {**vars(share), "loss": float(loss.detach()), "balance": balance}
                 sums += torch.tensor([seen[name] for name in _SUMMED], dtype=torch.float64)
         norm, applied = self._apply(lr_factor)
@@ -236,6 +237,17 @@ class Learner:
 
 _SUMMED = ("loss", "clipped", "phantom_clipped", "corrected", "kl", "log_ratio", "balance")
 """Numbers of an update that add up over micro-batches and processes."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One micro-batch of a process. index: its rows, int64 [n]. counts: False where others have one more, and this
+    process computes something all the same, since ZeRO's collectives are in every forward and backward. chunks: how
+    often the output head is called, in every process; None where there is one process."""
+
+    index: torch.Tensor
+    counts: bool
+    chunks: int | None
 
 
 @dataclass(frozen=True)

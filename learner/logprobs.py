@@ -27,6 +27,7 @@ def token_logprobs(
     length: torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     entropy: bool = True,
+    chunks: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
 
@@ -35,9 +36,10 @@ def token_logprobs(
     alone. experts, length: see `LowBitModel.hidden`; with length, int64 [B], padding is not computed. chunk_tokens:
     positions whose logits are held at once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient
     and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output head and
-    normalized in fp32, as in vLLM.
+    normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead, which processes that
+    compute different rows have to agree on (ZeRO-3 gathers the head's master for each call).
     """
-    return model(_token_logprobs, tokens, response, experts, length, chunk_tokens, entropy)
+    return model(_token_logprobs, tokens, response, experts, length, chunk_tokens, entropy, chunks)
 
 
 def _token_logprobs(
@@ -48,19 +50,37 @@ def _token_logprobs(
     length: torch.Tensor | None,
     chunk_tokens: int,
     entropy: bool,
+    chunks: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = model.hidden(tokens, nn.functional.pad(response, (0, 1)), experts, length)
     targets = tokens[:, 1:][response]
+    parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
     # One chunk is held between forward and backward rather than computed twice.
-    again = torch.is_grad_enabled() and len(targets) > chunk_tokens
+    again = torch.is_grad_enabled() and len(parts) > 1
     picked, entropies = [], []
-    for x, chosen in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+    for x, chosen in parts:
         given = (model.head, x, chosen, entropy)
         found = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False) if again else _chunk(*given)
         picked.append(found[0])  # type: ignore[index]
         entropies.append(found[1])  # type: ignore[index]
     zeros = torch.zeros(response.shape, dtype=torch.float32, device=tokens.device)
-    return zeros.masked_scatter(response, torch.cat(picked)), zeros.masked_scatter(response, torch.cat(entropies))
+    found = (torch.cat(values)[: len(targets)] for values in (picked, entropies))
+    picked, entropies = (zeros.masked_scatter(response, values) for values in found)
+    return picked, entropies
+
+
+def _in_chunks(
+    hidden: torch.Tensor, targets: torch.Tensor, chunk_tokens: int, chunks: int | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """hidden [n, C] and targets [n] in runs of `chunk_tokens`, or in exactly `chunks` runs; the first position is then
+    repeated at the end where there are fewer positions than runs."""
+    if chunks is None:
+        return list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
+    missing = max(0, chunks - len(targets))
+    if missing:
+        hidden = torch.cat([hidden, hidden[:1].expand(missing, -1)])
+        targets = torch.cat([targets, targets[:1].expand(missing)])
+    return list(zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True))
 
 
 def packs(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from pathlib import Path
 
 _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -19,6 +20,8 @@ def quiet_libraries() -> None:
     """Call before torch, transformers or vllm are imported. Levels the user set in the environment are kept."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not any(Path("/dev").glob("nvidia[0-9]*")):  # else DeepSpeed warns at every import that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
         for name in ("vllm", "torch", "transformers"):
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -8,6 +8,7 @@ Backward: expert after expert, the products are repeated in fp32 on the values t
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class RoutedLowBitExperts(nn.Module):
         self.scheme = scheme
         self.dtype = dtype
         self.aligned = aligned
-        self.activation: nn.Module = ACT2FN[shape.activation]
+        # The function, not the module: the backward calls it once an expert that has tokens, and ZeRO-3 wants every
+        # process to call the same modules.
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[shape.activation].forward
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
         self.gradient_scale = GradientScale()

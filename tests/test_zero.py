@@ -28,7 +28,12 @@ from quant.schemes import get_scheme
 BATCHES = 10
 """Of two updates each: 20 steps."""
 ADAMW = {"lr": 1e-4, "name": "adamw"}
-LEARNER: dict[str, Any] = {"mini_batches": 2, "micro_batch_tokens": 30, "optimizer": ADAMW}
+LEARNER: dict[str, Any] = {
+    "mini_batches": 2,
+    "micro_batch_tokens": 30,
+    "logprob_chunk_tokens": 8,  # several a micro-batch, of other counts in the other process
+    "optimizer": ADAMW,
+}
 MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
 LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 8.0}}
 EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}

@@ -1,7 +1,6 @@
 """One process of `tests/test_zero.py`: python zero_worker.py JOB.json, started by torch.distributed.run.
 
-A job trains a random policy on the batch of `test_learner` for some batches under one ZeRO stage after another and writes the
-masters and the whole state of each; see `run`.
+A job trains a random policy on the batch of `test_learner` under one ZeRO stage and writes its whole state; see `run`.
 """
 
 import json
@@ -26,8 +25,8 @@ from quant.schemes import MASTER_DTYPES, get_scheme
 
 
 def run(job: dict[str, Any], processes: Processes) -> None:
-    """job: folder (of the model), scheme, dtype, learner (configuration), batches [first, last), resume (state file or None),
-    save (state file)."""
+    """job: folder (of the model), scheme, dtype, learner (configuration), batches [first, last), resume (state file or
+    None), save (state file)."""
     config = LearnerConfig.model_validate(job["learner"])
     dtype: torch.dtype = getattr(torch, job["dtype"])
     reading = partitioned_loading(config)
