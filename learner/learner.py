@@ -22,6 +22,7 @@ from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
 from qarl.config import ConfigError, LearnerConfig
 from qarl.config_objectives import KlConfig
+from quant.backward import rounds_inputs
 from quant.model import LowBitModel
 
 
@@ -71,6 +72,8 @@ class Learner:
         self._reference = reference
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
+        model.gradient_scale.in_place = True  # nobody here waits for autograd's hooks
+        model.gradient_scale.exact_inputs = not rounds_inputs(config.input_gradients, model.dtype, model.device)
         self.stopwatch = Stopwatch()
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:

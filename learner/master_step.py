@@ -155,7 +155,8 @@ class MasterStep:
 
 
 def _adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
+    # Fused: one pass over master, gradient and moments, with no copy as large as the master.
+    return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True)
 
 
 def _muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
