@@ -13,7 +13,9 @@ import torch
 from quant.copies import GradientScale
 
 _BLOCK = 1 << 20
-"""Elements of `dy` that are widened at once on CPUs, which have no product of 16-bit values with an fp32 result."""
+_TOKENS = 1024
+"""Elements of `dy`, and tokens, that are widened at once on CPUs: those have no product of 16-bit values with an fp32
+result."""
 
 
 def rounds_inputs(asked: Literal["auto", "exact", "compute"], dtype: torch.dtype, device: torch.device) -> bool:
@@ -42,7 +44,9 @@ def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, 
     if dy.is_cuda and dy.dtype == x.dtype != torch.float32:
         total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32), alpha=unscale)
         return
-    wide = x.to(torch.float32)
-    rows = dy.shape[1] if dy.dtype == torch.float32 or dy.is_cuda else max(64, _BLOCK // max(1, dy.shape[0]))
-    for into, part in zip(total.split(rows), dy.split(rows, dim=1), strict=True):
-        into.addmm_(part.to(torch.float32).t(), wide, alpha=unscale)
+    whole = dy.is_cuda or dy.dtype == x.dtype == torch.float32
+    tokens, rows = (max(1, dy.shape[0]), dy.shape[1]) if whole else (_TOKENS, _BLOCK // _TOKENS)
+    for dy_part, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
+        wide = x_part.to(torch.float32)
+        for into, part in zip(total.split(rows), dy_part.split(rows, dim=1), strict=True):
+            into.addmm_(part.to(torch.float32).t(), wide, alpha=unscale)

@@ -7,10 +7,26 @@ computed again. Gradients are computed in fp32 and rounded once to the dtype of 
 Axes: N any leading axes, C columns, H heads, D head size.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+_BLOCK = 1 << 17
+"""Elements a backward has in fp32 at once on CPUs: what it computes again then stays in the cache."""
+
+
+def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of equally many rows, a block of rows of each at a time; on other devices than CPUs all at once."""
+    rows, first = tensors[0].shape[0], tensors[0]
+    size = max(1, _BLOCK * rows // max(1, first.numel())) if first.device.type == "cpu" else max(1, rows)
+    return zip(*(t.split(size) for t in tensors), strict=True)
+
+
+def _contiguous(like: torch.Tensor) -> torch.Tensor:
+    """Not initialized, to be written through views."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -28,15 +44,15 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         """With n = x / rms(x): dn = dy · weight, dx = (dn - n · mean(dn · n)) / rms(x), dweight = Σ dy · n."""
         x, weight, inverse = ctx.saved_tensors
-        dy = grad_outputs[0].to(torch.float32)
-        normal = x.to(torch.float32) * inverse
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            dweight = (dy * normal.to(weight.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
-        dnormal = dy * weight.to(torch.float32)
-        mean = (dnormal * normal).mean(-1, keepdim=True)
-        dx = dnormal.addcmul_(normal, mean, value=-1.0).mul_(inverse)
-        return dx.to(x.dtype), dweight, None
+        dx, dweight = _contiguous(x), torch.zeros_like(weight, dtype=torch.float32)
+        flat = (t.flatten(0, -2) for t in (dx, grad_outputs[0], x, inverse))
+        for into, dy, part, scale in _blocks(*flat):
+            normal, dnormal = part.to(torch.float32) * scale, dy.to(torch.float32)
+            dweight += (dnormal * normal.to(weight.dtype)).sum(0)
+            dnormal = dnormal * weight.to(torch.float32)
+            mean = (dnormal * normal).mean(-1, keepdim=True)
+            into.copy_(dnormal.addcmul_(normal, mean, value=-1.0).mul_(scale))
+        return dx, dweight.to(weight.dtype), None
 
 
 class Rotate(torch.autograd.Function):
@@ -51,11 +67,14 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         """x · cos + (-x₂, x₁) · sin is linear in x: dx = dy · cos + (z₂, -z₁) with z = dy · sin."""
-        cos, sin = ctx.saved_tensors
-        dy = grad_outputs[0].to(torch.float32)
-        first, second = (dy * sin.float().unsqueeze(-2)).chunk(2, dim=-1)
-        dx = dy * cos.float().unsqueeze(-2) + torch.cat((second, -first), dim=-1)
-        return dx.to(grad_outputs[0].dtype), None, None
+        dy = grad_outputs[0]
+        dx = _contiguous(dy)
+        angles = (t.expand(*dy.shape[:-2], -1).flatten(0, -2) for t in ctx.saved_tensors)
+        for into, part, cos, sin in _blocks(dx.flatten(0, -3), dy.flatten(0, -3), *angles):
+            wide = part.to(torch.float32)
+            first, second = (wide * sin.float().unsqueeze(-2)).chunk(2, dim=-1)
+            into.copy_((wide * cos.float().unsqueeze(-2)).add_(torch.cat((second, -first), dim=-1)))
+        return dx, None, None
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -79,11 +98,14 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         """By autograd through the forward, computed again."""
         gate, up = ctx.saved_tensors
-        with torch.enable_grad():
-            gate = gate.detach().requires_grad_()
-            activated = ctx.activation(gate)
-        dup = grad_outputs[0] * activated.detach()
-        (dgate,) = torch.autograd.grad(activated, gate, grad_outputs[0] * up)
+        dgate, dup = _contiguous(gate), _contiguous(up)
+        flat = (t.flatten(0, -2) for t in (dgate, dup, grad_outputs[0], gate, up))
+        for into_gate, into_up, dy, part, other in _blocks(*flat):
+            with torch.enable_grad():
+                leaf = part.detach().requires_grad_()
+                activated = ctx.activation(leaf)
+            into_up.copy_(dy * activated.detach())
+            into_gate.copy_(torch.autograd.grad(activated, leaf, dy * other)[0])
         return dgate, dup, None
 
 
