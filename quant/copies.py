@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from quant.partitioned import whole_shape
+
 
 class GradientScale:
     """How gradients are made: one object a model.
@@ -45,7 +47,7 @@ class ComputeCopy(nn.Module):
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype, scale: GradientScale):
         super().__init__()
-        self.copy = master.detach().to(dtype, copy=True)
+        self.copy = empty_copy(master, dtype)
         self._scale = scale
 
     def forward(self, master: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,7 @@ class MasterEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, dtype: torch.dtype, scale: GradientScale):
         super().__init__()
         self.master = embedding.weight
-        self.copy = embedding.weight.detach().to(dtype, copy=True)
+        self.copy = empty_copy(embedding.weight, dtype)
         self.padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
         self.scale = scale
 
@@ -79,8 +81,13 @@ def plain_lookup(embedding: nn.Embedding) -> bool:
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
+def empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a copy of a master, compute dtype; `LowBitModel.refresh` fills it."""
+    return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
+
+
 def detach_copy(module: nn.Module, key: str, dtype: torch.dtype, scale: GradientScale) -> torch.Tensor:
-    """Let a module read its parameter `key` as a compute-dtype copy of what it was; returns the copy."""
+    """Let a module read its parameter `key` as a compute-dtype copy, which is returned and to be filled."""
     copied = ComputeCopy(getattr(module, key), dtype, scale)
     parametrize.register_parametrization(module, key, copied, unsafe=True)  # unsafe: the dtype changes on purpose
     return copied.copy
