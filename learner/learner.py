@@ -12,6 +12,7 @@ import torch
 from learner.aggregation import Totals
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
+from learner.input_gradients import rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss import LossInput, policy_loss
@@ -22,7 +23,6 @@ from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
 from qarl.config import ConfigError, LearnerConfig
 from qarl.config_objectives import KlConfig
-from quant.backward import rounds_inputs
 from quant.model import LowBitModel
 
 
@@ -80,7 +80,7 @@ class Learner:
         self._reference = reference
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
-        model.gradient_scale.exact_inputs = not rounds_inputs(config.input_gradients, model.dtype, model.device)
+        model.gradient_scale.exact_inputs = not rounds_weights(model, config.input_gradients)
         self.stopwatch = Stopwatch()
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:

@@ -6,8 +6,6 @@ dW = dyᵀ · x̂   operands as they are: products of 16-bit values are exact in
 Axes: N tokens, O output rows, I input columns.
 """
 
-from typing import Literal
-
 import torch
 
 from quant.copies import GradientScale
@@ -18,12 +16,9 @@ _TOKENS = 1024
 result."""
 
 
-def rounds_inputs(asked: Literal["auto", "exact", "compute"], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights are rounded to the compute dtype for dx (`learner.input_gradients`). auto: where the device has
-    units for products of that dtype. Of float16 on CPUs torch has slow ones alone, of bfloat16 on those without
-    AVX512-BF16 or AMX as well."""
-    if asked != "auto":
-        return asked == "compute"
+def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has units for products of this dtype with sums in fp32. Of float16 on CPUs torch has slow ones
+    alone, of bfloat16 on those without AVX512-BF16 or AMX as well."""
     if device.type != "cpu" or dtype == torch.float32:
         return True
     return dtype == torch.bfloat16 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -8,8 +8,10 @@ import torch
 from test_invariance import drift, experts_policy, gradients, policy, random_batch
 from test_linear import heavy, layer_gradients, make_linear, normal
 
+from learner.input_gradients import rounds_weights
 from learner.logprobs import token_logprobs
-from quant.backward import add_weight_gradient, input_gradient, rounds_inputs
+from qarl.config import ConfigError
+from quant.backward import add_weight_gradient, input_gradient, multiplies_natively
 from quant.copies import GradientScale
 
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
@@ -59,10 +61,18 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
 
 
 def test_auto_rounds_where_the_device_multiplies_the_dtype():
-    """float16 has no fast product on CPUs, fp32 nothing to round to; what is asked for is never overruled."""
-    assert not rounds_inputs("auto", torch.float16, CPU) and rounds_inputs("auto", torch.float16, torch.device("cuda"))
-    for dtype in (torch.float16, BFLOAT16, torch.float32):
-        assert rounds_inputs("compute", dtype, CPU) and not rounds_inputs("exact", dtype, CPU)
+    """float16 has no fast product on CPUs, fp32 nothing to round to; what is asked for is never overruled, and refused
+    where experts would not heed it."""
+    assert not multiplies_natively(torch.float16, CPU) and multiplies_natively(torch.float16, torch.device("cuda"))
+    assert multiplies_natively(torch.float32, CPU)
+    for dtype in (torch.float16, BFLOAT16):
+        model = policy(dtype=dtype)
+        assert rounds_weights(model, "compute") and not rounds_weights(model, "exact")
+        assert rounds_weights(model, "auto") == multiplies_natively(dtype, CPU)
+    experts = experts_policy(BFLOAT16)
+    assert not rounds_weights(experts, "exact")
+    with pytest.raises(ConfigError, match=r"input_gradients is 'compute', but gradients through experts"):
+        rounds_weights(experts, "compute")
 
 
 @pytest.mark.parametrize("kind", [torch.float32, BFLOAT16])
