@@ -174,7 +174,8 @@ class Learner:
         totals = Totals(len(index), int(batch.response[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         sums = torch.zeros(len(_SUMMED), dtype=torch.float64)
-        for micro, counts in self._share(batch, index):
+        parts = list(self._share(batch, index))
+        for number, (micro, counts) in enumerate(parts):
             rows = batch.rows(micro).to(self.model.device)
             with self.stopwatch("forward"):
                 current, _ = self._token_logprobs(self.backend.policy, rows, entropy=False)
@@ -185,6 +186,8 @@ class Learner:
             with self.stopwatch("forward"):
                 share = policy_loss(given, self.config, totals)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))
+            if number == len(parts) - 1 and not self.config.gradient_checkpointing:
+                self.model.release_products()  # the step makes another version, when all gradients are there
             with self.stopwatch("backward"):
                 self.backend.backward(loss * (self.loss_scale.scale if counts else 0.0))
             if counts:

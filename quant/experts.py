@@ -79,6 +79,11 @@ class RoutedLowBitExperts(nn.Module):
                 self._product = self._factory.experts(self.layer, self.shape, self.low_bit)
         return self._product
 
+    def release_product(self) -> None:
+        """See `LowBitLinear.release_product`."""
+        if self.aligned:
+            self._product = None
+
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
         dtype [N, H]. The signature is that of the transformers modules replaced."""

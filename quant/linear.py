@@ -86,6 +86,12 @@ class LowBitLinear(nn.Module):
                 self._product = self._factory(self.layer, self.low_bit, self.low_bit_bias)
         return self._product
 
+    def release_product(self) -> None:
+        """Give the kernel's copy back; the next forward builds it again. That of an unaligned layer is
+        its weight, and stays."""
+        if self.aligned:
+            self._product = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]."""
         flat = x.reshape(-1, x.shape[-1])

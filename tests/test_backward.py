@@ -162,3 +162,16 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     add_weight_gradient(total, dy, x, GradientScale())
     exact = dy.double().t() @ x.double()
     assert ((total.double() - exact).abs() <= 202 * 2.0**-23 * (dy.double().abs().t() @ x.double().abs())).all()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_released_product_is_built_again_to_the_same_bits(aligned: bool):
+    """Also where the master has moved on since: the weight version stays until `refresh`."""
+    linear = make_linear("w4a16", kernel="torch", aligned=aligned)
+    x = normal(7, 256, seed=1).to(BFLOAT16)
+    before = linear(x)
+    kept = linear.product
+    with torch.no_grad():
+        linear.master.add_(1)
+    linear.release_product()
+    assert torch.equal(linear(x), before) and (linear.product is kept) != aligned
