@@ -165,7 +165,7 @@ class _StraightThrough(torch.autograd.Function):
         dw = scale.into(linear.master) if need_master else None
         added = dw is not None
         if need_master:
-            dw = torch.zeros_like(linear.master, dtype=torch.float32) if dw is None else dw
+            dw = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.device) if dw is None else dw
             add_weight_gradient(dw, dy, x, scale)
         db = scale.unscaled(dy.sum(0, dtype=torch.float32)) if need_bias else None
         dfactors = ()
