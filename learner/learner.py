@@ -12,6 +12,7 @@ import torch
 from learner.aggregation import Totals
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
+from learner.input_gradients import rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss import LossInput, policy_loss
@@ -79,6 +80,7 @@ class Learner:
         self._reference = reference
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
+        model.gradient_scale.exact_inputs = not rounds_weights(model, config.input_gradients)
         self.stopwatch = Stopwatch()
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -172,7 +174,8 @@ class Learner:
         totals = Totals(len(index), int(batch.response[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         sums = torch.zeros(len(_SUMMED), dtype=torch.float64)
-        for part in self._share(batch, index):
+        parts = list(self._share(batch, index))
+        for number, part in enumerate(parts):
             micro = part.index
             rows = batch.rows(micro).to(self.model.device)
             with self.stopwatch("forward"):
@@ -184,6 +187,8 @@ class Learner:
             with self.stopwatch("forward"):
                 share = policy_loss(given, self.config, totals)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))
+            if number == len(parts) - 1 and not self.config.gradient_checkpointing:
+                self.model.release_products()  # the step makes another version, when all gradients are there
             with self.stopwatch("backward"):
                 self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
             if part.counts:

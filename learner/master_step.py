@@ -118,7 +118,7 @@ class MasterStep:
             part.data = self._nothing
 
     def _moments(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """(state, key, tensor) of what is as large as the master; AdamW's step count is not, and stays on the CPU."""
+        """(state, key, tensor) of what is as large as the master; AdamW's step count is not, and stays there."""
         for state in self._optimizer.state.values():
             yield from ((state, k, v) for k, v in list(state.items()) if isinstance(v, torch.Tensor) and v.ndim)
 
@@ -157,13 +157,13 @@ class MasterStep:
             self.remainder.copy_(state["remainder"])
 
     def _taken(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy of what was saved; AdamW's step count stays on the CPU."""
-        return value.clone() if value.ndim == 0 else value.to(self._master.device, copy=True)
+        """A copy of what was saved, where the fused AdamW wants it, step counts too."""
+        return value.to(self._master.device, copy=True)
 
 
 def adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's AdamW as configured."""
-    return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
+    """torch's AdamW as configured. Fused: one pass over master, gradient and moments, with no copy as large as them."""
+    return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True)
 
 
 def _muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

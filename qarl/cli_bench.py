@@ -236,6 +236,9 @@ def _add_learner(names: Any) -> None:
     learner.add_argument("--micro-batch-tokens", type=int, default=4096, help="padded tokens a forward (default 4096)")
     learner.add_argument("--steps", type=int, default=2, help="timed steps a process (default 2)")
     learner.add_argument("--rounds", type=int, default=3, help="of all processes; medians are shown (default 3)")
+    learner.add_argument(
+        "--checkpointing", action="store_true", help="QaRL's schemes with learner.gradient_checkpointing, too"
+    )
     learner.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
     learner.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
     _runs(learner, _learner)
@@ -254,6 +257,7 @@ def _learner(known: argparse.Namespace, console: Console) -> _Measured:
         tuple(known.models.split(",")), tuple(s for s in known.schemes.split(",") if s), known.dtype,
         tuple(settings) if known.against else (), Path(known.trl_python or ".venv-trl/bin/python"), known.updates,
         known.steps, known.rounds, known.tokens, known.micro_batch_tokens, known.kernel, known.seed,
+        known.checkpointing,
     )  # fmt: skip
     rows = learner.measure(options, lambda line: console.print(line, highlight=False))
     return learner_table.table(rows, known.dtype), learner.as_data(rows)

@@ -124,6 +124,11 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="compute decoder layers again in the backward instead of keeping what they computed"
     )
+    input_gradients: Literal["auto", "exact", "compute"] = Field(
+        default="auto",
+        description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "
+        "them; auto: compute where the device multiplies that dtype natively (docs/learner.md)",
+    )
     master_dtype: MasterDtype = Field(default="float32", description="of the master weights")
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
         default="auto", description="auto: vLLM's where importable"

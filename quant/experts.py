@@ -8,7 +8,7 @@ Backward: expert after expert, the products are repeated in fp32 on the values t
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 
 from quant.activations import LowBitActivation, quantize_activation
 from quant.adapter import Adapter
+from quant.backward import add_weight_gradient
 from quant.copies import GradientScale
 from quant.expert_weights import LowBitExperts, materialize_experts
 from quant.kernels.per_expert import PerExpertProduct
@@ -79,6 +80,11 @@ class RoutedLowBitExperts(nn.Module):
             with torch.no_grad():
                 self._product = self._factory.experts(self.layer, self.shape, self.low_bit)
         return self._product
+
+    def release_product(self) -> None:
+        """See `LowBitLinear.release_product`."""
+        if self.aligned:
+            self._product = None
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
@@ -153,11 +159,7 @@ class _StraightThrough(torch.autograd.Function):
         x = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
         dy = grad_outputs[0].to(torch.float32)
         dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
-        needed = ctx.needs_input_grad[2:4]
-        dmasters = [
-            torch.zeros_like(m, dtype=torch.float32) if need else None
-            for m, need in zip(experts.masters, needed, strict=True)
-        ]
+        dmasters, returned = _master_gradients(experts, ctx.needs_input_grad[2:4])
         dfactors = [
             () if a is None else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
             for a in experts.adapters
@@ -169,12 +171,24 @@ class _StraightThrough(torch.autograd.Function):
             dweights[rows, slots] = grads.weights
             for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
                 if dmaster is not None:
-                    dmaster[expert] = experts.gradient_scale.unscaled(dout.t() @ used)
+                    add_weight_gradient(dmaster[expert], dout, used, experts.gradient_scale)
             for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
                 if adapter is not None:
                     for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
                         into[expert] = experts.gradient_scale.unscaled(grad)
-        return dx.to(experts.dtype), dweights, *dmasters, None, None, *dfactors[0], *dfactors[1]
+        return dx.to(experts.dtype), dweights, *returned, None, None, *dfactors[0], *dfactors[1]
+
+
+def _master_gradients(
+    experts: RoutedLowBitExperts, needed: Sequence[bool]
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """What to add the masters' gradients to, fp32, and what of it autograd is given; None where there is none."""
+    placed = [experts.gradient_scale.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
+    returned = [
+        torch.zeros_like(master, dtype=torch.float32) if need and total is None else None
+        for master, need, total in zip(experts.masters, needed, placed, strict=True)
+    ]
+    return [total if given is None else given for total, given in zip(placed, returned, strict=True)], returned
 
 
 class _Gradients:

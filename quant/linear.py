@@ -1,8 +1,8 @@
 """A linear layer whose forward is the engine's low-bit product and whose backward is straight-through.
 
 Forward:  y = kernel(x, codes(W)), the codes being those that are published.
-Backward: gradients in full precision through the dequantized weight and activation actually used,
-          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity.
+Backward: gradients through the dequantized weight and activation actually used,
+          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity (`quant.backward`: in what precision).
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -14,6 +14,7 @@ from torch import nn
 
 from quant.activations import LowBitActivation, quantize_activation
 from quant.adapter import Adapter
+from quant.backward import add_weight_gradient, input_gradient
 from quant.copies import GradientScale
 from quant.kernels.select import Product, ProductFactory
 from quant.layout import FUSED_IN_ENGINE
@@ -85,6 +86,12 @@ class LowBitLinear(nn.Module):
                 self._product = self._factory(self.layer, self.low_bit, self.low_bit_bias)
         return self._product
 
+    def release_product(self) -> None:
+        """Give the kernel's copy back; the next forward builds it again. That of an unaligned layer is
+        its weight, and stays."""
+        if self.aligned:
+            self._product = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]."""
         flat = x.reshape(-1, x.shape[-1])
@@ -92,12 +99,12 @@ class LowBitLinear(nn.Module):
         y = _StraightThrough.apply(flat, self.master, self.bias, self, *factors)
         return y.view(*x.shape[:-1], -1)
 
-    def weight_used(self) -> torch.Tensor:
-        """The weight the forward multiplied with, dequantized exactly, fp32 [O, I]."""
+    def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight the forward multiplied with, dequantized in fp32 and rounded once to `dtype`, [O, I]."""
         assert self.low_bit is not None
         if self.aligned:
-            return self.low_bit.dequantized(torch.float32)
-        return self.merged().to(self.dtype).to(torch.float32)
+            return self.low_bit.dequantized(dtype)
+        return self.merged().to(self.dtype).to(dtype)
 
 
 def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
@@ -149,13 +156,19 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         linear: LowBitLinear = ctx.linear
-        dy = grad_outputs[0].to(torch.float32)
-        saved = ctx.saved_tensors
-        x_used = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
+        scale, dy, saved = linear.gradient_scale, grad_outputs[0], ctx.saved_tensors
         need_x, need_master, need_bias, *_ = ctx.needs_input_grad
-        dx = (dy @ linear.weight_used()).to(linear.dtype) if need_x else None
-        unscaled = linear.gradient_scale.unscaled
-        dw = unscaled(dy.t() @ x_used) if need_master else None
-        db = unscaled(dy.sum(0)) if need_bias else None
-        dfactors = () if linear.adapter is None else linear.adapter.gradients(dy, x_used)
-        return dx, dw, db, None, *(unscaled(dfactor) for dfactor in dfactors)
+        dx = None
+        if need_x:
+            dx = input_gradient(dy, linear.weight_used(torch.float32 if scale.exact_inputs else dy.dtype))
+        x = saved[0] if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
+        dw = scale.into(linear.master) if need_master else None
+        added = dw is not None
+        if need_master:
+            dw = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.device) if dw is None else dw
+            add_weight_gradient(dw, dy, x, scale)
+        db = scale.unscaled(dy.sum(0, dtype=torch.float32)) if need_bias else None
+        dfactors = ()
+        if linear.adapter is not None:
+            dfactors = linear.adapter.gradients(dy.to(torch.float32), x.to(torch.float32))
+        return dx, None if added else dw, db, None, *(scale.unscaled(dfactor) for dfactor in dfactors)

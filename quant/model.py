@@ -185,6 +185,11 @@ class LowBitModel(nn.Module):
         forward begin and end, whichever of the methods below it is made of."""
         return compute(self, *given)
 
+    def release_products(self) -> None:
+        """Give back the kernels' own copies of this weight version, which no backward reads."""
+        for layer in self._multiplied():
+            layer.release_product()
+
     def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
         """Next-token logits at chosen positions, compute dtype [n, V]; arguments and order of rows as of `hidden`."""
         return self.head(self.hidden(tokens, wanted, experts))

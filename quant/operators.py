@@ -8,7 +8,8 @@ compute dtype and vLLM does not:
 - vLLM's rotary kernel computes in fp32 and rounds once; transformers rounds after every operation;
 - vLLM's CPU attention keeps scores and probabilities in fp32.
 
-Here a pre-norm decoder's modules are replaced by ones that do as vLLM does. Autograd goes through all of them.
+Here a pre-norm decoder's modules are replaced by ones that do as vLLM does, with backwards of their own that keep
+little (`quant.lean`).
 
 Sequences may also be packed: one row of N tokens holds one after the other, and attention stays within each.
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from quant.lean import GatedMLP, RMSNorm, Rotate
 from quant.moe_operators import EngineMoeBlock
 
 OPERATORS = ("auto", "engine", "transformers")
@@ -43,9 +45,7 @@ class EngineRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype or fp32 [..., C] → the weight's dtype [..., C]."""
-        x = x.to(torch.float32)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return x.to(self.weight.dtype) * self.weight
+        return RMSNorm.apply(x, self.weight, self.epsilon)
 
 
 class EngineAttention(nn.Module):
@@ -129,10 +129,7 @@ class EngineDecoderLayer(nn.Module):
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding (half-split pairs). x: compute dtype [B, T, H, D]; cos, sin: compute dtype [B, T, D]."""
-    wide = x.to(torch.float32)
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (wide * cos.float().unsqueeze(2) + turned * sin.float().unsqueeze(2)).to(x.dtype)
+    return Rotate.apply(x, cos, sin)
 
 
 def causal_attention(
@@ -174,6 +171,8 @@ def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype) -> None
     for number, layer in enumerate(decoder.layers):  # type: ignore[arg-type]
         if hasattr(layer.mlp, "experts"):
             layer.mlp = EngineMoeBlock(layer.mlp, number, getattr(model.config, "norm_topk_prob", True))
+        else:
+            layer.mlp = GatedMLP(layer.mlp)
     decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, dtype) for layer in decoder.layers)  # type: ignore[union-attr]
     decoder.norm = EngineRMSNorm(decoder.norm)  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ def test_the_split_sums_to_the_step_and_tokens_are_the_batch_s(tmp_path: Path):
     job = Job(str(tmp_path), str(tmp_path / "batch.json"), "w4a16", "bfloat16", 2, 64, 3, True, "reference")
     found = run(job)
     for step in found.seconds:
-        assert set(step) == {*learner.PHASES, "total"} and min(step.values()) > 0
+        assert set(step) == {*learner.PHASES, "total", "cpu"} and min(step.values()) > 0
         assert 0 <= learner._rest(step) < 0.5 * step["total"]
     sequence = [[*sequences.prompts[i // 2], *c] for i, c in enumerate(sequences.completions)]
     assert found.digest == digest(sequence)
@@ -97,7 +97,7 @@ def test_ratios_are_between_processes_of_one_round():
     w4a16 have the ratios 2, 1 and 1/2; TRL's quickest settings take 4, 1 and 2 s, so w4a16 has 1/2, 2 and 2."""
 
     def steps(*seconds: float) -> list[Steps]:
-        return [Steps([{"total": s, "old": s / 4, "materialize": s / 50}], 400, 800, "") for s in seconds]
+        return [Steps([{"total": s, "cpu": 2 * s, "old": s / 4, "materialize": s / 50}], 400, 800, "") for s in seconds]
 
     found = {
         ("qarl", "bf16"): steps(1, 2, 8), ("qarl", "w4a16"): steps(2, 2, 4),
@@ -106,7 +106,7 @@ def test_ratios_are_between_processes_of_one_round():
     rows = {(r.trainer, r.setting): r for r in learner._rows("tiny", 10, 100, found)}
     low = rows["qarl", "w4a16"]
     assert (low.seconds, low.against_bf16, low.against_trl) == (2, 1, 2)
-    assert low.tokens_per_second == 50 and low.materialize_share == pytest.approx(0.02)
+    assert low.cpu_seconds == 4 and low.tokens_per_second == 50 and low.materialize_share == pytest.approx(0.02)
     assert rows["trl", "default"].phases == {} and rows["trl", "default"].against_trl == 1
     assert learner_table.table(list(rows.values()), "bfloat16").row_count == 4
 
@@ -139,7 +139,7 @@ def test_an_option_of_trl_without_trl_is_refused(capsys: pytest.CaptureFixture):
 def test_a_failed_process_is_quoted(tmp_path: Path):
     job = Job(str(tmp_path), str(tmp_path / "none.json"), "bf16", "bfloat16", 1, 64, 1, False)
     with pytest.raises(learner.LearnerBenchError, match=r"none\.json"):
-        learner._run("qarl", job, TRL)
+        learner._run("qarl", job, TRL, "")
 
 
 @pytest.mark.slow
@@ -156,3 +156,11 @@ def test_trl_trains_on_our_tokens(monkeypatch: pytest.MonkeyPatch):
     assert all(0 < r.seconds < time.perf_counter() - start and r.step_bytes > 0 for r in rows)
     assert rows[0].against_bf16 == 1 and rows[0].against_trl is not None
     assert min(r.against_trl or 0.0 for r in rows[1:]) == 1
+
+
+def test_time_and_memory_are_taken_in_processes_of_their_own(tmp_path: Path):
+    """Contract: the one that takes memory times nothing, and a setting says whether layers are checkpointed."""
+    job = learner._job(tmp_path, "w4a16" + learner.CHECKPOINTING, True, options(steps=5))
+    assert (job.setting, job.checkpointing, job.steps, job.memory) == ("w4a16", True, 0, True)
+    timed = learner._job(tmp_path, "w4a16", False, options(steps=5))
+    assert (timed.setting, timed.checkpointing, timed.steps, timed.memory) == ("w4a16", False, 5, False)

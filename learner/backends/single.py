@@ -1,4 +1,4 @@
-"""One process: autograd accumulates into the masters, and `MasterOptimizer` steps them."""
+"""One process: the backward adds to the masters' gradients in place, and `MasterOptimizer` steps them."""
 
 from typing import Any
 
@@ -14,6 +14,7 @@ class SingleProcess:
 
     def __init__(self, model: LowBitModel, config: LearnerConfig):
         self.policy = model
+        model.gradient_scale.in_place = True
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:

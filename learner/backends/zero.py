@@ -128,7 +128,7 @@ class Zero:
         stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
         for flat in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(flat, requires_grad=False) for key in _MOMENTS}
-            zero.optimizer.state[flat] = {"step": count.clone(), **moments}
+            zero.optimizer.state[flat] = {"step": count.to(flat.device, copy=True), **moments}
         if not stage3:
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()

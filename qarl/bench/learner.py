@@ -22,6 +22,9 @@ from qarl.config import ConfigError
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from quant.support import require_support
 
+CHECKPOINTING = " checkpointing"
+"""What QaRL's setting is called with checkpointed layers: the scheme and this."""
+
 PHASES = ("old", "forward", "backward", "optimizer", "materialize")
 
 
@@ -33,7 +36,8 @@ class LearnerBenchError(RuntimeError):
 class Options:
     """models: names of `MODELS`. schemes: QaRL's; bf16 is measured in any case. trl: TRL's settings to measure, none
     without `--against trl`. updates: optimizer steps a batch. steps: timed steps a process. rounds: of all processes.
-    tokens: median completion instead of the models' own; micro_batch_tokens: padded tokens a forward."""
+    tokens: median completion instead of the models' own; micro_batch_tokens: padded tokens a forward. checkpointing:
+    measure QaRL with checkpointed layers, too."""
 
     models: tuple[str, ...]
     schemes: tuple[str, ...]
@@ -47,12 +51,14 @@ class Options:
     micro_batch_tokens: int
     kernel: str
     seed: int
+    checkpointing: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
     """One trainer on one model. trainer: qarl or trl. setting: scheme, or TRL's. parameters, tokens: of the model and
-    of the batch. seconds: of a step, median over rounds of the medians of their steps. against_bf16, against_trl:
+    of the batch. seconds, cpu_seconds: of a step, median over rounds of the medians of their steps; of the clock, and
+    of the process's threads, which other processes disturb less. against_bf16, against_trl:
     that, as a multiple of the bf16 step's and of the quickest TRL setting's, medians of the rounds' own ratios. phases:
     median seconds, `rest` among them, empty for TRL. step_bytes, total_bytes: see `StepMemory`. rounds: all seconds."""
 
@@ -62,6 +68,7 @@ class Row:
     trainer: str
     setting: str
     seconds: float
+    cpu_seconds: float
     against_bf16: float
     against_trl: float | None
     phases: dict[str, float]
@@ -120,16 +127,21 @@ def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> I
     model = MODELS[name]
     if options.tokens is not None:
         model = dataclasses.replace(model, tokens=options.tokens)
-    trainers = [("qarl", s) for s in dict.fromkeys(("bf16", *options.schemes))] + [("trl", s) for s in options.trl]
+    schemes = list(dict.fromkeys(("bf16", *options.schemes)))
+    settings = schemes + [s + CHECKPOINTING for s in schemes if options.checkpointing]
+    trainers = [("qarl", s) for s in settings] + [("trl", s) for s in options.trl]
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         parameters, tokens, wanted = _write(model, Path(folder), options.seed)
         found: dict[tuple[str, str], list[Steps]] = {trainer: [] for trainer in trainers}
         for number in range(options.rounds):
             for trainer, setting in trainers:
                 say(f"{name}, round {number + 1} of {options.rounds}: {trainer} {setting}")
-                steps = _run(trainer, _job(Path(folder), setting, number == 0, options), options.trl_python)
-                if steps.digest != wanted:
-                    raise LearnerBenchError(f"{trainer} {setting} did not train on the batch's own tokens")
+                memory = None
+                if number == 0:
+                    memory = _run(trainer, _job(Path(folder), setting, True, options), options.trl_python, wanted)
+                steps = _run(trainer, _job(Path(folder), setting, False, options), options.trl_python, wanted)
+                if memory is not None:
+                    steps = dataclasses.replace(steps, step_bytes=memory.step_bytes, total_bytes=memory.total_bytes)
                 found[trainer, setting].append(steps)
     yield from _rows(name, parameters, tokens, found)
 
@@ -146,23 +158,30 @@ def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
 
 
 def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
+    """memory: one that takes a step's memory and no time."""
     return Job(
-        str(folder), str(folder / "batch.json"), setting, options.dtype, options.updates, options.micro_batch_tokens,
-        options.steps, memory, options.kernel,
+        str(folder), str(folder / "batch.json"), setting.removesuffix(CHECKPOINTING), options.dtype, options.updates,
+        options.micro_batch_tokens, 0 if memory else options.steps, memory, options.kernel,
+        checkpointing=setting.endswith(CHECKPOINTING),
     )  # fmt: skip
 
 
-def _run(trainer: str, job: Job, trl_python: Path) -> Steps:
-    """One process. TRL's finds `qarl.bench`, and nothing else of this environment, by PYTHONPATH."""
+def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
+    """One process. TRL's finds `qarl.bench`, and nothing else of this environment, by PYTHONPATH. wanted: the digest of
+    the tokens it has to train on."""
     assert qarl.__file__ is not None
     python, module = (sys.executable, "learner_worker") if trainer == "qarl" else (str(trl_python), "trl_worker")
     environment = {**os.environ, "PYTHONPATH": str(Path(qarl.__file__).parent.parent), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    if job.memory:  # glibc's heap would count what it keeps of freed memory
+        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     command = [python, "-m", f"qarl.bench.{module}", job.as_argument()]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     steps = Steps.find(ended.stdout)
     if ended.returncode or steps is None:
         said = "\n".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-12:])
         raise LearnerBenchError(f"{trainer} {job.setting} ended with status {ended.returncode}:\n{said}")
+    if steps.digest != wanted:
+        raise LearnerBenchError(f"{trainer} {job.setting} did not train on the batch's own tokens")
     return steps
 
 
@@ -176,6 +195,7 @@ def _rows(model: str, parameters: int, tokens: int, found: dict[tuple[str, str],
         phases = {p: statistics.median(s.get(p, 0.0) for s in steps) for p in (*PHASES, "rest")}
         yield Row(
             model, parameters, tokens, trainer, setting, statistics.median(times),
+            statistics.median(_median(r.seconds, "cpu") for r in rounds),
             _ratio(times, seconds["qarl", "bf16"]), None if quickest is None else _ratio(times, quickest),
             phases if trainer == "qarl" else {}, rounds[0].step_bytes, rounds[0].total_bytes,
             [r.seconds for r in rounds],

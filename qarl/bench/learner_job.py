@@ -11,7 +11,7 @@ _MARK = "QARL-STEPS "
 class Job:
     """model: folder. batch: file of `Sequences`. setting: QaRL's scheme, or one of TRL's settings. updates: optimizer
     steps a batch. micro_batch_tokens: padded tokens a forward. steps: to time. memory: whether to take the memory of
-    one more. kernel: QaRL's kernel family."""
+    one more. kernel: QaRL's kernel family. checkpointing: QaRL's `learner.gradient_checkpointing`."""
 
     model: str
     batch: str
@@ -22,6 +22,7 @@ class Job:
     steps: int
     memory: bool
     kernel: str = "auto"
+    checkpointing: bool = False
     lr: float = 1e-6
 
     def as_argument(self) -> str:
@@ -31,8 +32,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Steps:
-    """seconds: of each timed step by phase, `total` always among them. step_bytes, total_bytes: see `StepMemory`, 0
-    where memory was not asked for. digest: of the tokens trained on."""
+    """seconds: of each timed step by phase; `total` and `cpu`, those of all the process's threads, always among them.
+    step_bytes, total_bytes: see `StepMemory`, 0 where memory was not asked for. digest: of the tokens trained on."""
 
     seconds: list[dict[str, float]]
     step_bytes: int

@@ -24,7 +24,7 @@ def table(rows: list[Row], dtype: str) -> Table:
             else ""
         )
     )
-    columns = ["s/step", "of bf16", "tok/s", "split", "materialize", "step MiB", "all MiB"]
+    columns = ["s/step", "CPU s", "of bf16", "tok/s", "split", "materialize", "step MiB", "all MiB"]
     for column in (*columns, *(("speed of TRL", "step memory of TRL") if against else ())):
         shown.add_column(column, justify="right", overflow="fold")
     for row in rows:
@@ -36,7 +36,8 @@ def _cells(row: Row) -> list[str]:
     share = row.materialize_share
     split = "/".join(f"{100 * seconds / row.seconds:.0f}" for seconds in row.phases.values()) or "-"
     return [
-        row.model, f"{row.trainer} {row.setting}", f"{row.seconds:.3f}", f"{row.against_bf16:.2f} x",
+        row.model, f"{row.trainer} {row.setting}", f"{row.seconds:.3f}", f"{row.cpu_seconds:.3f}",
+        f"{row.against_bf16:.2f} x",
         f"{row.tokens_per_second:,.0f}", split,
         "-" if share is None else _judged(share <= MATERIALIZE_AT_MOST, f"{share:.1%}"),
         f"{row.step_bytes / 2**20:,.0f}", f"{row.total_bytes / 2**20:,.0f}",

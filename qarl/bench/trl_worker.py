@@ -39,14 +39,14 @@ class Clock:
         self.batches += 1
         if self._job.memory and self.batches == 1 + self._job.steps + 1:
             self.memory.begin()
-        self._start = time.perf_counter()
+        self._start, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
         """The batch's last update is done."""
         self._synchronize()
-        seconds = time.perf_counter() - self._start
+        seconds = {"total": time.perf_counter() - self._start, "cpu": time.process_time() - self._cpu}
         if 1 < self.batches <= 1 + self._job.steps:
-            self.seconds.append({"total": seconds})
+            self.seconds.append(seconds)
         if self._job.memory and self.batches == 1 + self._job.steps + 1:
             self.memory.end()
 

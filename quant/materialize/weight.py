@@ -81,9 +81,9 @@ class LowBitWeight:
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]."""
-        codes = self.unpacked().to(torch.float32)
         if self.scale is None:
-            return codes.to(dtype)
+            return self.codes.to(dtype)
+        codes = self.unpacked().to(torch.float32)
         scale = self.wide_scale()
         if self.scheme.block:
             scale = scale.repeat_interleave(self.scheme.block[0], dim=0)

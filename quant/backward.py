@@ -1,0 +1,47 @@
+"""The two products of a straight-through backward, and what is rounded in them.
+
+dx = dy · Ŵ    Ŵ and the sum rounded to the dtype of `dy`, sums in fp32; or everything in fp32 and the sum rounded.
+dW = dyᵀ · x̂   operands as they are: products of 16-bit values are exact in fp32, sums and result are fp32.
+
+Axes: N tokens, O output rows, I input columns.
+"""
+
+import torch
+
+from quant.copies import GradientScale
+
+_BLOCK = 1 << 20
+_TOKENS = 1024
+"""Elements of `dy`, and tokens, that are widened at once on CPUs: those have no product of 16-bit values with an fp32
+result."""
+
+
+def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has units for products of this dtype with sums in fp32. Of float16 on CPUs torch has slow ones
+    alone, of bfloat16 on those without AVX512-BF16 or AMX as well."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return True
+    return dtype == torch.bfloat16 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dy: compute dtype [N, O]; weight: Ŵ [O, I] → compute dtype [N, I].
+
+    The weight's dtype is that of the product's operands. fp32: the exact Ŵ, nothing is rounded but the sum. The compute
+    dtype, of unit roundoff u: |error| ≤ u · Σ_o |dy| |Ŵ| more, from Ŵ's own rounding; none where the dtype holds Ŵ.
+    """
+    return (dy.to(weight.dtype) @ weight).to(dy.dtype)
+
+
+def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, scale: GradientScale) -> None:
+    """total += dyᵀ · x / scale. total: fp32 [O, I]; dy, x (as multiplied): fp32 or compute dtype [N, O] and [N, I]."""
+    unscale = 1.0 / scale.value
+    if dy.is_cuda and dy.dtype == x.dtype != torch.float32:
+        total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32), alpha=unscale)
+        return
+    whole = dy.is_cuda or dy.dtype == x.dtype == torch.float32
+    tokens, rows = (max(1, dy.shape[0]), dy.shape[1]) if whole else (_TOKENS, _BLOCK // _TOKENS)
+    for dy_part, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
+        wide = x_part.to(torch.float32)
+        for into, part in zip(total.split(rows), dy_part.split(rows, dim=1), strict=True):
+            into.addmm_(part.to(torch.float32).t(), wide, alpha=unscale)

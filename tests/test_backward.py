@@ -1,0 +1,177 @@
+"""Products of the straight-through backward: how far rounding may take them, and gradients added where they are made.
+
+Axes: N tokens, O output rows, I input columns.
+"""
+
+import pytest
+import torch
+from test_invariance import drift, experts_policy, gradients, policy, random_batch
+from test_linear import heavy, layer_gradients, make_linear, normal
+
+from learner.input_gradients import rounds_weights
+from learner.logprobs import token_logprobs
+from qarl.config import ConfigError
+from quant.backward import add_weight_gradient, input_gradient, multiplies_natively
+from quant.copies import GradientScale
+
+BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype, tokens: int):
+    """Contract, element by element, u = eps/2 the unit roundoff of the compute dtype, γ = O · 2⁻²⁴ of fp32 sums:
+
+        exact:   |dx - dy·Ŵ| ≤ u |dx| + γ Σ|dy||Ŵ|                    (the sum is rounded once)
+        compute: |dx - dy·Ŵ| ≤ u |dx| + (u + γ) Σ|dy||Ŵ|              (and every Ŵ once)
+
+    The second must be needed somewhere: a rounding that is not there would make the first hold for both. Subnormals of
+    float16 add their spacing, 2⁻²⁴."""
+    weight, dy = heavy(96, 64, seed=1), normal(tokens, 96, seed=2).to(dtype)
+    exact = dy.double() @ weight.double()
+    sums = dy.double().abs() @ weight.double().abs()
+    unit, fp32 = torch.finfo(dtype).eps / 2, 96 * 2.0**-24
+    for operand, allowed in ((weight, fp32), (weight.to(dtype), unit + fp32)):
+        dx = input_gradient(dy, operand)
+        assert dx.dtype == dtype
+        error = (dx.double() - exact).abs()
+        assert (error <= unit * dx.double().abs() + allowed * sums + 2.0**-24).all()
+    assert not (error <= unit * dx.double().abs() + fp32 * sums + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+def test_rounded_inputs_change_dx_alone(scheme: str):
+    """dW and db are the same bits; dx differs where the compute dtype does not hold code · scale, and by no more than
+    fp32's order of sums where it does (unquantized)."""
+    linear = make_linear(scheme)
+    x, dy = heavy(13, 256, seed=3).to(BFLOAT16), normal(13, 128, seed=6).to(BFLOAT16)
+    exact = layer_gradients(linear, x, dy)
+    linear.zero_grad()
+    linear.gradient_scale.exact_inputs = False
+    rounded = layer_gradients(linear, x, dy)
+    assert all(torch.equal(a, b) for a, b in zip(exact[1:], rounded[1:], strict=True))
+    unit = torch.finfo(BFLOAT16).eps / 2
+    sums = dy.float().abs() @ linear.weight_used().abs()
+    error = (rounded[0].float() - exact[0].float()).abs()
+    assert (error <= 2 * unit * exact[0].float().abs() + 1.01 * unit * sums).all()
+    if scheme == "bf16":
+        assert (error <= 2 * unit * exact[0].float().abs() + 128 * 2.0**-24 * sums).all()
+    else:
+        assert error.any()
+
+
+def test_auto_rounds_where_the_device_multiplies_the_dtype():
+    """float16 has no fast product on CPUs, fp32 nothing to round to; what is asked for is never overruled, and refused
+    where experts would not heed it."""
+    assert not multiplies_natively(torch.float16, CPU) and multiplies_natively(torch.float16, torch.device("cuda"))
+    assert multiplies_natively(torch.float32, CPU)
+    for dtype in (torch.float16, BFLOAT16):
+        model = policy(dtype=dtype)
+        assert rounds_weights(model, "compute") and not rounds_weights(model, "exact")
+        assert rounds_weights(model, "auto") == multiplies_natively(dtype, CPU)
+    experts = experts_policy(BFLOAT16)
+    assert not rounds_weights(experts, "exact")
+    with pytest.raises(ConfigError, match=r"input_gradients is 'compute', but gradients through experts"):
+        rounds_weights(experts, "compute")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("shape", [(1, 3, 5), (300, 9000, 4), (17, 64, 33)])
+def test_weight_gradients_are_exact_products_summed_in_fp32(kind: torch.dtype, shape: tuple[int, int, int]):
+    """Contract: total += dyᵀ x / scale with |error| ≤ (N + 2) 2⁻²³ (|total| + Σ|dy||x|), whatever the operands' dtype;
+    9000 rows are several blocks. A product rounded to bfloat16 is off by 2⁻⁹."""
+    tokens, rows, columns = shape
+    dy, x = normal(tokens, rows, seed=1).to(kind), normal(tokens, columns, seed=2).to(kind)
+    start = normal(rows, columns, seed=3)
+    scale = GradientScale()
+    scale.value = 8.0
+    total = start.clone()
+    add_weight_gradient(total, dy, x, scale)
+    exact = start.double() + dy.double().t() @ x.double() / 8
+    size = start.double().abs() + dy.double().abs().t() @ x.double().abs() / 8
+    assert ((total.double() - exact).abs() <= (tokens + 2) * 2.0**-23 * size).all()
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+def test_gradients_added_in_place_are_autograds(scheme: str, loss_scale: float):
+    """Contract: after two micro-batches every master's gradient is that of autograd's accumulation, up to the order of
+    fp32 sums; the tied embedding, which two places add to, among them. A gradient lost, or added twice, is off by its
+    own size."""
+    found = []
+    for in_place in (False, True):
+        model = policy(scheme)
+        model.gradient_scale.value, model.gradient_scale.in_place = loss_scale, in_place
+        totals: dict[str, torch.Tensor] = {}
+        for lengths in ([9, 4], [17]):
+            batch = random_batch(lengths, model.config.vocab_size)
+            _, part = gradients(model, batch, length=batch.length)
+            totals = {n: g + totals[n] if totals else g for n, g in part.items()}
+        found.append(totals)
+    assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in found[1].values())
+    assert drift(found[1], found[0])[1] <= 1e-5
+
+
+def test_experts_gradients_added_in_place_are_autograds():
+    found = []
+    for in_place in (False, True):
+        model = experts_policy(BFLOAT16)
+        model.gradient_scale.in_place = in_place
+        batch = random_batch([7, 12, 3], model.config.vocab_size)
+        found.append(gradients(model, batch, length=batch.length)[1])
+    assert drift(found[1], found[0])[1] <= 1e-5
+
+
+def test_hooks_of_a_master_see_its_gradient():
+    """In place or not: a master with a hook is delivered to by autograd, the others are not."""
+    model = policy("w4a16")
+    model.gradient_scale.in_place = True
+    seen: list[torch.Tensor] = []
+    master = model.masters["model.layers.0.mlp.down_proj.weight"]
+    handle = master.register_hook(seen.append)
+    batch = random_batch([6, 3], model.config.vocab_size)
+    _, hooked = gradients(model, batch, length=batch.length)
+    handle.remove()
+    _, found = gradients(model, batch, length=batch.length)
+    assert len(seen) == 1 and torch.equal(seen[0], hooked["model.layers.0.mlp.down_proj.weight"])
+    assert drift(found, hooked)[1] <= 1e-6
+
+
+def test_gradients_in_place_add_up_over_backwards():
+    """Twice the same batch without clearing: twice the gradient, to the last bit (a doubling is exact)."""
+    model = policy("w4a16")
+    model.gradient_scale.in_place = True
+    batch = random_batch([6, 3], model.config.vocab_size)
+    _, once = gradients(model, batch, length=batch.length)
+    for master in model.masters.values():
+        master.grad = None
+    for _ in range(2):
+        logprobs, _ = token_logprobs(model, batch.tokens, batch.response, length=batch.length)
+        (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+    total = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
+    assert drift(total, {n: 2 * g for n, g in once.items()})[1] <= 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="16-bit operands with an fp32 result are CUDA's")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
+    """As on CPUs: exact products, fp32 sums. A result rounded to 16 bits fails by 2⁻⁹ or 2⁻¹² of its size."""
+    dy, x = normal(200, 128, seed=1).to(dtype).cuda(), normal(200, 64, seed=2).to(dtype).cuda()
+    total = torch.zeros(128, 64, device="cuda")
+    add_weight_gradient(total, dy, x, GradientScale())
+    exact = dy.double().t() @ x.double()
+    assert ((total.double() - exact).abs() <= 202 * 2.0**-23 * (dy.double().abs().t() @ x.double().abs())).all()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_released_product_is_built_again_to_the_same_bits(aligned: bool):
+    """Also where the master has moved on since: the weight version stays until `refresh`."""
+    linear = make_linear("w4a16", kernel="torch", aligned=aligned)
+    x = normal(7, 256, seed=1).to(BFLOAT16)
+    before = linear(x)
+    kept = linear.product
+    with torch.no_grad():
+        linear.master.add_(1)
+    linear.release_product()
+    assert torch.equal(linear(x), before) and (linear.product is kept) != aligned
