@@ -17,6 +17,7 @@ from learner.logprobs import packs, token_logprobs
 from learner.loss import LossInput, LossShare, policy_loss
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.optim import MasterOptimizer
+from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.precision import LossScale
 from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
@@ -85,6 +86,7 @@ class Learner:
         for part in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
             rows = batch.rows(part).to(model.device)
             values, entropies = self._token_logprobs(model, rows, entropy=True)
+            require_finite_logprobs(model, rows, values, rows.length if self.packed else None)
             logprobs[part, : values.shape[1]] = values.cpu()
             entropy += float(entropies.sum())
         return logprobs, entropy / int(batch.response[index].sum())
@@ -114,6 +116,7 @@ class Learner:
         self.stopwatch.take()
         with self.stopwatch("old"):
             old, entropy = self._engine_precision(batch, everything)
+        require_finite_sampler(batch, self.model.dtype)
         mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response)
         if gate is not None:
             gate(mismatch)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from learner.master_step import Index, Lost, MasterStep
+from learner.precision import PrecisionError, short_name
 from qarl.config import ConfigError, OptimizerConfig
 
 
@@ -50,14 +51,29 @@ class MasterOptimizer:
         """Step every master at `lr_factor` times the configured learning rate.
 
         Returns, if `diagnose`, the share of lost updates: of the weights with a momentum, those whose stored value (a
-        Kahan master's with its remainder) is what it was.
+        Kahan master's with its remainder) is what it was. Raises `PrecisionError` where the step took a 16-bit master
+        out of its dtype's range.
         """
         done = [step.step(self._config.lr * lr_factor, diagnose) for step in self._steps.values()]
+        self._require_range()
         found: list[Lost] = [lost for lost in done if lost is not None]
         if not diagnose:
             return None
         meant = sum(int(lost.meant) for lost in found)
         return sum(int(lost.lost) for lost in found) / max(meant, 1)
+
+    def _require_range(self) -> None:
+        """Raise `PrecisionError` naming the first master that is not finite; the device is waited for once."""
+        within = {name: finite for name, step in self._steps.items() if (finite := step.in_range()) is not None}
+        if not within or bool(torch.stack(list(within.values())).all()):
+            return
+        name = next(name for name, finite in within.items() if not finite)
+        dtype = self._steps[name].dtype
+        raise PrecisionError(
+            f"master {name!r} left the range of {short_name(dtype)} (±{torch.finfo(dtype).max:.5g}) by this step; "
+            "nothing of it is published, and the last checkpoint is intact: resume from there with a lower "
+            "learner.optimizer.lr, or start a run with --master-dtype float32 or bfloat16"
+        )
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

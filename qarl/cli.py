@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _expected(error: Exception) -> str | None:
     """A heading for errors whose message says all a user needs; None for the rest, which keep their traceback."""
+    from learner.precision import PrecisionError
     from qarl.bench.learner import LearnerBenchError
     from qarl.checkpoint import CheckpointError
     from qarl.ptq.compressor import CompressorError
@@ -68,7 +69,7 @@ def _expected(error: Exception) -> str | None:
         LoraError: "LoRA", ModelError: "model", OperatorError: "operators", KernelError: "kernel",
         EngineError: "engine", AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
         CheckpointError: "checkpoint", CompressorError: "llmcompressor",
-        LearnerBenchError: "bench",
+        LearnerBenchError: "bench", PrecisionError: "precision",
     }  # fmt: skip
     return next((heading for kind, heading in headings.items() if isinstance(error, kind)), None)
 
