@@ -1,7 +1,7 @@
 """Numbers that left their dtype's range: found before they are learned from, and traced to where they arose.
 
-float16 ends at 65504. A forward beyond it gives infinity, and NaN from there on; a loss made of those has no gradient to
-step with, so the run would skip every update and never say why. The good case costs one look at the log-probs.
+float16 ends at 65504. A forward beyond it gives infinity, and NaN from there on; a loss made of those has no gradient
+to step with, so the run would skip every update and never say why. The good case costs one look at the log-probs.
 """
 
 import math
@@ -56,8 +56,8 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
     wrong = int((~batch.sampler_logprobs.isfinite()).sum())
     if wrong:
         raise PrecisionError(
-            f"the engine's log-probs of {wrong} of {int(batch.response.sum())} tokens are infinite or NaN, the learner's "
-            f"of the same tokens are not. {_remedy(dtype)}; no step was taken from them, the last checkpoint is intact"
+            f"the engine's log-probs of {wrong} of {int(batch.response.sum())} tokens are infinite or NaN, the "
+            f"learner's of the same tokens are not. {_remedy(dtype)}; no step was taken from them, the last checkpoint is intact"
         )
 
 
@@ -158,6 +158,6 @@ def _remedy(dtype: torch.dtype) -> str:
             "bfloat16), or in float32 where the scheme has it (--dtype float32)"
         )
     return (
-        f"{short_name(dtype)} has a range of 3e38, so the policy itself has diverged or its weights are damaged: resume "
-        "from an earlier checkpoint with a lower learner.optimizer.lr or learner.optimizer.grad_clip"
+        f"{short_name(dtype)} has a range of 3e38, so the policy itself has diverged or its weights are damaged: "
+        "resume from an earlier checkpoint with a lower learner.optimizer.lr or learner.optimizer.grad_clip"
     )

@@ -57,9 +57,9 @@ class LossScale:
         masters = "the masters are those before the first of them, and the last checkpoint is intact"
         if self.active:
             return (
-                f"float16 gradients are infinite or NaN even at a loss scale of 1, after {self.skipped} skipped updates "
-                f"in a row; compute in bfloat16, whose range is float32's (--dtype bfloat16), or in float32 where the "
-                f"scheme has it (--dtype float32); {masters}"
+                f"float16 gradients are infinite or NaN even at a loss scale of 1, after {self.skipped} skipped "
+                f"updates in a row; compute in bfloat16, whose range is float32's (--dtype bfloat16), or in float32 where "
+                f"the scheme has it (--dtype float32); {masters}"
             )
         return (
             f"{self.skipped} updates in a row had infinite or NaN gradients, in a dtype whose range is float32's: the "
