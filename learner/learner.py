@@ -12,6 +12,7 @@ import torch
 
 from learner.aggregation import Totals
 from learner.batching import Batch, micro_batches, mini_batches
+from learner.diagnostics import Diagnosis
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss import LossInput, LossShare, policy_loss
@@ -32,7 +33,8 @@ class LearnStats:
     |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0 without)
     are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients were not
     finite. loss_scale: after the batch. seconds: wall time of the phases old (log-probs before the update), forward
-    (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA."""
+    (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA. lost_updates,
+    flipped_codes: see `learner.diagnostics`, None where they were not measured."""
 
     mismatch: Mismatch
     loss: float
@@ -48,6 +50,8 @@ class LearnStats:
     skipped: int
     loss_scale: float
     seconds: dict[str, float] = field(compare=False)
+    lost_updates: float | None = None
+    flipped_codes: float | None = None
 
 
 class Learner:
@@ -73,6 +77,7 @@ class Learner:
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
         self.stopwatch = Stopwatch()
+        self._diagnosis: Diagnosis | None = None
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
@@ -104,15 +109,21 @@ class Learner:
             return self._logprobs(self.model, batch, index)
 
     def learn(
-        self, batch: Batch, seed: int, gate: Callable[[Mismatch], None] | None = None, lr_factor: float = 1.0
+        self,
+        batch: Batch,
+        seed: int,
+        gate: Callable[[Mismatch], None] | None = None,
+        lr_factor: float = 1.0,
+        diagnose: bool = False,
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches (by `seed`), materializing a weight version after each.
 
         gate: called with the batch's mismatch before anything is updated; it may raise. lr_factor: of the learning
-        rate, see `learner.optim.lr_factor`. A mini-batch with a non-finite gradient is skipped and counted; masters
-        then stay as they were.
+        rate, see `learner.optim.lr_factor`. diagnose: measure lost updates and flipped codes. A
+        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were.
         """
         everything = torch.arange(len(batch.tokens))
+        self._diagnosis = Diagnosis() if diagnose else None
         self.stopwatch.take()
         with self.stopwatch("old"):
             old, entropy = self._engine_precision(batch, everything)
@@ -143,6 +154,8 @@ class Learner:
             len(updates) - len(done),
             self.loss_scale.scale,
             self.stopwatch.take(),
+            self._diagnosis.lost_updates if self._diagnosis else None,
+            self._diagnosis.flipped_codes if self._diagnosis else None,
         )
 
     def _update(
@@ -198,10 +211,12 @@ class Learner:
             if finite:
                 clip = min(1.0, self.config.optimizer.grad_clip / (norm + 1e-6))
                 self.optimizer.scale_gradients(clip)
-                self.optimizer.step(lr_factor)
+                lost = self.optimizer.step(lr_factor, self._diagnosis is not None)
+                if self._diagnosis is not None:
+                    self._diagnosis.add(lost)
         if finite:
             with self.stopwatch("materialize"):
-                self.model.refresh()
+                self.model.refresh(self._diagnosis.flips if self._diagnosis else None)
         self.loss_scale.update(finite)
         self.optimizer.zero_grad()
         return (norm if finite else 0.0), finite

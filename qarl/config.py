@@ -133,6 +133,11 @@ class LearnerConfig(Section):
         ge=0,
         description="factor of the experts' load-balance loss; None: the model's, if it asks",
     )
+    diagnostics_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of lost updates and flipped codes, from the first; 0: off",
+    )
     loss_scale: float = Field(default=65536.0, gt=0, description="initial, for float16; grows and backs off by itself")
     loss_scale_growth: int = Field(default=200, ge=1, description="good steps after which the loss scale doubles")
     threads: int | None = Field(default=None, ge=1, description="torch threads; None leaves torch's choice")

@@ -20,6 +20,7 @@ from qarl.config import LayerRule
 from quant.adapter import digest
 from quant.copies import GradientScale, MasterEmbedding, detach_copy, plain_lookup
 from quant.experts import RoutedLowBitExperts
+from quant.flips import FlipCount
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear, fuse_scales
@@ -163,13 +164,15 @@ class LowBitModel(nn.Module):
         return copies
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, flips: FlipCount | None = None) -> None:
         """Materialize every master: a new weight version, used by all forwards, the publish and the export.
 
-        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it.
+        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it. flips: takes
+        in how many codes that changes.
         """
         for layer in self._multiplied():
-            layer.refresh()
+            with flips.over(layer) if flips else contextlib.nullcontext():
+                layer.refresh()
         for name, copy in self._copies.items():
             copy.copy_(self.loaded[name])
 

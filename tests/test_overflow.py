@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_learner import all_equal, batch_of, make_learner, masters_of, poison
 from torch import nn
 
 from learner.learner import Learner
@@ -13,7 +14,6 @@ from learner.optim import MasterOptimizer
 from learner.overflow import first_fault
 from learner.precision import MOST_SKIPPED, LossScale, PrecisionError
 from qarl.config import OptimizerConfig
-from tests.test_learner import all_equal, batch_of, make_learner, masters_of, poison
 
 
 def scaled(dtype: torch.dtype, factors: dict[str, float], scheme: str = "bf16", **config: Any) -> Learner:
