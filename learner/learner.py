@@ -70,7 +70,7 @@ class Learner:
         self.model = model
         self.config = config
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer)
-        self.loss_scale = LossScale(model.dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
+        self.loss_scale = LossScale(model.compute_dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.records_router_logits = self._balance > 0
         self._reference = reference

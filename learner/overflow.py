@@ -43,11 +43,11 @@ def require_finite_logprobs(
     if wrong == 0:
         return
     fault = first_fault(model, rows, length)
-    dtype = short_name(model.dtype)
+    dtype = short_name(model.forward_dtype)
     where = "no module's output is, so it is their normalization" if fault is None else _in_words(fault, dtype)
     raise PrecisionError(
         f"{dtype} forward: the log-probs of {wrong} of {int(rows.response.sum())} tokens are infinite or NaN; {where}. "
-        f"{_remedy(model.dtype)}; no step was taken from them, the last checkpoint is intact"
+        f"{_remedy(model.forward_dtype)}; no step was taken from them, the last checkpoint is intact"
     )
 
 
@@ -156,7 +156,8 @@ def _remedy(dtype: torch.dtype) -> str:
     if dtype == torch.float16:
         return (
             f"float16 ends at {torch.finfo(dtype).max:.0f}: compute in bfloat16, whose range is float32's (--dtype "
-            "bfloat16), or in float32 where the scheme has it (--dtype float32)"
+            "bfloat16), or in float32 where the scheme has it (--dtype float32); where "
+            "learner.compute_dtype is set, there"
         )
     return (
         f"{short_name(dtype)} has a range of 3e38, so the policy itself has diverged or its weights are damaged: "

@@ -59,7 +59,8 @@ class LossScale:
             return (
                 f"float16 gradients are infinite or NaN even at a loss scale of 1, after {self.skipped} skipped "
                 f"updates in a row; compute in bfloat16, whose range is float32's (--dtype bfloat16), or in float32 "
-                f"where the scheme has it (--dtype float32); {masters}"
+                f"where the scheme has it (--dtype float32); where learner.compute_dtype is "
+                f"set, there; {masters}"
             )
         return (
             f"{self.skipped} updates in a row had infinite or NaN gradients, in a dtype whose range is float32's: the "

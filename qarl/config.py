@@ -121,6 +121,9 @@ class LearnerConfig(Section):
         default=False, description="compute decoder layers again in the backward instead of keeping what they computed"
     )
     master_dtype: MasterDtype = Field(default="float32", description="of the master weights")
+    compute_dtype: MasterDtype | None = Field(
+        default=None, description="of the learner's forward; None: the run's dtype. Others need learner.aligned false"
+    )
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
         default="auto", description="auto: vLLM's where importable"
     )
@@ -134,7 +137,7 @@ class LearnerConfig(Section):
         description="factor of the experts' load-balance loss; None: the model's, if it asks",
     )
     diagnostics_every: int = Field(
-        default=0,
+        default=10,
         ge=0,
         description="steps between measurements of lost updates and flipped codes, from the first; 0: off",
     )
@@ -172,6 +175,11 @@ class LearnerConfig(Section):
 def refuse_ignored_precision(learner: LearnerConfig) -> None:
     """Raise `ValueError` for a precision option that the other options leave nothing to do."""
     optimizer, master = learner.optimizer, learner.master_dtype
+    if learner.aligned and learner.compute_dtype is not None:
+        raise ValueError(
+            f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies "
+            "the engine's codes in the engine's dtype; set dtype for both, or learner.aligned false"
+        )
     if learner.lora.name == "lora" and (optimizer.rounding is not None or optimizer.rounding_seed):
         raise ValueError(
             f"learner.optimizer.rounding {optimizer.rounding!r} with rounding_seed {optimizer.rounding_seed} is of "

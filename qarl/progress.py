@@ -58,6 +58,9 @@ class Dashboard:
         made = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
         self._console.print(f"materialized: {made}", soft_wrap=True, markup=False)
         self._console.print(f"learner's sequences: {'packed' if packed else 'padded'}")
+        computes = self._config.learner.compute_dtype
+        if computes not in (None, self._config.dtype):
+            self._console.print(f"learner computes in {computes}, the engine in {self._config.dtype}")
         if trained:
             self._console.print(trained, soft_wrap=True, markup=False)
 

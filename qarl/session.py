@@ -100,6 +100,7 @@ def open_policy(config: RunConfig) -> Policy:
         torch.set_num_threads(config.learner.threads)
     folder = model_folder(config.model)
     dtype = COMPUTE_DTYPES[config.dtype]
+    compute = MASTER_DTYPES[config.learner.compute_dtype] if config.learner.compute_dtype else None
     prompter = Prompter(folder, config.rollout.max_prompt_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     factory = make_factory(config.learner.kernel, dtype)
@@ -107,7 +108,7 @@ def open_policy(config: RunConfig) -> Policy:
     def initial_model() -> LowBitModel:
         masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
         return LowBitModel(
-            masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers
+            masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers, compute
         )
 
     model = initial_model()

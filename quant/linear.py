@@ -27,6 +27,7 @@ class LowBitLinear(nn.Module):
     master: fp32, bf16 or fp16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
     aligned: multiply the low-bit codes (True), or the master cast to the compute dtype (False, the plain
     quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
+    compute_dtype: what an unaligned forward computes in, set by the model where it is not `dtype`, the engine's.
     fused: the layers the engine multiplies together with this one; see `fuse_scales`.
     adapter: None, or what is trained instead of the master (`quant.lora.add_adapters`).
     gradient_scale: the model's (`quant.copies`).
@@ -48,6 +49,7 @@ class LowBitLinear(nn.Module):
         self.bias = bias
         self.scheme = scheme
         self.dtype = dtype
+        self.compute_dtype = dtype
         self.aligned = aligned
         self.gradient_scale = GradientScale()
         self._factory = factory
@@ -66,7 +68,8 @@ class LowBitLinear(nn.Module):
         if self.bias is not None:
             self.low_bit_bias = self.bias.detach().to(self.dtype, copy=True)
         if not self.aligned:  # now, for the master may have moved on by the next forward
-            self._product = PlainProduct(self.merged().to(self.dtype, copy=True), self.low_bit_bias)
+            bias = None if self.bias is None else self.bias.detach().to(self.compute_dtype, copy=True)
+            self._product = PlainProduct(self.merged().to(self.compute_dtype, copy=True), bias)
 
     def merged(self) -> torch.Tensor:
         """What is materialized: the master, with the adapter's product added where there is one; master's dtype
@@ -97,7 +100,12 @@ class LowBitLinear(nn.Module):
         assert self.low_bit is not None
         if self.aligned:
             return self.low_bit.dequantized(torch.float32)
-        return self.merged().to(self.dtype).to(torch.float32)
+        return self.merged().to(self.compute_dtype).to(torch.float32)
+
+    @property
+    def forward_dtype(self) -> torch.dtype:
+        """Of what the forward is given and returns."""
+        return self.dtype if self.aligned else self.compute_dtype
 
 
 def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
@@ -153,7 +161,7 @@ class _StraightThrough(torch.autograd.Function):
         saved = ctx.saved_tensors
         x_used = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
         need_x, need_master, need_bias, *_ = ctx.needs_input_grad
-        dx = (dy @ linear.weight_used()).to(linear.dtype) if need_x else None
+        dx = (dy @ linear.weight_used()).to(linear.forward_dtype) if need_x else None
         unscaled = linear.gradient_scale.unscaled
         dw = unscaled(dy.t() @ x_used) if need_master else None
         db = unscaled(dy.sum(0)) if need_bias else None

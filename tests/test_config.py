@@ -164,10 +164,12 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.dynamic_sampling": "2",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "kahan", "learner.optimizer.rounding_seed": "1",
+        "learner.compute_dtype": "float32",
     }  # fmt: skip
     field, value = ("learner.lora.name", "lora") if path == "learner.lora" else (path, other[path])
     file = config_file("tiny-qwen3")
     narrow = {"learner.master_dtype": "bfloat16"} if "rounding" in path else {}
+    narrow |= {"learner.aligned": "false"} if path == "learner.compute_dtype" else {}
     with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
         resumed_config(load_config(file, narrow), load_config(file, narrow | {field: value}))
     longer = load_config(file, {"steps": "999"})
