@@ -255,7 +255,7 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument("--task", help="task name (default: the run's, else chain_sum)")
     evaluate.add_argument("--problems", type=int, default=512, help="held-out problems (default 512)")
     evaluate.add_argument("--max-new-tokens", type=int, help="default: the run's, else 64")
-    evaluate.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: the checkpoint's own")
+    evaluate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
     evaluate.add_argument("--json", metavar="FILE", help="write the result as JSON too")
     evaluate.set_defaults(run=_eval)
 
@@ -276,7 +276,7 @@ def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 def _add_schemes(commands: Any) -> None:
     schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
     schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
-    schemes.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="compute dtype")
+    schemes.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="compute dtype")
     schemes.add_argument(
         "--kernel", choices=("auto", "vllm", "torch", "reference"), default="auto", help="the learner's kernel family"
     )

@@ -28,8 +28,7 @@ from qarl.config_objectives import (
     refuse_incompatible,
 )
 
-Dtype = Literal["bfloat16", "float16"]
-MasterDtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 class TaskConfig(Section):
@@ -120,8 +119,8 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="compute decoder layers again in the backward instead of keeping what they computed"
     )
-    master_dtype: MasterDtype = Field(default="float32", description="of the master weights")
-    compute_dtype: MasterDtype | None = Field(
+    master_dtype: Dtype = Field(default="float32", description="of the master weights")
+    compute_dtype: Dtype | None = Field(
         default=None, description="of the learner's forward; None: the run's dtype. Others need learner.aligned false"
     )
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
