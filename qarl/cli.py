@@ -276,7 +276,9 @@ def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 def _add_schemes(commands: Any) -> None:
     schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
     schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
-    schemes.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="compute dtype")
+    schemes.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="compute dtype"
+    )
     schemes.add_argument(
         "--kernel", choices=("auto", "vllm", "torch", "reference"), default="auto", help="the learner's kernel family"
     )
