@@ -73,6 +73,10 @@ class MasterStep:
         self._send_home()
         return lost
 
+    def value(self) -> torch.Tensor:
+        """A copy of what the master stands for, fp32."""
+        return self._widened().clone()
+
     def _widened(self) -> torch.Tensor:
         """fp32: the master itself, or a copy of what it stands for."""
         master = self._master.detach()

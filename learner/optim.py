@@ -36,6 +36,10 @@ class MasterOptimizer:
             rounding = config.rounding_of(str(master.dtype).removeprefix("torch."))
             self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home)
 
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of what each master stands for, fp32: the master, a Kahan one's with its remainder."""
+        return {name: step.value() for name, step in self._steps.items()}
+
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
         gradients = [p.grad.float() for p in self._masters if p.grad is not None]

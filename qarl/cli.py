@@ -181,7 +181,8 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console) -> int:
             f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)"
         )
     if outcome.export is not None:
-        console.print(f"deployable checkpoint: {outcome.export}  (vllm serve {outcome.export})", soft_wrap=True)
+        asked = " --dtype float32" if config.dtype == "float32" else ""  # vLLM's auto takes float32 for masters
+        console.print(f"deployable checkpoint: {outcome.export}  (vllm serve {outcome.export}{asked})", soft_wrap=True)
     return 0
 
 
