@@ -3,23 +3,23 @@
 Axes: B sequences, T tokens.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from learner.aggregation import Totals
+from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
 from learner.diagnostics import Diagnosis
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
-from learner.loss import LossInput, LossShare, policy_loss
+from learner.loss import LossInput, policy_loss
 from learner.mismatch import Mismatch, measure_mismatch
-from learner.optim import MasterOptimizer
 from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.precision import LossScale
+from learner.processes import Processes
 from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
 from qarl.config import ConfigError, LearnerConfig
@@ -57,11 +57,18 @@ class LearnStats:
 class Learner:
     """Owns the policy's masters and their optimizer.
 
+    processes: those that learn together. All are given the same batch, and each computes its share of it.
     reference: the policy a KL penalty measures from, never stepped; needed exactly where `config.kl` asks for one, else
     `ConfigError`.
     """
 
-    def __init__(self, model: LowBitModel, config: LearnerConfig, reference: LowBitModel | None = None):
+    def __init__(
+        self,
+        model: LowBitModel,
+        config: LearnerConfig,
+        reference: LowBitModel | None = None,
+        processes: Processes | None = None,
+    ):
         if isinstance(config.kl, KlConfig) != (reference is not None):
             raise ConfigError(
                 f"learner.kl.name is {config.kl.name!r}, but the learner was given "
@@ -69,7 +76,8 @@ class Learner:
             )
         self.model = model
         self.config = config
-        self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer)
+        self.processes = processes or Processes()
+        self.backend = make_backend(model, config, self.processes)
         self.loss_scale = LossScale(model.compute_dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.records_router_logits = self._balance > 0
@@ -85,18 +93,43 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs(self, model: LowBitModel, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """As above, of the rows at `index` alone; the others are zero."""
+        """As above, of the rows at `index` alone; the others are zero. model: the policy or the reference."""
         logprobs = torch.zeros_like(batch.sampler_logprobs)
-        entropy = 0.0
-        for part in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
+        entropy = torch.zeros((), dtype=torch.float64)
+        forward = self.backend.policy if model is self.model else model
+        for part, counts in self._share(batch, index):
             rows = batch.rows(part).to(model.device)
-            values, entropies = self._token_logprobs(model, rows, entropy=True)
-            require_finite_logprobs(model, rows, values, rows.length if self.packed else None)
-            logprobs[part, : values.shape[1]] = values.cpu()
-            entropy += float(entropies.sum())
-        return logprobs, entropy / int(batch.response[index].sum())
+            values, entropies = self._token_logprobs(forward, rows, entropy=True)
+            if counts:
+                logprobs[part, : values.shape[1]] = values.cpu()
+                entropy += float(entropies.sum())
+        logprobs, entropy = (self.processes.total(values) for values in (logprobs, entropy))
+        if not logprobs.isfinite().all():
+            self._explain(model, batch, index, logprobs)
+        return logprobs, float(entropy) / int(batch.response[index].sum())
 
-    def _token_logprobs(self, model: LowBitModel, rows: Batch, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
+        forward = self.backend.policy if model is self.model else model
+        for part in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
+            rows = batch.rows(part)
+            require_finite_logprobs(
+                model, rows.to(model.device), logprobs[part, : rows.response.shape[1]], self.packed, forward
+            )
+
+    def _share(self, batch: Batch, index: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
+        """This process's micro-batches of the rows at `index`, dealt out in turn.
+
+        Every process gets as many, for ZeRO's collectives are in every forward and backward; what a process gets beyond
+        its share does not count (False).
+        """
+        parts = list(micro_batches(batch, index, self.config.micro_batch_tokens, self.packed))
+        rank, world = self.processes.rank, self.processes.world
+        for start in range(0, len(parts), world):
+            counts = start + rank < len(parts)
+            yield parts[start + rank if counts else start], counts
+
+    def _token_logprobs(self, model: Any, rows: Batch, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         length = rows.length if self.packed else None
         chunk = self.config.logprob_chunk_tokens
         return token_logprobs(model, rows.tokens, rows.response, rows.experts, length, chunk, entropy)
@@ -161,83 +194,61 @@ class Learner:
     def _update(
         self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor, lr_factor: float
     ) -> "_Update":
-        self.optimizer.zero_grad()
         self.model.gradient_scale.value = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
-        loss = balance = 0.0
-        shares: list[LossShare] = []
-        for micro in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
+        sums = torch.zeros(len(_SUMMED), dtype=torch.float64)
+        for micro, counts in self._share(batch, index):
             rows = batch.rows(micro).to(self.model.device)
             with self.stopwatch("forward"):
-                current, _ = self._token_logprobs(self.model, rows, entropy=False)
+                current, _ = self._token_logprobs(self.backend.policy, rows, entropy=False)
             old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
             assert old_ is not None
             current = current if shadow_ is None else shadowed(current, shadow_)
             given = LossInput(current, old_, rows.sampler_logprobs, reference_, rows.response, rows.advantages)
             with self.stopwatch("forward"):
-                shares.append(policy_loss(given, self.config, totals))
-            share = shares[-1].loss
-            if self.model.records_router_logits:
-                real = rows.real().flatten()
-                balance_loss = load_balance_loss(self.model, real[real] if self.packed else real)
-                share = share + self._balance * balance_loss * len(micro) / len(index)
-                balance += float(balance_loss.detach()) * len(micro) / len(index)
+                share = policy_loss(given, self.config, totals)
+                loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))
             with self.stopwatch("backward"):
-                (share * self.loss_scale.scale).backward()
-            loss += float(share.detach())
+                self.backend.backward(loss * (self.loss_scale.scale if counts else 0.0))
+            if counts:
+                seen = {**vars(share), "loss": float(loss.detach()), "balance": balance}
+                sums += torch.tensor([seen[name] for name in _SUMMED], dtype=torch.float64)
         norm, applied = self._apply(lr_factor)
+        summed = dict(zip(_SUMMED, self.processes.total(sums).tolist(), strict=True))
+        return _Update(**summed, grad_norm=norm, applied=applied)
 
-        def total(name: str) -> float:
-            return sum(getattr(share, name) for share in shares)
-
-        return _Update(
-            loss,
-            norm,
-            total("clipped"),
-            total("phantom_clipped"),
-            total("corrected"),
-            total("kl"),
-            total("log_ratio"),
-            balance,
-            applied,
-        )
+    def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, float]:
+        """The loss with the routers' auxiliary one, where that is on, and what was added. share: of the mini-batch's
+        sequences that are in these rows."""
+        if not self.model.records_router_logits:
+            return loss, 0.0
+        real = rows.real().flatten()
+        balance = load_balance_loss(self.model, real[real] if self.packed else real) * share
+        return loss + self._balance * balance, float(balance.detach())
 
     def _apply(self, lr_factor: float) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
         with self.stopwatch("optimizer"):
-            norm = self.optimizer.gradient_norm()
-            finite = math.isfinite(norm)
-            if finite:
-                clip = min(1.0, self.config.optimizer.grad_clip / (norm + 1e-6))
-                self.optimizer.scale_gradients(clip)
-                lost = self.optimizer.step(lr_factor, self._diagnosis is not None)
-                if self._diagnosis is not None:
-                    self._diagnosis.add(lost)
-        if finite:
+            step = self.backend.step(lr_factor, self._diagnosis is not None)
+            if self._diagnosis is not None:
+                self._diagnosis.add(step.lost)
+        if step.taken:
             with self.stopwatch("materialize"):
                 self.model.refresh(self._diagnosis.flips if self._diagnosis else None)
-        self.loss_scale.update(finite)
-        self.optimizer.zero_grad()
-        return (norm if finite else 0.0), finite
+        self.loss_scale.update(step.taken)
+        return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, optimizer and loss scale; of LoRA the adapters alone, and the SHA-256 of the base they are for."""
-        masters = {name: p.detach() for name, p in self.model.masters.items()}
-        return {
-            "masters": masters,
-            "optimizer": self.optimizer.state_dict(),
-            "scale": self.loss_scale.state_dict(),
-            "base": self.model.base_digest,
-        }
+        """Masters, optimizer and loss scale; of LoRA the adapters alone, and the SHA-256 of the base they are for. Of
+        several processes each has a part of the masters and of the optimizer, to be put together for
+        `load_state_dict`."""
+        return {**self.backend.state_dict(), "scale": self.loss_scale.state_dict(), "base": self.model.base_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a `state_dict` and materialize it. Raises `ConfigError` for adapters of another base."""
         self._require_base(state.get("base"))
-        with torch.no_grad():
-            for name, master in self.model.masters.items():
-                master.copy_(state["masters"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.backend.load_state_dict(state)
         self.loss_scale.load_state_dict(state["scale"])
         self.model.refresh()
 
@@ -249,6 +260,10 @@ class Learner:
                 f"the checkpoint's LoRA adapters are for a base with {told[0]}, this policy has {told[1]}; give the "
                 "model folder the run was started with, unchanged"
             )
+
+
+_SUMMED = ("loss", "clipped", "phantom_clipped", "corrected", "kl", "log_ratio", "balance")
+"""Numbers of an update that add up over micro-batches and processes."""
 
 
 @dataclass(frozen=True)

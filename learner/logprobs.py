@@ -6,6 +6,7 @@ a chunk's logits again, so that between forward and backward none are kept.
 Axes: B sequences, T tokens, n response tokens of all sequences, c of a chunk, V vocabulary, C hidden columns.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ CHUNK_TOKENS = 512
 
 
 def token_logprobs(
-    model: LowBitModel,
+    model: Callable[..., Any],
     tokens: torch.Tensor,
     response: torch.Tensor,
     experts: torch.Tensor | None = None,
@@ -29,12 +30,25 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
 
-    tokens: int64 [B, T], padded on the right (attention is causal, so padding needs no mask). response: bool
-    [B, T-1], the positions wanted; logits are computed for these alone. experts, length: see `LowBitModel.hidden`; with
-    length, int64 [B], padding is not computed. chunk_tokens: positions whose logits are held at once. Returns fp32
-    [B, T-1] twice, zero elsewhere; the entropy carries no gradient and is zero throughout where it is not asked for.
-    Logits are rounded to the compute dtype by the output head and normalized in fp32, as in vLLM.
+    model: a `LowBitModel`, or what a backend wraps it in. tokens: int64 [B, T], padded on the right (attention is
+    causal, so padding needs no mask). response: bool [B, T-1], the positions wanted; logits are computed for these
+    alone. experts, length: see `LowBitModel.hidden`; with length, int64 [B], padding is not computed. chunk_tokens:
+    positions whose logits are held at once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient
+    and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output head and
+    normalized in fp32, as in vLLM.
     """
+    return model(_token_logprobs, tokens, response, experts, length, chunk_tokens, entropy)
+
+
+def _token_logprobs(
+    model: LowBitModel,
+    tokens: torch.Tensor,
+    response: torch.Tensor,
+    experts: torch.Tensor | None,
+    length: torch.Tensor | None,
+    chunk_tokens: int,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = model.hidden(tokens, nn.functional.pad(response, (0, 1)), experts, length)
     targets = tokens[:, 1:][response]
     # One chunk is held between forward and backward rather than computed twice.

@@ -50,7 +50,7 @@ class MasterStep:
         self._parts = [nn.Parameter(self._nothing) for _ in self._indices]
         self.remainder = torch.zeros_like(master, requires_grad=False) if rounding == "kahan" else None
         self._at_home: dict[tuple[int, str], torch.Tensor] = {}
-        self._optimizer = _muon(self._parts, config) if indices else _adamw(self._parts, config)
+        self._optimizer = _muon(self._parts, config) if indices else adamw(self._parts, config)
 
     @torch.no_grad()
     def step(self, lr: float, diagnose: bool = False) -> Lost | None:
@@ -156,20 +156,28 @@ class MasterStep:
             self._at_home = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state, and a Kahan master's remainder."""
-        return {"optimizer": self._optimizer.state_dict(), "remainder": self.remainder}
+        """moments: torch's state of each matrix, or of the whole, empty before the first step; and a Kahan master's
+        remainder."""
+        moments = [dict(self._optimizer.state.get(part, {})) for part in self._parts]
+        return {"moments": moments, "remainder": self.remainder}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a `state_dict` of the same master, rounding and optimizer."""
-        self._optimizer.load_state_dict(state["optimizer"])
+        for part, moments in zip(self._parts, state["moments"], strict=True):
+            self._optimizer.state[part] = {key: self._taken(value) for key, value in moments.items()}
         self._at_home = {}
         self._send_home()
         if self.remainder is not None:
             self.remainder.copy_(state["remainder"])
 
+    def _taken(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy of what was saved; AdamW's step count stays on the CPU."""
+        return value.clone() if value.ndim == 0 else value.to(self._master.device, copy=True)
 
-def _adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+
+def adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's AdamW as configured."""
     return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
 
 

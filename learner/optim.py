@@ -3,7 +3,9 @@
 Masters are stepped one after another (`learner.master_step`), each by a torch optimizer of its own.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,16 @@ from torch import nn
 from learner.master_step import Index, Lost, MasterStep
 from learner.precision import PrecisionError, short_name
 from qarl.config import ConfigError, OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Step:
+    """norm: global L2 norm of the mini-batch's gradient before clipping. taken: False where the norm is infinite or
+    NaN; every master is then what it was. lost: what a diagnosed `MasterOptimizer.step` returned, else None."""
+
+    norm: float
+    taken: bool
+    lost: float | None = None
 
 
 class MasterOptimizer:
@@ -50,6 +62,15 @@ class MasterOptimizer:
         for p in self._masters:
             if p.grad is not None:
                 p.grad.mul_(factor)
+
+    def clipped_step(self, lr_factor: float = 1.0, diagnose: bool = False) -> Step:
+        """Clip the gradients to `grad_clip` and step, unless they are not finite."""
+        norm = self.gradient_norm()
+        taken = math.isfinite(norm)
+        if not taken:
+            return Step(norm, taken)
+        self.scale_gradients(min(1.0, self._config.grad_clip / (norm + 1e-6)))
+        return Step(norm, taken, self.step(lr_factor, diagnose))
 
     def step(self, lr_factor: float = 1.0, diagnose: bool = False) -> float | None:
         """Step every master at `lr_factor` times the configured learning rate.
@@ -91,16 +112,21 @@ class MasterOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a `state_dict` of the same masters; raises `ConfigError` where they are others."""
-        saved = state.get("masters", {})
-        if saved.keys() != self._steps.keys():
-            other = sorted(saved.keys() ^ self._steps.keys())
-            raise ConfigError(
-                f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first being "
-                f"{other[0]!r}; resume with the version and options that wrote it"
-            )
+        require_same_masters(state, self._steps)
         for name, step in self._steps.items():
-            step.load_state_dict(saved[name])
-        self._generator.set_state(state["generator"].cpu())
+            step.load_state_dict(state["masters"][name])
+        if state["generator"] is not None:  # of a backend that rounds nothing
+            self._generator.set_state(state["generator"].cpu())
+
+
+def require_same_masters(state: dict[str, Any], masters: Collection[str]) -> None:
+    """Raise `ConfigError` where an optimizer's `state_dict` is of other masters."""
+    other = sorted(state.get("masters", {}).keys() ^ set(masters))
+    if other:
+        raise ConfigError(
+            f"the checkpoint's optimizer state is of other masters: {len(other)} differ, the first being {other[0]!r}; "
+            "resume with the version and options that wrote it"
+        )
 
 
 def _home(config: OptimizerConfig, device: torch.device) -> torch.device | None:

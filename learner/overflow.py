@@ -32,17 +32,18 @@ class Fault:
 
 
 def require_finite_logprobs(
-    model: LowBitModel, rows: Batch, logprobs: torch.Tensor, length: torch.Tensor | None
+    model: LowBitModel, rows: Batch, logprobs: torch.Tensor, packed: bool, forward: Any = None
 ) -> None:
     """Raise `PrecisionError` where the forward of `rows` gave log-probs that are not finite, naming the first module
-    whose output was not; it is found by a second forward.
+    whose output was not; it is found by a second forward, which all processes take part in.
 
-    logprobs: fp32 [B, T-1], of those rows. length: as `token_logprobs` takes it.
+    logprobs: fp32 [B, T-1], of those rows. packed: how the rows were computed. forward: what a backend wraps the model
+    in, None for the model itself.
     """
     wrong = int((~logprobs.isfinite()).sum())
     if wrong == 0:
         return
-    fault = first_fault(model, rows, length)
+    fault = first_fault(model, rows, packed, forward)
     dtype = short_name(model.forward_dtype)
     where = "no module's output is, so it is their normalization" if fault is None else _in_words(fault, dtype)
     raise PrecisionError(
@@ -63,15 +64,16 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def first_fault(model: LowBitModel, rows: Batch, length: torch.Tensor | None) -> Fault | None:
-    """Forward `rows` again and watch every module; None where all outputs are finite."""
+def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = None) -> Fault | None:
+    """Forward `rows` again and watch every module; None where all outputs are finite. Arguments as above."""
     watch = _Watch()
     handles = []
     for name, module in model.module.named_modules():
         handles.append(module.register_forward_pre_hook(watch.entered(name), with_kwargs=True))
         handles.append(module.register_forward_hook(watch.left(name)))
     try:
-        token_logprobs(model, rows.tokens, rows.response, rows.experts, length, entropy=False)
+        length = rows.length if packed else None
+        token_logprobs(forward or model, rows.tokens, rows.response, rows.experts, length, entropy=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -71,3 +71,12 @@ def load_checkpoint(folder: Path) -> tuple[int, dict[str, Any]]:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The learner states of all processes as one: masters and moments of all, the rest as the first has it."""
+    whole = dict(states[0])
+    whole["masters"] = {name: tensor for state in states for name, tensor in state["masters"].items()}
+    steps = {name: step for state in states for name, step in state["optimizer"]["masters"].items()}
+    whole["optimizer"] = {**states[0]["optimizer"], "masters": steps}
+    return whole

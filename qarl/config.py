@@ -100,6 +100,10 @@ class LearnerConfig(Section):
     kl: KlChoice = Field(default_factory=NoKl)
     lora: LoraChoice = Field(default_factory=NoLora)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        default=None, description="DeepSpeed's ZeRO stage; None: 0 in several processes, no DeepSpeed in one"
+    )
+    deepspeed: str | None = Field(default=None, description="JSON file of more settings for DeepSpeed")
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
         description="reward minus group mean, over its deviation; dr_grpo: not over it; rloo: leave one out",

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from quant.partitioned import gathered, whole_shape
 from quant.threads import in_threads
 
 
@@ -28,7 +29,7 @@ class Adapter(nn.Module):
     def __init__(self, base: torch.Tensor, rank: int, alpha: float, generator: torch.Generator):
         """generator: on the CPU, so that every machine draws the same."""
         super().__init__()
-        *experts, rows, columns = base.shape
+        *experts, rows, columns = whole_shape(base)
         drawn = torch.empty(*experts, rank, columns)
         for matrix in drawn.view(-1, rank, columns):
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
@@ -68,14 +69,22 @@ class Adapter(nn.Module):
         return (a, b) if expert is None else (a[expert], b[expert])
 
 
-def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, in order; hashed in threads, tensor by tensor."""
+def digest(tensors: Mapping[str, nn.Parameter]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of tensors, in order; hashed in threads, tensor by tensor, but one
+    after another where they are partitioned."""
     items = list(tensors.items())
+    if any(hasattr(tensor, "ds_id") for tensor in tensors.values()):
+        return hashlib.sha256(b"".join(_gathered_hash(name, tensor) for name, tensor in items)).hexdigest()
 
     def some(start: int, stop: int) -> bytes:
         return b"".join(_hash(name, tensor) for name, tensor in items[start:stop])
 
     return hashlib.sha256(b"".join(in_threads(some, len(items), at_least=1))).hexdigest()
+
+
+def _gathered_hash(name: str, parameter: nn.Parameter) -> bytes:
+    with gathered([parameter]):
+        return _hash(name, parameter)
 
 
 def _hash(name: str, tensor: torch.Tensor) -> bytes:

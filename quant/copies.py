@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from quant.partitioned import whole_shape
+
 
 class GradientScale:
     """What the loss was multiplied with (`learner.precision.LossScale`): one object a model.
@@ -29,12 +31,11 @@ class GradientScale:
 
 class MasterCopy:
     """One parameter as engine and learner read it. published: in the engine's dtype. computed: in the learner's; where
-    that is the same, one tensor. published_forward: whether the learner reads `published`."""
+    that is the same, one tensor. Both are to be filled. published_forward: whether the learner reads `published`."""
 
     def __init__(self, master: torch.Tensor, dtype: torch.dtype, compute_dtype: torch.dtype):
-        self.published = master.detach().to(dtype, copy=True)
-        same = compute_dtype == dtype
-        self.computed = self.published if same else master.detach().to(compute_dtype, copy=True)
+        self.published = empty_copy(master, dtype)
+        self.computed = self.published if compute_dtype == dtype else empty_copy(master, compute_dtype)
         self.published_forward = False
 
     @property
@@ -88,8 +89,13 @@ def plain_lookup(embedding: nn.Embedding) -> bool:
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
+def empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a copy of a master, of any dtype; `LowBitModel.refresh` fills it."""
+    return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
+
+
 def detach_copy(module: nn.Module, key: str, copy: MasterCopy, scale: GradientScale) -> None:
-    """Let a module read its parameter `key` as a copy of what it was."""
+    """Let a module read its parameter `key` as that copy of it."""
     copied = ComputeCopy(copy, scale)
     parametrize.register_parametrization(module, key, copied, unsafe=True)  # unsafe: the dtype changes on purpose
 
@@ -117,6 +123,6 @@ class _Lookup(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         embedding: MasterEmbedding = ctx.embedding
         dy = grad_outputs[0].to(torch.float32)
-        rows = embedding.master.shape[0]
+        rows = embedding.weight.shape[0]
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
         return None, embedding.scale.unscaled(gradient), None

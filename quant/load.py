@@ -1,6 +1,7 @@
 """A transformers model folder or hub id → a causal LM whose parameters are the masters."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +100,23 @@ def _check_experts(folder: Path, model: PreTrainedModel) -> None:
         )
 
 
-def load_masters(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
+def load_masters(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    reading: AbstractContextManager[None] | None = None,
+) -> PreTrainedModel:
     """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for `LowBitModel`.
 
-    device: where the masters live and the learner computes; None is the CPU.
+    device: where the masters live and the learner computes; None is the CPU. reading: entered while the weights are
+    read, for a backend that partitions them as they come.
 
     Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors.
     """
     model_skeleton(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        with reading or nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded
     except Exception as error:
         raise ModelError(f"model {str(folder)!r} could not be loaded, its files may be truncated: {error}") from error

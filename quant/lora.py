@@ -16,6 +16,7 @@ from qarl.config_lora import LoraConfig
 from quant.adapter import Adapter
 from quant.layout import expert_layout
 from quant.model import LowBitModel
+from quant.partitioned import whole_shape
 from quant.patterns import matching, nearest_names
 from quant.schemes import is_protected
 
@@ -111,8 +112,8 @@ def _attach(model: LowBitModel, name: str, config: LoraConfig, generator: torch.
 
 def describe_adapters(model: LowBitModel, config: LoraConfig) -> str:
     """What is trained and what is frozen, in one line for people."""
-    trained = sum(p.numel() for p in model.masters.values())
-    base = sum(p.numel() for p in model.loaded.values())
+    trained = sum(whole_shape(p).numel() for p in model.masters.values())
+    base = sum(whole_shape(p).numel() for p in model.loaded.values())
     down = expert_layout(model.config.model_type).down
     weights = dict.fromkeys(_weight_of(layer, down) for layer in model.shapes)
     frozen = [_starred(name) for name in weights if name not in model.adapted]

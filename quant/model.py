@@ -7,7 +7,7 @@ version; forward, publish and export all read what it made.
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from quant.linear import LowBitLinear, fuse_scales
 from quant.materialize import materializer
 from quant.moe_operators import EngineMoeBlock
 from quant.operators import EngineDecoderLayer, OperatorError, install_engine_operators, packed_forward, why_not
+from quant.partitioned import gathered, whole_shape
 from quant.plan import Plan
 from quant.schemes import Scheme, SchemeError
 from quant.weights import plan_layers, router_names, weight_shapes
@@ -145,7 +146,7 @@ class LowBitModel(nn.Module):
         replaced = {}
         for name, fused in experts.items():
             layer = self._layout.checkpoint_name(name)
-            count, merged, hidden = fused.gate_up_proj.shape
+            count, merged, hidden = whole_shape(fused.gate_up_proj)
             shape = ExpertsShape(
                 count, model.config.num_experts_per_tok, hidden, merged // 2, model.config.hidden_act, self._layout
             )
@@ -183,9 +184,20 @@ class LowBitModel(nn.Module):
         """
         for layer in self._multiplied():
             with flips.over(layer) if flips else contextlib.nullcontext():
-                layer.refresh()
+                self._materialize(layer)
         for name, copy in self._copies.items():
-            copy.refresh(self.loaded[name])
+            with gathered([self.loaded[name]]):
+                copy.refresh(self.loaded[name])
+
+    def _materialize(self, layer: LowBitLinear | RoutedLowBitExperts) -> None:
+        partners = layer.fused if isinstance(layer, LowBitLinear) else ()
+        with gathered(parameter for part in (layer, *partners) for parameter in part.parameters()):
+            layer.refresh()
+
+    def forward(self, compute: Callable[..., Any], *given: Any) -> Any:
+        """`compute(self, *given)` as one call of this module, so that whatever hooks into modules (ZeRO-3) sees one
+        forward begin and end, whichever of the methods below it is made of."""
+        return compute(self, *given)
 
     def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
         """Next-token logits at chosen positions, compute dtype [n, V]; arguments and order of rows as of `hidden`."""
@@ -274,7 +286,7 @@ class LowBitModel(nn.Module):
     def _publish_forward(self, layers: list[LowBitLinear | RoutedLowBitExperts], published: bool) -> None:
         for layer in layers:
             layer.aligned = published
-            layer.refresh()
+            self._materialize(layer)
         for copy in self._copies.values():
             copy.published_forward = published
         self.forward_dtype = self.dtype if published else self.compute_dtype

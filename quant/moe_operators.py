@@ -11,6 +11,8 @@ Axes: B sequences, T tokens, N = B·T, K experts a token, E experts, H hidden co
 import torch
 from torch import nn
 
+from quant.partitioned import whole_shape
+
 
 class EngineMoeBlock(nn.Module):
     """Router and experts of one layer, for models that route by softmax over the logits.
@@ -57,6 +59,7 @@ def route(
 
 def _linear(weight: nn.Parameter) -> nn.Linear:
     with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        rows, columns = whole_shape(weight)
+        linear = nn.Linear(columns, rows, bias=False)
     linear.weight = weight
     return linear

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from qarl.config import LayerRule
 from quant.layout import expert_layout, fused_experts
+from quant.partitioned import whole_shape
 from quant.plan import Plan, make_plan
 from quant.schemes import Scheme, SchemeError
 
@@ -44,10 +45,10 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     for name, module in model.named_modules():
         written = layout.checkpoint_name(name)
         if isinstance(module, nn.Linear) or name in routers:
-            rows, columns = module.weight.shape
+            rows, columns = whole_shape(module.weight)
             shapes[written] = (rows, columns)
         elif name in experts:
-            count, merged, hidden = module.gate_up_proj.shape
+            count, merged, hidden = whole_shape(module.gate_up_proj)
             for expert in range(count):
                 for projection in (layout.gate, layout.up):
                     shapes[f"{written}.{expert}.{projection}"] = (merged // 2, hidden)

@@ -200,9 +200,9 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     new, _ = learner.logprobs(batch)
     assert ((new - old).sum(-1) / batch.response.sum(-1) * batch.advantages).mean() > 0.02
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.loaded.items())
-    steps = learner.optimizer.state_dict()["masters"]
+    steps = learner.state_dict()["optimizer"]["masters"]
     assert steps.keys() == model.masters.keys()
-    states = [s for step in steps.values() for s in step["optimizer"]["state"].values()]
+    states = [s for step in steps.values() for s in step["moments"]]
     held = sum(t.numel() for s in states for t in s.values() if torch.is_tensor(t) and t.ndim > 1)
     assert held == (1 if optimizer == "muon" else 2) * sum(p.numel() for p in model.masters.values())
     for name, linear in model.linears.items():

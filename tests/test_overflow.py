@@ -62,7 +62,7 @@ def test_low_bit_layers_are_named_too():
 def test_a_finite_forward_has_no_fault_and_keeps_no_hooks():
     learner = make_learner("w4a16", torch.float16)
     batch = batch_of()
-    assert first_fault(learner.model, batch, batch.length) is None and first_fault(learner.model, batch, None) is None
+    assert first_fault(learner.model, batch, True) is None and first_fault(learner.model, batch, False) is None
     modules = learner.model.module.modules()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from qarl.bench.learner_batch import MODELS, PAD, draw_sequences, write_model
@@ -158,9 +159,14 @@ def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
 
 def _distances(learner: Learner, reference: Learner, start: dict[str, torch.Tensor]) -> tuple[float, float, float]:
     """arrived, drift_mean and drift_max of `PrecisionRow`, over all masters. start: their first values."""
-    now, exact = (one.optimizer.values() for one in (learner, reference))
+    now, exact = (_values(one) for one in (learner, reference))
     device = next(iter(now.values())).device
     moved = torch.cat([(exact[name] - values.to(device)).flatten() for name, values in start.items()]).double()
     away = torch.cat([(now[name] - exact[name]).flatten() for name in start]).double()
     arrived = 1.0 + float(away @ moved / (moved @ moved))
     return arrived, float(away.abs().mean() / moved.abs().mean()), float(away.abs().max() / moved.abs().max())
+
+
+def _values(learner: Learner) -> dict[str, torch.Tensor]:
+    assert isinstance(learner.backend, SingleProcess)
+    return learner.backend.optimizer.values()

@@ -1,0 +1,58 @@
+"""How gradients of the masters become a step: alone, or over several processes with DeepSpeed.
+
+A backend runs the model's forward, the backward of a loss share, and the step; objectives, log-probs and micro-batches
+know nothing of it.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from learner.optim import Step
+from learner.processes import Processes
+from qarl.config import ConfigError, LearnerConfig
+from quant.model import LowBitModel
+
+
+class Backend(Protocol):
+    """Steps the masters of one model. All processes call every method together, in the same order."""
+
+    @property
+    def policy(self) -> Any:
+        """What forwards with gradient go through; called like the `LowBitModel`."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss share (0-d, with gradient) to the mini-batch's: the sum over micro-batches and
+        over processes."""
+        ...
+
+    def step(self, lr_factor: float, diagnose: bool = False) -> Step:
+        """Clip and step at `lr_factor` times the configured learning rate, then drop the gradients. diagnose: count
+        lost updates, where `MasterOptimizer` steps the masters; ZeRO 1-3 step fp32 masters by themselves."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """masters and optimizer, by name; each name in one process alone. The same whatever the backend and the number
+        of processes."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the `state_dict`s of all processes, put together."""
+        ...
+
+
+def make_backend(model: LowBitModel, config: LearnerConfig, processes: Processes) -> Backend:
+    """The backend that `learner.zero_stage` asks for. Raises `ConfigError` for settings it cannot honour."""
+    from learner.backends.single import SingleProcess
+
+    if config.zero_stage is None and processes.world == 1:
+        if config.deepspeed is not None:
+            raise ConfigError(
+                f"learner.deepspeed is {config.deepspeed!r}, but one process without learner.zero_stage does not use "
+                "DeepSpeed; set learner.zero_stage to 0, 1, 2 or 3, or leave learner.deepspeed out"
+            )
+        return SingleProcess(model, config)
+    from learner.backends.zero import Zero
+
+    return Zero(model, config, processes)

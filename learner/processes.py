@@ -1,0 +1,85 @@
+"""The learner's processes: one a device, each with its own engine, all with the same weight version.
+
+A launcher (`qarl train --processes N`, torchrun, deepspeed) tells each its place by RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. In one process everything here is the identity.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """rank: this one's, from 0; world: how many there are. local_rank: on this machine, which is also its GPU."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that prints and writes what all have in common."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def share(self, items: list[T]) -> list[T]:
+        """This process's part of a list all have, in order; parts differ by one item at most."""
+        start, stop = (len(items) * r // self.world for r in (self.rank, self.rank + 1))
+        return items[start:stop]
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the processes, into `values` (any device), which is returned."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every process's picklable value, by rank."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def concatenated(self, items: list[T]) -> list[T]:
+        """The lists of all processes one after another; the inverse of `share`."""
+        return [item for part in self.gathered(items) for item in part]
+
+    def wait(self) -> None:
+        """Return when all processes have come here."""
+        self.gathered(None)
+
+
+def launched() -> bool:
+    """Whether a launcher started this process as one of several, or as the only one of its kind."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join_processes() -> Processes:
+    """This process's place among those a launcher started, with torch's process group open; (0, 1, 0) without one."""
+    if not launched():
+        return Processes()
+    place = Processes(
+        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return place
+
+
+def leave_processes() -> None:
+    """Close torch's process group, if it is open."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

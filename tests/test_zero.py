@@ -1,0 +1,189 @@
+"""Two processes under DeepSpeed's ZeRO 0-3 against one process without: the same masters, codes and checkpoints.
+
+The processes are real, over gloo (`tests/zero_worker.py`); one launch does all jobs of this file.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import batch_of, make_learner, masters_of, random_model
+
+from learner.backends.single import SingleProcess
+from qarl.config import ConfigError, LearnerConfig
+
+BATCHES = 10
+"""Of two updates each: 20 steps."""
+ADAMW = {"lr": 1e-4, "name": "adamw"}
+LEARNER: dict[str, Any] = {"mini_batches": 2, "micro_batch_tokens": 30, "optimizer": ADAMW}
+MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
+BFLOAT16 = {"master_dtype": "bfloat16"}
+
+
+def plain(batches: int, scheme: str = "bf16", dtype: torch.dtype = torch.float32, **learner: Any):
+    """One process: the learner after these batches, and the numbers of each as `zero_worker` writes them."""
+    found = make_learner(scheme, dtype, **(learner or LEARNER))
+    stats = [found.learn(batch_of(), seed=step) for step in range(batches)]
+    return found, [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped] for s in stats]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What two processes wrote, by job."""
+    folder = tmp_path_factory.mktemp("zero")
+    random_model().save_pretrained(folder / "model")
+    half, _ = plain(BATCHES // 2)
+    torch.save(half.state_dict(), folder / "half.pt")
+
+    def job(name: str, stage: int, first: int = 0, last: int = BATCHES, **other: Any) -> dict[str, Any]:
+        learner = {**other.pop("learner", LEARNER), "zero_stage": stage}
+        given = {"folder": str(folder / "model"), "scheme": "bf16", "dtype": "float32", "resume": None}
+        return {**given, "learner": learner, "batches": [first, last], "save": str(folder / f"{name}.pt"), **other}
+
+    jobs = [job(f"stage {stage}", stage) for stage in range(4)]
+    jobs += [job(f"w4a16 stage {stage}", stage, scheme="w4a16", dtype="bfloat16", last=2) for stage in (0, 3)]
+    jobs += [job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half.pt")) for stage in (0, 2, 3)]
+    jobs += [job("muon stage 0", 0, learner=MUON)]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    here = Path(__file__).parent
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*launch, str(here / "zero_worker.py"), str(folder / "jobs.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+        check=True,
+        timeout=800,
+    )
+    return {path.stem: torch.load(path) for path in folder.glob("*.pt") if path.stem != "half"}
+
+
+def assert_same_trajectory(masters: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """fp32, so only the order of sums differs: by a hundredth of what moved on average, by a few learning rates where
+    Adam divides a small sum by its own size."""
+    start = masters_of(make_learner("bf16", torch.float32, **LEARNER))
+    assert masters.keys() == expected.keys()
+    moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
+    off = torch.cat([(masters[n] - expected[n]).abs().flatten() for n in start])
+    assert moved.mean() > 5e-5
+    assert off.mean() <= 0.01 * moved.mean() and off.max() <= 20e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_processes_learn_as_one(done: dict[str, dict[str, Any]], stage: int):
+    """Contract: 20 updates by AdamW in fp32, each process computing its micro-batches alone, end at the masters of one
+    process; loss, gradient norm, clipped share and entropy of every batch agree. A loss averaged twice, a micro-batch
+    counted twice, or a norm over a shard would be off at once."""
+    learner, numbers = plain(BATCHES)
+    ours = done[f"stage {stage}"]
+    assert_same_trajectory(ours["state"]["masters"], masters_of(learner))
+    torch.testing.assert_close(torch.tensor(ours["numbers"]), torch.tensor(numbers), rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_partitioned_masters_give_the_codes_of_whole_ones(done: dict[str, dict[str, Any]], stage: int):
+    """Quantization sees whole rows and quantization groups: the codes are those of the gathered masters, materialized
+    in one process, bit for bit."""
+    ours = done[f"w4a16 stage {stage}"]
+    other = make_learner("w4a16", torch.bfloat16, **LEARNER)
+    with torch.no_grad():
+        for name, master in other.model.masters.items():
+            master.copy_(ours["state"]["masters"][name])
+    other.model.refresh()
+    expected = {item.name: item.tensor for item in other.model.low_bit_tensors()}
+    assert ours["codes"].keys() == expected.keys()
+    assert all(torch.equal(ours["codes"][name], expected[name]) for name in expected)
+    assert not torch.equal(ours["state"]["masters"]["model.norm.weight"], masters_of(plain(0)[0])["model.norm.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_of_one_process_goes_on_in_two(done: dict[str, dict[str, Any]], stage: int):
+    assert_same_trajectory(done[f"half stage {stage}"]["state"]["masters"], masters_of(plain(BATCHES)[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_checkpoint_of_two_processes_goes_on_in_one(done: dict[str, dict[str, Any]], stage: int):
+    """Masters, both moments and the step count are those one process would have; one more batch proves them used."""
+    expected, _ = plain(BATCHES)
+    ours, _ = plain(0)
+    ours.load_state_dict(done[f"stage {stage}"]["state"])
+    for learner in (expected, ours):
+        learner.learn(batch_of(), seed=99)
+    assert_same_trajectory(masters_of(ours), masters_of(expected))
+    states = [learner.state_dict()["optimizer"]["masters"] for learner in (ours, expected)]
+    for name in states[0]:
+        found, wanted = (state[name]["moments"][0] for state in states)
+        assert float(found["step"]) == float(wanted["step"]) == 2 * BATCHES + 2
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert found[key].shape == wanted[key].shape
+            assert (found[key] - wanted[key]).abs().mean() <= 0.02 * wanted[key].abs().mean()
+
+
+@pytest.mark.slow
+def test_muon_in_two_processes_is_muon_in_one(done: dict[str, dict[str, Any]]):
+    """At stage 0 every process steps all masters, so Muon is torch's; its orthogonalization in bfloat16 amplifies
+    the order of sums, hence the wider bound."""
+    learner, _ = plain(BATCHES, **MUON)
+    start, expected, found = masters_of(plain(0)[0]), masters_of(learner), done["muon stage 0"]["state"]["masters"]
+    moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start]).mean()
+    off = torch.cat([(found[n] - expected[n]).abs().flatten() for n in start]).mean()
+    assert moved > 5e-5 and off <= 0.1 * moved
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "message"),
+    [
+        ({"zero_stage": 2, "optimizer": {"name": "muon"}}, None, r"'muon' with learner\.zero_stage 2.*stage 0"),
+        ({"zero_stage": 1, **BFLOAT16}, None, r"'bfloat16' with learner\.zero_stage 1.*fp32 copy"),
+        ({"zero_stage": 3}, {"zero_optimization": {"stage": 2}}, r"stage to 2, QaRL to 3.*learner\.zero_stage"),
+        ({"zero_stage": 3}, {"gradient_clipping": 5.0}, r"gradient_clipping to 5\.0, QaRL to 1\.0.*grad_clip"),
+        ({"zero_stage": 1}, {"optimizer": {"type": "Adam"}}, r"sets optimizer to .*learner\.optimizer\."),
+        ({"zero_stage": 1}, {"bf16": {"enabled": True}}, r"sets bf16 to .*learner\.master_dtype decides"),
+        ({"zero_stage": 1}, {"scheduler": {}}, r"scheduler.*warmup_steps"),
+        ({"zero_stage": 1}, {"train_batch_size": 64}, r"train_batch_size to 64.*rollout\.prompts"),
+        ({"zero_stage": 2}, {"zero_optimization": {"offload_optimizer": {}}}, r"offload_optimizer.*not supported"),
+        ({"zero_stage": 2}, {"zero_optimisation": {}}, r"'zero_optimisation'.*may set zero_optimization"),
+        ({"zero_stage": 2}, [1], r"holds list"),
+        ({}, {"dump_state": True}, r"one process without learner\.zero_stage does not use DeepSpeed"),
+    ],
+)  # fmt: skip
+def test_contradicting_settings_are_refused(tmp_path: Path, settings: dict[str, Any], file: Any, message: str):
+    """Both values and the field to change are named, before DeepSpeed is started."""
+    base: dict[str, Any] = {"optimizer": {"name": "adamw"}}
+    if file is not None:
+        (tmp_path / "deepspeed.json").write_text(json.dumps(file))
+        base["deepspeed"] = str(tmp_path / "deepspeed.json")
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        make_learner("bf16", torch.float32, **{**base, **settings})
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "cannot be read: No such file"), ("{", "is not JSON")])
+def test_an_unreadable_deepspeed_file_is_refused(tmp_path: Path, text: str | None, message: str):
+    if text is not None:
+        (tmp_path / "d.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        make_learner("bf16", torch.float32, zero_stage=1, deepspeed=str(tmp_path / "d.json"), optimizer=ADAMW)
+
+
+def test_a_file_adds_what_it_may(tmp_path: Path):
+    """Sections of the file and ours are merged; "auto" and equal values are no contradiction."""
+    from learner.backends.zero_config import deepspeed_config
+
+    (tmp_path / "d.json").write_text(
+        json.dumps({"gradient_clipping": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
+    )
+    given = {"zero_stage": 2, "deepspeed": str(tmp_path / "d.json"), "optimizer": {"name": "adamw", "grad_clip": 0.5}}
+    found = deepspeed_config(LearnerConfig.model_validate(given))
+    assert found["gradient_clipping"] == 0.5
+    assert found["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 1000}
+
+
+def test_one_process_needs_no_deepspeed():
+    assert isinstance(make_learner(**LEARNER).backend, SingleProcess)
