@@ -46,7 +46,7 @@ def test_every_field_is_described():
         ({"learner.alinged": "false"}, r"unknown option --learner\.alinged; did you mean 'learner\.aligned'"),
         ({"lerner.aligned": "false"}, r"unknown option --lerner\.aligned"),
         ({"steps": "0"}, r"steps: .*greater than or equal to 1 \(given: 0\)"),
-        ({"dtype": "bfloat32"}, r"dtype: .*'bfloat16' or 'float16'.*given: 'bfloat32'"),
+        ({"dtype": "bfloat32"}, r"dtype: .*'bfloat16', 'float16' or 'float32'.*given: 'bfloat32'"),
         (
             {"learner.objective.name": "ppo"},
             r"learner\.objective: name 'ppo' is no objective; choose one of tbpo, grpo",
