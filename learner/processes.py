@@ -5,13 +5,19 @@ MASTER_ADDR and MASTER_PORT. In one process everything here is the identity.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 T = TypeVar("T")
+
+
+class FailedElsewhereError(RuntimeError):
+    """Another process failed in what was its to do; there is nothing to add here."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,14 @@ class Processes:
         """Where this process computes."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
+    def span(self, count: int) -> range:
+        """Which of `count` things are this process's; shares differ by one at most."""
+        return range(count * self.rank // self.world, count * (self.rank + 1) // self.world)
+
     def share(self, items: list[T]) -> list[T]:
-        """This process's part of a list all have, in order; parts differ by one item at most."""
-        start, stop = (len(items) * r // self.world for r in (self.rank, self.rank + 1))
-        return items[start:stop]
+        """This process's part of a list all have, in order."""
+        span = self.span(len(items))
+        return items[span.start : span.stop]
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the processes, into `values` (any device), which is returned."""
@@ -55,9 +65,32 @@ class Processes:
         """The lists of all processes one after another; the inverse of `share`."""
         return [item for part in self.gathered(items) for item in part]
 
+    def any(self, flag: bool) -> bool:
+        """Whether it holds in any process."""
+        return any(self.gathered(flag))
+
     def wait(self) -> None:
         """Return when all processes have come here."""
         self.gathered(None)
+
+    def first_does(self, work: Callable[[], T]) -> T:
+        """The first process does it, and all return its picklable result. What it raises the others answer with
+        `FailedElsewhereError`."""
+        if self.world == 1:
+            return work()
+        failure: Exception | None = None
+        result: Any = None
+        if self.first:
+            try:
+                result = work()
+            except Exception as error:
+                failure = error
+        result, failed = self.gathered((result, failure is not None))[0]
+        if failure is not None:
+            raise failure
+        if failed:
+            raise FailedElsewhereError("the first process failed; it says why")
+        return result
 
 
 def launched() -> bool:
@@ -65,9 +98,12 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def join_processes() -> Processes:
-    """This process's place among those a launcher started, with torch's process group open; (0, 1, 0) without one."""
+def join_processes(alone: bool = False) -> Processes:
+    """This process's place among those a launcher started, with torch's process group open; the only one without a
+    launcher. alone: open a group of one then as well, which DeepSpeed needs."""
     if not launched():
+        if alone and not dist.is_initialized():
+            dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return Processes()
     place = Processes(
         int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
@@ -75,8 +111,19 @@ def join_processes() -> Processes:
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(_backend())
     return place
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def is_lost_process(error: Exception) -> bool:
+    """Whether a collective failed because another process is gone; that one says why."""
+    return isinstance(error, RuntimeError) and any(
+        told in str(error) for told in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    )
 
 
 def leave_processes() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: complete or absent, checked on reading."""
+"""Checkpoints to resume from: complete or absent, checked on reading, the same for any number of processes."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from learner.processes import Processes
 from qarl.config import ConfigError
 
 
@@ -16,33 +17,60 @@ class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or does not read back."""
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, state: dict[str, Any], keep: int, processes: Processes | None = None
+) -> Path:
     """Write `state` as folder/step-NNNNNN, then drop all but the newest `keep`.
 
-    The files are flushed to disk before the folder gets its name, so a crash or a full disk leaves the older
-    checkpoints as they were. Raises `CheckpointError` where the disk refuses.
+    processes: those that call this together, each with its part of the learner's state, which it writes to a file of
+    its own; `folder` is one they share. The files are flushed to disk before the folder gets its name, so a crash, a
+    process that dies or a full disk leaves the older checkpoints as they were. Raises `CheckpointError` where the disk
+    refuses any of them.
     """
+    together = processes or Processes()
     target = folder / f"step-{step:06d}"
     building = folder / f".step-{step:06d}.part"
+    file = building / f"state-{together.rank:05d}.pt"
+    failure: Exception | None = None
     try:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        with (building / "state.pt").open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        manifest = {"step": step, "sha256": _sha256(building / "state.pt")}
-        (building / "manifest.json").write_text(json.dumps(manifest) + "\n")
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(building, target)
+        together.first_does(lambda: _make_anew(building))
+        _write(state, file)
     except (OSError, RuntimeError) as error:
-        shutil.rmtree(building, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write checkpoint {str(target)!r}: {error}; older checkpoints are intact, free space and --resume"
-        ) from error
-    for old in list_checkpoints(folder)[:-keep]:
+        failure = error
+    written = together.gathered((file.name, _sha256(file) if failure is None else None, str(failure)))
+    if all(digest for _, digest, _ in written):
+        try:
+            manifest = {"step": step, "sha256": {name: digest for name, digest, _ in written}}
+            together.first_does(lambda: _name(building, target, manifest, keep))
+            return target
+        except (OSError, RuntimeError) as error:
+            failure = error
+    shutil.rmtree(building, ignore_errors=True)
+    reason = failure or next(told for _, digest, told in written if not digest)
+    raise CheckpointError(
+        f"cannot write checkpoint {str(target)!r}: {reason}; older checkpoints are intact, free space and --resume"
+    ) from failure
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write(state: dict[str, Any], file: Path) -> None:
+    with file.open("wb") as stream:
+        torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> None:
+    """Let a complete checkpoint have its name, and drop the oldest."""
+    (building / "manifest.json").write_text(json.dumps(manifest) + "\n")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(building, target)
+    for old in list_checkpoints(target.parent)[:-keep]:
         shutil.rmtree(old)
-    return target
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -51,7 +79,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Step and state of the newest checkpoint in `folder`.
+    """Step and whole state of the newest checkpoint in `folder`, however many processes wrote it. Tensors are mapped
+    from the files, and so take memory as they are read.
 
     Raises `ConfigError` where there is none, `CheckpointError` where its bytes are not those that were written.
     """
@@ -60,17 +89,17 @@ def load_checkpoint(folder: Path) -> tuple[int, dict[str, Any]]:
         raise ConfigError(f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output")
     newest = found[-1]
     manifest = json.loads((newest / "manifest.json").read_text())
-    if _sha256(newest / "state.pt") != manifest["sha256"]:
-        raise CheckpointError(
-            f"checkpoint {str(newest)!r} is damaged (its SHA-256 differs from its manifest); remove that folder to "
-            "resume from the one before it"
-        )
-    return manifest["step"], torch.load(newest / "state.pt", weights_only=True)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    parts = []
+    for name, digest in sorted(manifest["sha256"].items()):
+        if not (newest / name).is_file() or _sha256(newest / name) != digest:
+            raise CheckpointError(
+                f"checkpoint {str(newest)!r} is damaged (the SHA-256 of {name} differs from its manifest); remove that "
+                "folder to resume from the one before it"
+            )
+        parts.append(torch.load(newest / name, weights_only=True, mmap=True))
+    if len(parts) == 1:
+        return manifest["step"], parts[0]
+    return manifest["step"], {**parts[0], "learner": merge_states([part["learner"] for part in parts])}
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,3 +109,8 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     steps = {name: step for state in states for name, step in state["optimizer"]["masters"].items()}
     whole["optimizer"] = {**states[0]["optimizer"], "masters": steps}
     return whole
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,6 +1,7 @@
 """`qarl`: train, export, eval, bench, schemes. Heavy imports wait until a command needs them."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
+    known.arguments = arguments
     console = Console()
     errors = Console(stderr=True)
     try:
@@ -41,14 +43,19 @@ def main(argv: list[str] | None = None) -> int:
         kind = _expected(error)
         if kind is None:
             raise
-        errors.print(f"[bold red]{kind}:[/] ", end="")
+        if kind == "":
+            return 1
+        rank = os.environ.get("RANK", "0")
+        errors.print(f"[bold red]{'' if rank == '0' else f'process {rank}: '}{kind}:[/] ", end="")
         errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ValueError) else 1
 
 
 def _expected(error: Exception) -> str | None:
-    """A heading for errors whose message says all a user needs; None for the rest, which keep their traceback."""
+    """A heading for errors whose message says all a user needs, "" for those another process tells of; None for the
+    rest, which keep their traceback."""
     from learner.precision import PrecisionError
+    from learner.processes import FailedElsewhereError, is_lost_process
     from qarl.bench.learner import LearnerBenchError
     from qarl.checkpoint import CheckpointError
     from qarl.ptq.compressor import CompressorError
@@ -64,6 +71,8 @@ def _expected(error: Exception) -> str | None:
     from sync.publisher import PublishError
     from sync.transports.directory import ExportError
 
+    if isinstance(error, FailedElsewhereError) or is_lost_process(error):
+        return ""
     headings: dict[type[Exception], str] = {
         ConfigError: "configuration", TaskError: "task", RewardError: "reward", SchemeError: "scheme",
         LoraError: "LoRA", ModelError: "model", OperatorError: "operators", KernelError: "kernel",
@@ -98,6 +107,13 @@ def _add_train(commands: Any) -> None:
     )
     train.add_argument("--config", metavar="FILE", help="YAML file, or the name of a shipped one (tiny-qwen3, paper)")
     train.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint")
+    train.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="learn and sample in N processes of this machine, one a GPU; on several machines start this command with "
+        "torchrun or deepspeed instead",
+    )
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
     fields = field_paths()
     for flag, path in _SHORT.items():
@@ -148,22 +164,33 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     from qarl.quiet import quiet_libraries
 
     quiet_libraries()
+    from learner.processes import join_processes, launched, leave_processes
+    from qarl.launch import check_processes, launch
     from qarl.session import check_input
 
-    check_input(config)
+    if known.processes is not None and not launched():
+        check_processes(known.processes)
+        if known.processes > 1:
+            return launch(known.arguments, known.processes)
+    processes = join_processes(alone=config.learner.zero_stage is not None)
+    if not processes.first:
+        console.quiet = True
+    processes.first_does(lambda: check_input(config, processes.world))
     if not known.resume:
-        folder = RunFolder.create(config)
-    return _run(config, folder, bool(known.resume), console)
+        folder = processes.first_does(lambda: RunFolder.create(config))
+    status = _run(config, folder, bool(known.resume), console, processes)
+    leave_processes()
+    return status
 
 
-def _run(config: RunConfig, folder: Any, resume: bool, console: Console) -> int:
+def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:
     from qarl.progress import Dashboard
     from qarl.train import train
 
     console.print(f"run folder: {folder.path}", soft_wrap=True)
     try:
         with Dashboard(config, console) as dashboard:
-            outcome = train(config, folder, dashboard, resume)
+            outcome = train(config, folder, dashboard, processes, resume)
     except Exception as error:
         if _expected(error) is not None and any(folder.checkpoints.glob("step-*")):
             console.print(f"the last checkpoint is intact: qarl train --resume {folder.path}", soft_wrap=True)

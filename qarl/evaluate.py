@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from learner.processes import Processes
 from qarl.config import ConfigError
 from qarl.prompts import Prompter
 from qarl.tasks import Task, load_task
@@ -11,13 +12,22 @@ from rollout.types import Sampling
 
 
 def heldout_accuracy(
-    engine: Engine, task: Task, prompter: Prompter, problems: int, max_new_tokens: int, seed: int = 0
+    engine: Engine,
+    task: Task,
+    prompter: Prompter,
+    problems: int,
+    max_new_tokens: int,
+    seed: int = 0,
+    processes: Processes | None = None,
 ) -> float:
-    """Share of the first `problems` held-out problems (of `seed`) answered correctly, greedily, in [0, 1]."""
-    asked = task.problems("heldout", 0, problems, seed)
+    """Share of the first `problems` held-out problems (of `seed`) answered correctly, greedily, in [0, 1]; each of
+    `processes` asks its own engine a part of them."""
+    together = processes or Processes()
+    asked = together.share(task.problems("heldout", 0, problems, seed))
     prompts = [prompter.prompt(problem) for problem in asked]
     answers = engine.generate(prompts, Sampling(samples=1, max_new_tokens=max_new_tokens, temperature=0.0))
     right = [task.correct(problem, answer[0].text) for problem, answer in zip(asked, answers, strict=True)]
+    right = together.concatenated(right)
     return sum(right) / len(right)
 
 

@@ -27,15 +27,20 @@ class Outcome:
 
 def finish(session: Session, config: RunConfig, folder: RunFolder, steps: int, first: float | None) -> Outcome:
     """Export the policy, load it in a fresh engine, compare bit for bit with the engine that sampled, evaluate."""
+    policy = session.policy
+    processes = policy.processes
     if steps < config.steps or not config.export:
         session.engine.close()
         return Outcome(steps, None, first, None)
-    policy = session.policy
-    shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
-    export_checkpoint(policy.model, policy.folder, folder.export)
+    if processes.first:
+        shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
+        export_checkpoint(policy.model, policy.folder, folder.export)
     sequences = canary_sequences(policy, config)
     sampled_from = session.engine.score(sequences)
-    session.engine.close()
+    processes.wait()
+    session.engine.close()  # and the process group: from here on the first process is alone
+    if not processes.first:
+        return Outcome(steps, None, first, None)
     engine = VllmEngine(folder.export, engine_options(config))
     if engine.score(sequences) != sampled_from:
         raise ExportError(

@@ -50,19 +50,16 @@ class Dashboard:
         if self._live:
             self._live.stop()
 
-    def audited(self, rows: list[AuditRow], materializers: dict[str, str], packed: bool, trained: str = "") -> None:
+    def audited(self, rows: list[AuditRow], materializers: dict[str, str], packed: bool, trained: list[str]) -> None:
         """Print the audit table, one line for layers that are alike, what materializes each scheme, whether the
-        learner packs its sequences, and which part of the policy is trained where that is not all of it."""
+        learner packs its sequences, and what `trained_part` has to say."""
         self._kernels = ", ".join(sorted({r.learner.kernel for r in rows if r.learner}))
         self._console.print(audit_table(rows))
         made = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
         self._console.print(f"materialized: {made}", soft_wrap=True, markup=False)
         self._console.print(f"learner's sequences: {'packed' if packed else 'padded'}")
-        computes = self._config.learner.compute_dtype
-        if computes not in (None, self._config.dtype):
-            self._console.print(f"learner computes in {computes}, the engine in {self._config.dtype}")
-        if trained:
-            self._console.print(trained, soft_wrap=True, markup=False)
+        for line in trained:
+            self._console.print(line, soft_wrap=True, markup=False)
 
     def baseline(self, accuracy: float) -> None:
         """Held-out accuracy before step 1."""

@@ -27,16 +27,19 @@ def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch
 
 
 def _round(session: Session, config: RunConfig, step: int, attempt: int, watch: Stopwatch) -> list[Group]:
-    """Problems and seeds are functions of (seed, step, attempt) alone, so a resumed run repeats them."""
-    policy, rollout = session.policy, config.rollout
+    """Problems and seeds are functions of (seed, step, attempt) alone, so a resumed run repeats them, in however many
+    processes. Each samples and scores its share; all get all groups."""
+    policy, rollout, processes = session.policy, config.rollout, session.policy.processes
     with watch("sample"):
         start = (step * (1 + (rollout.dynamic_sampling or 0)) + attempt) * rollout.prompts
-        problems = policy.task.problems("train", start, rollout.prompts, config.seed)
+        problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
         prompts = [policy.prompter.prompt(problem) for problem in problems]
-        sampling = Sampling(rollout.samples, rollout.max_new_tokens, seed=step_seed(config, step, attempt))
+        first = processes.span(rollout.prompts).start
+        seed = step_seed(config, step, attempt)
+        sampling = Sampling(rollout.samples, rollout.max_new_tokens, seed=seed, first_prompt=first)
         completions = session.engine.generate(prompts, sampling)
     with watch("score"):
-        return score_groups(policy.task, problems, prompts, completions)
+        return processes.concatenated(score_groups(policy.task, problems, prompts, completions))
 
 
 def step_seed(config: RunConfig, step: int, attempt: int = 0) -> int:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 
+from learner.backends import check_backend
+from learner.backends.partition import partitioned_loading
 from learner.learner import Learner
 from learner.mismatch import Mismatch
-from qarl.config import RunConfig
+from learner.processes import Processes
+from qarl.config import ConfigError, RunConfig
 from qarl.config_lora import LoraConfig
 from qarl.prompts import Prompter
 from qarl.run_folder import RunFolder
@@ -37,8 +40,8 @@ def model_folder(name: str) -> Path:
     return ensure_tiny(name) if name in tiny_names() else resolve_model(name)
 
 
-def engine_options(config: RunConfig) -> VllmOptions:
-    """vLLM's options for a run."""
+def engine_options(config: RunConfig, several: bool = False) -> VllmOptions:
+    """vLLM's options for a run. several: see `VllmOptions`."""
     r = config.rollout
     return VllmOptions(
         dtype=config.dtype,
@@ -50,6 +53,7 @@ def engine_options(config: RunConfig) -> VllmOptions:
         enforce_eager=r.enforce_eager,
         logging_level=r.logging_level,
         router_replay=r.router_replay,
+        several=several,
     )
 
 
@@ -70,11 +74,18 @@ def require_schemes(config: RunConfig) -> None:
         require_support(get_scheme(name), dtype, kernel, of_experts)
 
 
-def check_input(config: RunConfig) -> None:
-    """Everything that can be found wrong with schemes, layer rules, task and model before a run folder is made.
+def check_input(config: RunConfig, processes: int = 1) -> None:
+    """Everything that can be found wrong with schemes, layer rules, task, model and the number of processes before a
+    run folder is made.
 
-    Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`).
+    Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
     """
+    if config.rollout.prompts % processes:
+        raise ConfigError(
+            f"rollout.prompts {config.rollout.prompts} cannot be dealt to {processes} processes, which sample as many "
+            f"each; take a multiple of {processes}, or another number of processes"
+        )
+    check_backend(config.learner, processes)
     get_scheme(config.scheme)
     load_task(config.task.name, config.task.options, config.task.reward)
     require_schemes(config)
@@ -82,17 +93,20 @@ def check_input(config: RunConfig) -> None:
 
 @dataclass
 class Policy:
-    """What is trained, without an engine. folder: where tokenizer and architecture came from."""
+    """What is trained, without an engine. folder: where tokenizer and architecture came from. processes: those that
+    train it, each with a policy of its own."""
 
     folder: Path
     task: Task
     prompter: Prompter
     model: LowBitModel
     learner: Learner
+    processes: Processes
 
 
-def open_policy(config: RunConfig) -> Policy:
-    """Load masters and wrap them in the run's schemes."""
+def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy:
+    """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
+    None opens the policy in this process, without DeepSpeed."""
     scheme = get_scheme(config.scheme)
     task = load_task(config.task.name, config.task.options, config.task.reward)
     prepare_environment(engine_options(config))
@@ -102,11 +116,14 @@ def open_policy(config: RunConfig) -> Policy:
     dtype = COMPUTE_DTYPES[config.dtype]
     compute = MASTER_DTYPES[config.learner.compute_dtype] if config.learner.compute_dtype else None
     prompter = Prompter(folder, config.rollout.max_prompt_tokens)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    together = processes or Processes()
+    alone = {"zero_stage": None, "deepspeed": None}
+    learning = config.learner if processes else config.learner.model_copy(update=alone)
     factory = make_factory(config.learner.kernel, dtype)
 
     def initial_model() -> LowBitModel:
-        masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], device)
+        reading = partitioned_loading(learning)
+        masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], together.device, reading)
         return LowBitModel(
             masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers, compute
         )
@@ -117,13 +134,20 @@ def open_policy(config: RunConfig) -> Policy:
     # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
     # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
     reference = initial_model() if config.learner.kl.name != "none" else None
-    return Policy(folder, task, prompter, model, Learner(model, config.learner, reference))
+    learner = Learner(model, learning, reference, together)
+    return Policy(folder, task, prompter, model, learner, together)
 
 
-def trained_part(policy: Policy, config: RunConfig) -> str:
-    """What LoRA trains and what it leaves frozen, for the startup output; empty where every master is trained."""
-    lora = config.learner.lora
-    return describe_adapters(policy.model, lora) if isinstance(lora, LoraConfig) else ""
+def trained_part(policy: Policy, config: RunConfig) -> list[str]:
+    """For the startup output: a learner's own compute dtype, what LoRA trains and what it leaves frozen, and the
+    processes that share the work; nothing where one process trains every master in the engine's dtype."""
+    lora, stage = config.learner.lora, config.learner.zero_stage
+    told = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
+    if policy.model.compute_dtype != policy.model.dtype:
+        told.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
+    if policy.processes.world > 1 or stage is not None:
+        told.append(f"processes: {policy.processes.world}, DeepSpeed ZeRO stage {stage or 0}")
+    return told
 
 
 @dataclass
@@ -157,15 +181,20 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Sessio
 
     Raises `AuditError` where learner and engine disagree about a layer.
     """
-    shutil.rmtree(folder.engine_start, ignore_errors=True)
-    export_checkpoint(policy.model, policy.folder, folder.engine_start)
-    engine = VllmEngine(folder.engine_start, engine_options(config))
+    processes = policy.processes
+
+    def export() -> None:
+        shutil.rmtree(folder.engine_start, ignore_errors=True)
+        export_checkpoint(policy.model, policy.folder, folder.engine_start)
+
+    processes.first_does(export)
+    engine = VllmEngine(folder.engine_start, engine_options(config, processes.world > 1))
     same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
     rows = audit(policy.model.layers(), engine.layers(), same_kernels)
     require_agreement(rows)
     bound = config.sync.canary_bound or policy.model.plan.bound
     sequences = canary_sequences(policy, config)
-    publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every)
+    publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)
     return Session(policy, engine, publisher, rows, _gate(config, policy) if config.learner.aligned else None)
 
 

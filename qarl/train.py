@@ -3,6 +3,7 @@
 from learner.batching import make_batch
 from learner.diagnostics import is_due
 from learner.optim import lr_factor
+from learner.processes import Processes
 from qarl.checkpoint import load_checkpoint, save_checkpoint
 from qarl.config import RunConfig
 from qarl.evaluate import heldout_accuracy
@@ -16,9 +17,12 @@ from qarl.session import Position, Session, open_policy, open_session, trained_p
 from rollout.types import Group
 
 
-def train(config: RunConfig, folder: RunFolder, dashboard: Dashboard, resume: bool = False) -> Outcome:
-    """Run until `config.steps` or an interrupt; returns what the run ended with."""
-    policy, at = open_policy(config), Position()
+def train(
+    config: RunConfig, folder: RunFolder, dashboard: Dashboard, processes: Processes, resume: bool = False
+) -> Outcome:
+    """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run the same loop on the
+    same groups, of which each sampled its share; the first alone writes."""
+    policy, at = open_policy(config, processes), Position()
     if resume:
         _, state = load_checkpoint(folder.checkpoints)
         policy.learner.load_state_dict(state["learner"])
@@ -27,19 +31,23 @@ def train(config: RunConfig, folder: RunFolder, dashboard: Dashboard, resume: bo
     trained = trained_part(policy, config)
     dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
     session.publisher.publish(at.version)
-    writer = MetricsWriter(folder, at.step if resume else None)
+    writer = MetricsWriter(folder, at.step if resume else None) if processes.first else None
+    stopping = False
     if at.first_accuracy is None and config.eval.problems:
         at.first_accuracy = _accuracy(session, config)
         dashboard.baseline(at.first_accuracy)
     with deferred_interrupt() as interrupted:
-        while at.step < config.steps and not interrupted:
+        while at.step < config.steps and not stopping:
             metrics, groups = _step(session, config, at)
-            writer.write(metrics, groups)
+            if writer is not None:
+                writer.write(metrics, groups)
             dashboard.stepped(metrics)
-            if at.step % config.checkpoint.every == 0 or at.step == config.steps or interrupted:
+            stopping = processes.any(bool(interrupted))
+            if at.step % config.checkpoint.every == 0 or at.step == config.steps or stopping:
                 state = {"learner": policy.learner.state_dict(), "position": vars(at)}
-                save_checkpoint(folder.checkpoints, at.step, state, config.checkpoint.keep)
-    writer.close()
+                save_checkpoint(folder.checkpoints, at.step, state, config.checkpoint.keep, processes)
+    if writer is not None:
+        writer.close()
     return finish(session, config, folder, at.step, at.first_accuracy)
 
 
@@ -74,4 +82,6 @@ def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetric
 
 def _accuracy(session: Session, config: RunConfig) -> float:
     policy, longest = session.policy, config.rollout.max_new_tokens
-    return heldout_accuracy(session.engine, policy.task, policy.prompter, config.eval.problems, longest)
+    return heldout_accuracy(
+        session.engine, policy.task, policy.prompter, config.eval.problems, longest, processes=policy.processes
+    )

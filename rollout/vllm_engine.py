@@ -20,7 +20,8 @@ _WORKER_EXTENSION = "rollout.vllm_plugin.worker.WorkerExtension"
 class VllmOptions:
     """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib: CPU
     key/value cache size in GiB. memory_share: of the device's memory vLLM may plan with. router_replay: return the
-    experts that each token was routed to.
+    experts that each token was routed to. several: this process is one of several, each with an engine of its own, and
+    torch's process group is open.
     """
 
     dtype: str = "bfloat16"
@@ -32,6 +33,7 @@ class VllmOptions:
     enforce_eager: bool = True
     logging_level: str = "ERROR"
     router_replay: bool = False
+    several: bool = False
 
 
 def prepare_environment(options: VllmOptions) -> None:
@@ -79,7 +81,8 @@ class VllmEngine:
                 gpu_memory_utilization=options.memory_share,
                 enable_prefix_caching=options.prefix_caching,
                 **_whole_prefills(options),
-                distributed_executor_backend="uni",
+                # Each engine is whole: tensor parallelism is 1. vLLM takes its place in the open group, no more.
+                distributed_executor_backend="external_launcher" if options.several else "uni",
                 worker_extension_cls=_WORKER_EXTENSION,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
@@ -107,7 +110,7 @@ class VllmEngine:
                         temperature=sampling.temperature,
                         max_tokens=sampling.max_new_tokens,
                         logprobs=0,
-                        seed=_stream(sampling.seed, j, k) if sampling.temperature > 0 else None,
+                        seed=_stream(sampling.seed, sampling.first_prompt + j, k) if sampling.temperature > 0 else None,
                     )
                 )
         outputs = self._call("generate", inputs, params, use_tqdm=False)
@@ -154,7 +157,7 @@ class VllmEngine:
         return report
 
     def close(self) -> None:
-        """Free the engine's memory and its process group, so that another can start in this process."""
+        """Free the engine's memory and torch's process group, so that another can start in this process."""
         import gc
 
         from vllm.distributed import cleanup_dist_env_and_memory

@@ -13,6 +13,7 @@ import torch
 
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
+from learner.processes import Processes
 from quant.model import LowBitModel, LowBitTensor
 from rollout.digest import StreamDigest
 from rollout.engine import Engine
@@ -39,7 +40,8 @@ class Publisher:
     """Publishes one model into one engine.
 
     sequences: token ids of the canary's fixed sequences, at least two tokens each. bound: on the canary's mean
-    |Δ log p|, in nats. canary_every: publishes between canaries.
+    |Δ log p|, in nats. canary_every: publishes between canaries. processes: those that publish together, each into its
+    own engine.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Publisher:
         sequences: Sequence[Sequence[int]],
         bound: float,
         canary_every: int,
+        processes: Processes | None = None,
     ):
         self._model = model
         self._engine = engine
         self._sequences = [list(s) for s in sequences]
         self._bound = bound
         self._canary_every = canary_every
+        self._processes = processes or Processes()
         self._published = 0
 
     def publish(self, version: int) -> Publish:
@@ -65,6 +69,8 @@ class Publisher:
         self._check(report.digest == digest.hexdigest(), version, "the engine received other bytes than were sent")
         self._check(not report.unconsumed, version, f"no engine layer took {_some(report.unconsumed)}")
         self._check(not report.missing, version, f"the engine expected more tensors for {_some(report.missing)}")
+        digests = self._processes.gathered(digest.hexdigest())
+        self._check(len(set(digests)) == 1, version, f"the processes materialized different tensors: {_apart(digests)}")
         seconds = time.perf_counter() - start
         due = self._published % self._canary_every == 0
         self._published += 1
@@ -110,6 +116,11 @@ def _pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
     lengths = torch.tensor([len(s) for s in sequences])
     return tokens, torch.arange(1, longest)[None] < lengths[:, None]
+
+
+def _apart(digests: Sequence[str]) -> str:
+    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), 0)
+    return f"SHA-256 {digests[0][:16]}… in process 0, {digests[other][:16]}… in process {other}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -59,9 +59,9 @@ except CheckpointError as error:
 
 def test_damage_is_noticed(tmp_path: Path):
     target = save_checkpoint(tmp_path, 1, {"x": torch.ones(100)}, keep=1)
-    raw = bytearray((target / "state.pt").read_bytes())
+    raw = bytearray((target / "state-00000.pt").read_bytes())
     raw[len(raw) // 2] ^= 1
-    (target / "state.pt").write_bytes(raw)
+    (target / "state-00000.pt").write_bytes(raw)
     with pytest.raises(CheckpointError, match="is damaged"):
         load_checkpoint(tmp_path)
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from learner.backends.zero_config import deepspeed_config
 from learner.optim import Step
 from learner.processes import Processes
 from qarl.config import ConfigError, LearnerConfig
@@ -42,16 +43,23 @@ class Backend(Protocol):
         ...
 
 
+def check_backend(config: LearnerConfig, processes: int) -> None:
+    """Raise `ConfigError` for settings that this number of processes, or DeepSpeed, cannot honour."""
+    if config.zero_stage is not None or processes > 1:
+        deepspeed_config(config)
+    elif config.deepspeed is not None:
+        raise ConfigError(
+            f"learner.deepspeed is {config.deepspeed!r}, but one process without learner.zero_stage does not use "
+            "DeepSpeed; set learner.zero_stage to 0, 1, 2 or 3, or leave learner.deepspeed out"
+        )
+
+
 def make_backend(model: LowBitModel, config: LearnerConfig, processes: Processes) -> Backend:
     """The backend that `learner.zero_stage` asks for. Raises `ConfigError` for settings it cannot honour."""
     from learner.backends.single import SingleProcess
 
+    check_backend(config, processes.world)
     if config.zero_stage is None and processes.world == 1:
-        if config.deepspeed is not None:
-            raise ConfigError(
-                f"learner.deepspeed is {config.deepspeed!r}, but one process without learner.zero_stage does not use "
-                "DeepSpeed; set learner.zero_stage to 0, 1, 2 or 3, or leave learner.deepspeed out"
-            )
         return SingleProcess(model, config)
     from learner.backends.zero import Zero
 

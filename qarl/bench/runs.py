@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from learner.processes import Processes
 from qarl.checkpoint import list_checkpoints
 from qarl.config import ConfigError, RunConfig
 from qarl.progress import Dashboard
@@ -70,7 +71,7 @@ def finished_run(config: RunConfig, console: Console) -> RunFolder:
     folder = folder or RunFolder.create(config)
     console.print(f"{'continuing' if resume else 'training'}: {folder.path}", soft_wrap=True)
     with Dashboard(config, console) as dashboard:
-        outcome = train(config, folder, dashboard, resume)
+        outcome = train(config, folder, dashboard, Processes(), resume)
     if outcome.steps < config.steps:
         raise KeyboardInterrupt
     return folder

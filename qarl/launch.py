@@ -1,0 +1,103 @@
+"""`qarl train --processes N`: the same command in N processes of this machine.
+
+It does what `torchrun --nproc-per-node N` does, with one difference that matters here: Ctrl-C reaches every process
+once, so that the step in hand is finished and a checkpoint written. On several machines use torchrun or deepspeed.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from qarl.config import ConfigError
+
+_PATIENCE = 20.0
+"""Seconds the others have to stop after one process died, before they are killed."""
+
+
+def check_processes(count: int) -> None:
+    """Raise `ConfigError` for a number of processes that this machine cannot run."""
+    gpus = torch.cuda.device_count()
+    if count < 1 or (gpus and count > gpus):
+        limit = f"1 to {gpus}, one a GPU" if gpus else "1 or more"
+        raise ConfigError(f"--processes {count} cannot run on this machine; allowed are {limit}")
+
+
+def launch(arguments: Sequence[str], count: int) -> int:
+    """Run `qarl ARGUMENTS` in `count` processes and return the exit status of the first that failed, else 0.
+
+    Where one dies, the others are stopped within half a minute: they would wait for it for ever.
+    """
+    place = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
+    command = [sys.executable, "-m", "qarl.cli", *arguments]
+    processes = [
+        subprocess.Popen(
+            command, env={**os.environ, **place, "OMP_NUM_THREADS": threads, "RANK": str(r), "LOCAL_RANK": str(r)}
+        )
+        for r in range(count)
+    ]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A terminal sends Ctrl-C to all processes of the foreground job; ours have it already.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if sys.stdin.isatty() else _passing(processes, signal.SIGINT))
+    signal.signal(signal.SIGTERM, _passing(processes, signal.SIGTERM))
+    try:
+        return _wait(processes)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _passing(processes: Sequence[subprocess.Popen[bytes]], number: int):
+    def handler(*_: object) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    return handler
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all ended, or one failed and the others were stopped."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((code for code in codes if code), None)
+        if failed is not None:
+            _stop(processes)
+            return failed if failed > 0 else 128 - failed
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.1)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Those that fail by themselves in a moment say why first; then SIGTERM, and after `_PATIENCE` SIGKILL."""
+    deadline = time.monotonic() + 2.0
+    for process in processes:
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _PATIENCE
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
