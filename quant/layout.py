@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.partitioned import whole_shape
 from quant.schemes import SchemeError
 
 FUSED_IN_ENGINE = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -74,7 +75,7 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     Raises `SchemeError` for a model whose 3-D parameters are of no layout known here: they would be missed.
     """
     for name, module in model.named_modules():
-        three = {key for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
+        three = {key for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3}
         if not three:
             continue
         known = model.config.model_type in _LAYOUTS and three == {"gate_up_proj", "down_proj"}

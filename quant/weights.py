@@ -82,7 +82,7 @@ def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]])
             reasons[written] = "an embedding is looked up, not multiplied, so it has no low-bit product"
         elif module is head and weight is getattr(embedding, "weight", None):
             reasons[written] = "this output head is tied to the embedding and has no tensor of its own"
-        elif isinstance(weight, nn.Parameter) and weight.ndim == 2 and written not in shapes:
+        elif isinstance(weight, nn.Parameter) and len(whole_shape(weight)) == 2 and written not in shapes:
             reasons[written] = f"it is a {type(module).__name__}, no nn.Linear, and has no low-bit product here"
     return reasons
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from qarl.quiet import quiet_libraries
 
@@ -12,6 +13,10 @@ quiet_libraries()
 
 from qarl.tiny import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
 from rollout.vllm_engine import VllmOptions, prepare_environment  # noqa: E402
+
+# Examples are not timed: machines are shared, and first calls compile.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Before any test imports vLLM: it reads these once.
 prepare_environment(VllmOptions())

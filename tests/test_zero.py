@@ -12,16 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from moe_models import CONFIGS, random_moe
 from test_learner import batch_of, make_learner, masters_of, random_model
 
 from learner.backends.single import SingleProcess
+from learner.learner import Learner
 from qarl.config import ConfigError, LearnerConfig
+from qarl.config_lora import LoraConfig
+from quant.kernels import make_factory
+from quant.load import load_masters
+from quant.lora import add_adapters
+from quant.model import LowBitModel
+from quant.schemes import get_scheme
 
 BATCHES = 10
 """Of two updates each: 20 steps."""
 ADAMW = {"lr": 1e-4, "name": "adamw"}
 LEARNER: dict[str, Any] = {"mini_batches": 2, "micro_batch_tokens": 30, "optimizer": ADAMW}
 MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
+LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 8.0}}
+EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 BFLOAT16 = {"master_dtype": "bfloat16"}
 
 
@@ -37,6 +47,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What two processes wrote, by job."""
     folder = tmp_path_factory.mktemp("zero")
     random_model().save_pretrained(folder / "model")
+    random_moe(CONFIGS["qwen3_moe"]).save_pretrained(folder / "experts")
     half, _ = plain(BATCHES // 2)
     torch.save(half.state_dict(), folder / "half.pt")
 
@@ -49,6 +60,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs += [job(f"w4a16 stage {stage}", stage, scheme="w4a16", dtype="bfloat16", last=2) for stage in (0, 3)]
     jobs += [job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half.pt")) for stage in (0, 2, 3)]
     jobs += [job("muon stage 0", 0, learner=MUON)]
+    jobs += [job("lora stage 3", 3, learner=LORA, scheme="w4a16", dtype="bfloat16", last=2)]
+    jobs += [job("experts stage 3", 3, learner=EXPERTS, folder=str(folder / "experts"), last=3)]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     here = Path(__file__).parent
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -58,7 +71,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         check=True,
         timeout=800,
     )
-    return {path.stem: torch.load(path) for path in folder.glob("*.pt") if path.stem != "half"}
+    found = {path.stem: torch.load(path) for path in folder.glob("*.pt") if path.stem != "half"}
+    return {**found, "folder": folder}  # type: ignore[dict-item]
 
 
 def assert_same_trajectory(masters: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -124,6 +138,50 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(done: dict[str, dict[str, 
         for key in ("exp_avg", "exp_avg_sq"):
             assert found[key].shape == wanted[key].shape
             assert (found[key] - wanted[key]).abs().mean() <= 0.02 * wanted[key].abs().mean()
+
+
+def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, Any], batches: int) -> Learner:
+    """One process that learned as `zero_worker` does."""
+    config = LearnerConfig.model_validate(settings)
+    model = LowBitModel(
+        load_masters(folder, torch.float32), get_scheme(scheme), dtype, make_factory("reference", dtype)
+    )
+    if isinstance(config.lora, LoraConfig):
+        add_adapters(model, config.lora, seed=0)
+    learner = Learner(model, config)
+    for step in range(batches):
+        learner.learn(batch_of(), seed=step)
+    return learner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "model", "scheme", "dtype", "settings", "batches"),
+    [
+        ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
+        ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
+    ],
+)
+def test_partitioned_adapters_and_experts(
+    done: dict[str, dict[str, Any]],
+    job: str,
+    model: str,
+    scheme: str,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    batches: int,
+):
+    """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn under ZeRO-3 what
+    they learn in one process; the base's digest is that of the whole base."""
+    alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)  # type: ignore[operator]
+    ours = done[job]["state"]
+    assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (model == "experts")
+    expected = masters_of(alone)
+    assert ours["masters"].keys() == expected.keys()
+    start = masters_of(alone_on(done["folder"] / model, scheme, dtype, settings, 0))  # type: ignore[operator]
+    moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
+    off = torch.cat([(expected[n] - ours["masters"][n]).abs().flatten() for n in start])
+    assert moved.mean() > 5e-5 and off.mean() <= 0.01 * moved.mean()
 
 
 @pytest.mark.slow

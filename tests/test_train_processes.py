@@ -1,0 +1,124 @@
+"""`qarl train --processes 2` with real engines: sampled shares, interrupts, a process that dies, other numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from qarl.checkpoint import list_checkpoints, load_checkpoint
+from qarl.config import ConfigError, RunConfig
+from qarl.launch import check_processes
+from qarl.metrics import read_metrics
+from qarl.session import check_input
+
+SMALL = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
+
+
+def qarl(*arguments: str, seconds: float = 500, status: int = 0) -> str:
+    """Run a command to its end; returns what it printed."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "qarl.cli", *arguments], env=env, capture_output=True, text=True, timeout=seconds
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """`qarl ARGUMENTS` going on, without a terminal."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "qarl.cli", *arguments],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not list_checkpoints(run / "checkpoints"):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
+    """Contract: with ZeRO-3 and one engine a process the first batch is that of one process (the same prompts and
+    seeds, wherever they are sampled), learner and sampler agree, an interrupt ends the step in hand with a checkpoint,
+    and one process without DeepSpeed goes on from it."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    steady = ("--learner.optimizer.decay_steps", "0")  # a rate that does not depend on the number of steps
+    adamw = ("--optimizer", "adamw", *SMALL, *steady, "--checkpoint-every", "1")
+    process = started(
+        "train", "--processes", "2", "--learner.zero_stage", "3", "--steps", "500", "--output", str(two), *adamw
+    )
+    wait_for_checkpoint(two, process)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 130, printed
+    assert "processes: 2, DeepSpeed ZeRO stage 3" in printed and printed.count("run folder:") == 1
+    step, state = load_checkpoint(two / "checkpoints")
+    seen = read_metrics(two / "metrics.jsonl")
+    assert [line["step"] for line in seen] == list(range(1, step + 1))
+    assert not any(torch.is_tensor(t) and t.numel() == 0 for t in state["learner"]["masters"].values())
+    qarl("train", "--steps", "1", "--output", str(one), *adamw)
+    (alone,) = read_metrics(one / "metrics.jsonl")
+    for name in ("prompts", "reward", "response_tokens", "distinct"):
+        assert seen[0][name] == alone[name], name
+    assert seen[0]["learn/mismatch/mean_abs"] == pytest.approx(alone["learn/mismatch/mean_abs"], abs=2e-4)
+    assert seen[0]["learn/grad_norm"] == pytest.approx(alone["learn/grad_norm"], rel=1e-2)
+    qarl("train", "--resume", str(two), "--learner.zero_stage", "null", "--steps", str(step + 1))
+    assert [line["step"] for line in read_metrics(two / "metrics.jsonl")] == list(range(1, step + 2))
+
+
+@pytest.mark.slow
+def test_where_a_process_dies_the_others_stop(tmp_path: Path):
+    """Contract: within a minute, with a failing exit status, no process left behind and the checkpoint intact."""
+    run = tmp_path / "run"
+    process = started(
+        "train", "--processes", "2", "--steps", "500", "--output", str(run), *SMALL, "--checkpoint-every", "1"
+    )
+    wait_for_checkpoint(run, process)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    killed = time.monotonic()
+    ranks[1].kill()
+    printed, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 60
+    assert process.returncode == 128 + signal.SIGKILL, printed
+    assert not any(rank.is_running() for rank in ranks)
+    step, state = load_checkpoint(run / "checkpoints")
+    assert step >= 1 and state["position"]["step"] == step
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same(tmp_path: Path):
+    """The command is launched by torchrun as it is; input that is wrong is told once, and no run folder is made."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qarl.cli"]
+    run = tmp_path / "run"
+    given = ["train", "--output", str(run), "--steps", "1", *SMALL]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    wrong = subprocess.run([*launch, *given, "--prompts", "15"], env=env, capture_output=True, text=True, timeout=300)
+    assert wrong.returncode != 0 and not run.exists()
+    assert wrong.stderr.count("rollout.prompts 15 cannot be dealt to 2 processes") == 1
+    right = subprocess.run([*launch, *given], env=env, capture_output=True, text=True, timeout=400)
+    assert right.returncode == 0, right.stderr
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
+
+
+def test_numbers_of_processes_that_cannot_work_are_refused():
+    config = RunConfig.model_validate({"model": "tiny-qwen3", "rollout": {"prompts": 32}})
+    with pytest.raises(ConfigError, match=r"rollout\.prompts 32 cannot be dealt to 3 processes.*multiple of 3"):
+        check_input(config, 3)
+    with pytest.raises(ConfigError, match=r"--processes 0 cannot run.*allowed are 1 or more"):
+        check_processes(0)
