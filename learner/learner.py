@@ -12,11 +12,13 @@ import torch
 from learner.aggregation import Totals
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
+from learner.diagnostics import Diagnosis
 from learner.input_gradients import rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss import LossInput, policy_loss
 from learner.mismatch import Mismatch, measure_mismatch
+from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.precision import LossScale
 from learner.processes import Processes
 from learner.ratio_fix import shadowed
@@ -32,7 +34,8 @@ class LearnStats:
     |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0 without)
     are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients were not
     finite. loss_scale: after the batch. seconds: wall time of the phases old (log-probs before the update), forward
-    (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA."""
+    (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA. lost_updates,
+    flipped_codes: see `learner.diagnostics`, None where they were not measured."""
 
     mismatch: Mismatch
     loss: float
@@ -48,6 +51,8 @@ class LearnStats:
     skipped: int
     loss_scale: float
     seconds: dict[str, float] = field(compare=False)
+    lost_updates: float | None = None
+    flipped_codes: float | None = None
 
 
 class Learner:
@@ -74,7 +79,7 @@ class Learner:
         self.config = config
         self.processes = processes or Processes()
         self.backend = make_backend(model, config, self.processes)
-        self.loss_scale = LossScale(model.dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
+        self.loss_scale = LossScale(model.compute_dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.records_router_logits = self._balance > 0
         self._reference = reference
@@ -82,6 +87,7 @@ class Learner:
         model.checkpoint_layers(config.gradient_checkpointing)
         model.gradient_scale.exact_inputs = not rounds_weights(model, config.input_gradients)
         self.stopwatch = Stopwatch()
+        self._diagnosis: Diagnosis | None = None
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
@@ -100,7 +106,18 @@ class Learner:
                 logprobs[part.index, : values.shape[1]] = values.cpu()
                 entropy += float(entropies.sum())
         logprobs, entropy = (self.processes.total(values) for values in (logprobs, entropy))
+        if not logprobs.isfinite().all():
+            self._explain(model, batch, index, logprobs)
         return logprobs, float(entropy) / int(batch.response[index].sum())
+
+    def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
+        forward = self.backend.policy if model is self.model else model
+        for part in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
+            rows = batch.rows(part)
+            require_finite_logprobs(
+                model, rows.to(model.device), logprobs[part, : rows.response.shape[1]], self.packed, forward
+            )
 
     def _share(self, batch: Batch, index: torch.Tensor) -> Iterator["_Part"]:
         """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every process."""
@@ -127,18 +144,25 @@ class Learner:
             return self._logprobs(self.model, batch, index)
 
     def learn(
-        self, batch: Batch, seed: int, gate: Callable[[Mismatch], None] | None = None, lr_factor: float = 1.0
+        self,
+        batch: Batch,
+        seed: int,
+        gate: Callable[[Mismatch], None] | None = None,
+        lr_factor: float = 1.0,
+        diagnose: bool = False,
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches (by `seed`), materializing a weight version after each.
 
         gate: called with the batch's mismatch before anything is updated; it may raise. lr_factor: of the learning
-        rate, see `learner.optim.lr_factor`. A mini-batch with a non-finite gradient is skipped and counted; masters
-        then stay as they were.
+        rate, see `learner.optim.lr_factor`. diagnose: measure lost updates and flipped codes. A
+        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were.
         """
         everything = torch.arange(len(batch.tokens))
+        self._diagnosis = Diagnosis() if diagnose else None
         self.stopwatch.take()
         with self.stopwatch("old"):
             old, entropy = self._engine_precision(batch, everything)
+        require_finite_sampler(batch, self.model.dtype)
         mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response)
         if gate is not None:
             gate(mismatch)
@@ -165,6 +189,8 @@ class Learner:
             len(updates) - len(done),
             self.loss_scale.scale,
             self.stopwatch.take(),
+            self._diagnosis.lost_updates if self._diagnosis else None,
+            self._diagnosis.flipped_codes if self._diagnosis else None,
         )
 
     def _update(
@@ -210,10 +236,12 @@ class Learner:
     def _apply(self, lr_factor: float) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
         with self.stopwatch("optimizer"):
-            step = self.backend.step(lr_factor)
+            step = self.backend.step(lr_factor, self._diagnosis is not None)
+            if self._diagnosis is not None:
+                self._diagnosis.add(step.lost)
         if step.taken:
             with self.stopwatch("materialize"):
-                self.model.refresh()
+                self.model.refresh(self._diagnosis.flips if self._diagnosis else None)
         self.loss_scale.update(step.taken)
         return (step.norm if step.taken else 0.0), step.taken
 

@@ -73,6 +73,10 @@ class MasterStep:
         self._send_home()
         return lost
 
+    def value(self) -> torch.Tensor:
+        """A copy of what the master stands for, fp32."""
+        return self._widened().clone()
+
     def _widened(self) -> torch.Tensor:
         """fp32: the master itself, or a copy of what it stands for."""
         master = self._master.detach()
@@ -80,6 +84,17 @@ class MasterStep:
             return master
         wide = master.to(torch.float32)
         return wide if self.remainder is None else wide.add_(self.remainder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the master."""
+        return self._master.dtype
+
+    def in_range(self) -> torch.Tensor | None:
+        """Whether a 16-bit master holds finite numbers alone, a scalar on its device; None for an fp32 one. One pass
+        without a copy: the extremes of a tensor with a NaN are NaN."""
+        master = self._master.detach()
+        return None if master.dtype == torch.float32 else torch.stack(torch.aminmax(master)).isfinite().all()
 
     def _store(self, wide: torch.Tensor) -> None:
         """Round the stepped copy into the master; an fp32 master was stepped in place."""

@@ -12,16 +12,18 @@ import torch
 from torch import nn
 
 from learner.master_step import Index, Lost, MasterStep
+from learner.precision import PrecisionError, short_name
 from qarl.config import ConfigError, OptimizerConfig
 
 
 @dataclass(frozen=True)
 class Step:
     """norm: global L2 norm of the mini-batch's gradient before clipping. taken: False where the norm is infinite or
-    NaN; every master is then what it was."""
+    NaN; every master is then what it was. lost: what a diagnosed `MasterOptimizer.step` returned, else None."""
 
     norm: float
     taken: bool
+    lost: float | None = None
 
 
 class MasterOptimizer:
@@ -46,6 +48,10 @@ class MasterOptimizer:
             rounding = config.rounding_of(str(master.dtype).removeprefix("torch."))
             self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home)
 
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of what each master stands for, fp32: the master, a Kahan one's with its remainder."""
+        return {name: step.value() for name, step in self._steps.items()}
+
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
         gradients = [p.grad.float() for p in self._masters if p.grad is not None]
@@ -57,27 +63,42 @@ class MasterOptimizer:
             if p.grad is not None:
                 p.grad.mul_(factor)
 
-    def clipped_step(self, lr_factor: float = 1.0) -> Step:
+    def clipped_step(self, lr_factor: float = 1.0, diagnose: bool = False) -> Step:
         """Clip the gradients to `grad_clip` and step, unless they are not finite."""
         norm = self.gradient_norm()
         taken = math.isfinite(norm)
-        if taken:
-            self.scale_gradients(min(1.0, self._config.grad_clip / (norm + 1e-6)))
-            self.step(lr_factor)
-        return Step(norm, taken)
+        if not taken:
+            return Step(norm, taken)
+        self.scale_gradients(min(1.0, self._config.grad_clip / (norm + 1e-6)))
+        return Step(norm, taken, self.step(lr_factor, diagnose))
 
     def step(self, lr_factor: float = 1.0, diagnose: bool = False) -> float | None:
         """Step every master at `lr_factor` times the configured learning rate.
 
         Returns, if `diagnose`, the share of lost updates: of the weights with a momentum, those whose stored value (a
-        Kahan master's with its remainder) is what it was.
+        Kahan master's with its remainder) is what it was. Raises `PrecisionError` where the step took a 16-bit master
+        out of its dtype's range.
         """
         done = [step.step(self._config.lr * lr_factor, diagnose) for step in self._steps.values()]
+        self._require_range()
         found: list[Lost] = [lost for lost in done if lost is not None]
         if not diagnose:
             return None
         meant = sum(int(lost.meant) for lost in found)
         return sum(int(lost.lost) for lost in found) / max(meant, 1)
+
+    def _require_range(self) -> None:
+        """Raise `PrecisionError` naming the first master that is not finite; the device is waited for once."""
+        within = {name: finite for name, step in self._steps.items() if (finite := step.in_range()) is not None}
+        if not within or bool(torch.stack(list(within.values())).all()):
+            return
+        name = next(name for name, finite in within.items() if not finite)
+        dtype = self._steps[name].dtype
+        raise PrecisionError(
+            f"master {name!r} left the range of {short_name(dtype)} (±{torch.finfo(dtype).max:.5g}) by this step; "
+            "nothing of it is published, and the last checkpoint is intact: resume from there with a lower "
+            "learner.optimizer.lr, or start a run with --master-dtype float32 or bfloat16"
+        )
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

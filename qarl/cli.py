@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def _expected(error: Exception) -> str | None:
     """A heading for errors whose message says all a user needs, "" for those another process tells of; None for the
     rest, which keep their traceback."""
+    from learner.precision import PrecisionError
     from learner.processes import FailedElsewhereError, is_lost_process
     from qarl.bench.learner import LearnerBenchError
     from qarl.checkpoint import CheckpointError
@@ -77,7 +78,7 @@ def _expected(error: Exception) -> str | None:
         LoraError: "LoRA", ModelError: "model", OperatorError: "operators", KernelError: "kernel",
         EngineError: "engine", AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
         CheckpointError: "checkpoint", CompressorError: "llmcompressor",
-        LearnerBenchError: "bench",
+        LearnerBenchError: "bench", PrecisionError: "precision",
     }  # fmt: skip
     return next((heading for kind, heading in headings.items() if isinstance(error, kind)), None)
 
@@ -207,7 +208,8 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
             f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)"
         )
     if outcome.export is not None:
-        console.print(f"deployable checkpoint: {outcome.export}  (vllm serve {outcome.export})", soft_wrap=True)
+        asked = " --dtype float32" if config.dtype == "float32" else ""  # vLLM's auto takes float32 for masters
+        console.print(f"deployable checkpoint: {outcome.export}  (vllm serve {outcome.export}{asked})", soft_wrap=True)
     return 0
 
 
@@ -281,7 +283,7 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument("--task", help="task name (default: the run's, else chain_sum)")
     evaluate.add_argument("--problems", type=int, default=512, help="held-out problems (default 512)")
     evaluate.add_argument("--max-new-tokens", type=int, help="default: the run's, else 64")
-    evaluate.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: the checkpoint's own")
+    evaluate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
     evaluate.add_argument("--json", metavar="FILE", help="write the result as JSON too")
     evaluate.set_defaults(run=_eval)
 
@@ -302,7 +304,9 @@ def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 def _add_schemes(commands: Any) -> None:
     schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
     schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
-    schemes.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="compute dtype")
+    schemes.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="compute dtype"
+    )
     schemes.add_argument(
         "--kernel", choices=("auto", "vllm", "torch", "reference"), default="auto", help="the learner's kernel family"
     )

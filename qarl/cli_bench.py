@@ -20,7 +20,8 @@ def add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
-        _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_publish, _add_kernels, _add_learner,
+        _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
+        _add_learner,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -169,6 +170,32 @@ def _precision_gap(known: argparse.Namespace, console: Console, overrides: dict[
     options = precision_gap.GapOptions(Path(known.runs), _seeds(known.seeds), names, known.threshold, overrides)
     gaps = precision_gap.measure(options, console)
     return precision_gap.table(gaps, known.threshold), precision_gap.as_data(gaps)
+
+
+def _add_precision(names: Any) -> None:
+    precision = names.add_parser(
+        "precision", help="what masters of each precision keep of updates at a small learning rate"
+    )
+    precision.add_argument("--scheme", default="w4a16", help="default w4a16")
+    precision.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    precision.add_argument("--steps", type=int, default=14, help="of two updates each (default 14)")
+    precision.add_argument("--lr", type=float, default=1e-6, help="learning rate (default 1e-6)")
+    precision.add_argument("--optimizer", default="muon", choices=("muon", "adamw"), help="default muon")
+    precision.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    precision.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    _runs(precision, _precision)
+
+
+def _precision(known: argparse.Namespace, _console: Console) -> _Measured:
+    from qarl.bench import precision
+    from rollout.vllm_engine import VllmOptions, prepare_environment
+
+    prepare_environment(VllmOptions())
+    options = precision.PrecisionOptions(
+        known.scheme, known.dtype, known.steps, known.lr, known.optimizer, known.kernel, known.seed
+    )
+    rows = precision.measure(options)
+    return precision.table(rows, options), precision.as_data(rows)
 
 
 def _add_publish(names: Any) -> None:

@@ -28,8 +28,7 @@ from qarl.config_objectives import (
     refuse_incompatible,
 )
 
-Dtype = Literal["bfloat16", "float16"]
-MasterDtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 class TaskConfig(Section):
@@ -129,7 +128,10 @@ class LearnerConfig(Section):
         description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "
         "them; auto: compute where the device multiplies that dtype natively (docs/learner.md)",
     )
-    master_dtype: MasterDtype = Field(default="float32", description="of the master weights")
+    master_dtype: Dtype = Field(default="float32", description="of the master weights")
+    compute_dtype: Dtype | None = Field(
+        default=None, description="of the learner's forward; None: the run's dtype. Others need learner.aligned false"
+    )
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
         default="auto", description="auto: vLLM's where importable"
     )
@@ -141,6 +143,11 @@ class LearnerConfig(Section):
         default=None,
         ge=0,
         description="factor of the experts' load-balance loss; None: the model's, if it asks",
+    )
+    diagnostics_every: int = Field(
+        default=10,
+        ge=0,
+        description="steps between measurements of lost updates and flipped codes, from the first; 0: off",
     )
     loss_scale: float = Field(default=65536.0, gt=0, description="initial, for float16; grows and backs off by itself")
     loss_scale_growth: int = Field(default=200, ge=1, description="good steps after which the loss scale doubles")
@@ -176,6 +183,11 @@ class LearnerConfig(Section):
 def refuse_ignored_precision(learner: LearnerConfig) -> None:
     """Raise `ValueError` for a precision option that the other options leave nothing to do."""
     optimizer, master = learner.optimizer, learner.master_dtype
+    if learner.aligned and learner.compute_dtype is not None:
+        raise ValueError(
+            f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies "
+            "the engine's codes in the engine's dtype; set dtype for both, or learner.aligned false"
+        )
     if learner.lora.name == "lora" and (optimizer.rounding is not None or optimizer.rounding_seed):
         raise ValueError(
             f"learner.optimizer.rounding {optimizer.rounding!r} with rounding_seed {optimizer.rounding_seed} is of "

@@ -37,7 +37,8 @@ def evaluate_target(
     """Accuracy of a run's export, a checkpoint folder, a hub id or an embedded policy, in a fresh engine.
 
     task_name, max_new_tokens, dtype: None takes the run's, else "chain_sum", 64 and the checkpoint's own dtype
-    (bfloat16 where that is float32). Returns accuracy in [0, 1] with what it was measured on.
+    (bfloat16 where that is float32 and nothing is quantized: masters). Returns accuracy in [0, 1] with what it was
+    measured on.
     """
     from qarl.run_folder import RunFolder
     from qarl.session import engine_options, model_folder
@@ -74,4 +75,5 @@ def _own_dtype(checkpoint: Path) -> str:
     import json
 
     written = json.loads((checkpoint / "config.json").read_text())
-    return "float16" if (written.get("dtype") or written.get("torch_dtype")) == "float16" else "bfloat16"
+    dtype = written.get("dtype") or written.get("torch_dtype")
+    return dtype if dtype == "float16" or (dtype == "float32" and "quantization_config" in written) else "bfloat16"

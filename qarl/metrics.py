@@ -42,7 +42,8 @@ class StepMetrics:
     seconds: dict[str, float]
 
     def flat(self) -> dict[str, Any]:
-        """Nested fields joined with "/", None left out; the learner's seconds are under seconds/learn/."""
+        """Nested fields joined with "/"; None left out, but for the learner's, which are null where a step did not
+        measure them. The learner's seconds are under seconds/learn/."""
         flat = _flatten("", dataclasses.asdict(self))
         return {name.replace("learn/seconds/", "seconds/learn/"): value for name, value in flat}
 
@@ -136,5 +137,5 @@ def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield from _flatten(name + "/", value)
-        elif value is not None:
+        elif value is not None or prefix:
             yield name, value

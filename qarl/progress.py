@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from learner.learner import LearnStats
 from qarl.config import RunConfig
 from qarl.metrics import StepMetrics
 from sync.audit import AuditRow
@@ -37,6 +38,7 @@ class Dashboard:
         self._tokens = 0.0
         self._last: StepMetrics | None = None
         self._kernels = ""
+        self._diagnosed = ""
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
 
     def __enter__(self) -> "Dashboard":
@@ -72,6 +74,8 @@ class Dashboard:
             self._accuracies.append((metrics.step, metrics.accuracy))
         for phase, seconds in metrics.seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+        if metrics.learn and metrics.learn.lost_updates is not None:
+            self._diagnosed = f"{_diagnosis(metrics.learn)}   [dim]@{metrics.step}[/]"
         self._tokens += metrics.response_tokens * metrics.prompts * self._config.rollout.samples
         if self._live:
             self._live.update(self.panel())
@@ -95,6 +99,8 @@ class Dashboard:
             grid.add_row("mismatch", f"mean |Δ log p| {m.mean_abs:.2e}   k3 {m.k3:.1e}   max |Δ| {m.max_abs:.2e}")
             grid.add_row("update", f"grad {last.learn.grad_norm:.3f}   clipped {last.learn.clipped:.1%}   "
                                    f"entropy {last.learn.entropy:.3f} nats")  # fmt: skip
+        if self._diagnosed:
+            grid.add_row("precision", self._diagnosed)
         grid.add_row("sampling", f"{self._tokens / max(self._seconds.get('sample', 0), 1e-9):,.0f} tokens/s")
         grid.add_row("time", self._time_split())
         title = f"[bold]QaRL[/]  {config.model}  {config.scheme}  {config.dtype}"
@@ -112,8 +118,15 @@ class Dashboard:
     def _line(self, m: StepMetrics) -> str:
         held_out = f"  held-out {m.accuracy:.1%}" if m.accuracy is not None else ""
         mismatch = f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}" if m.learn else "  skipped (all rewards equal)"
-        seconds = sum(m.seconds.values())
-        return f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f}{mismatch}  {seconds:.2f} s{held_out}"
+        diagnosed = f"  {_diagnosis(m.learn)}" if m.learn and m.learn.lost_updates is not None else ""
+        rest = f"{diagnosed}  {sum(m.seconds.values()):.2f} s{held_out}"
+        return f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f}{mismatch}{rest}"
+
+
+def _diagnosis(learn: LearnStats) -> str:
+    """What a step measured of `learner.diagnostics`, in words."""
+    flipped = "" if learn.flipped_codes is None else f"   flipped codes {learn.flipped_codes:.2%}"
+    return f"lost updates {learn.lost_updates:.1%}{flipped}"
 
 
 def sparkline(values: list[float], width: int = _WIDTH) -> str:

@@ -114,6 +114,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
         torch.set_num_threads(config.learner.threads)
     folder = model_folder(config.model)
     dtype = COMPUTE_DTYPES[config.dtype]
+    compute = MASTER_DTYPES[config.learner.compute_dtype] if config.learner.compute_dtype else None
     prompter = Prompter(folder, config.rollout.max_prompt_tokens)
     together = processes or Processes()
     alone = {"zero_stage": None, "deepspeed": None}
@@ -124,7 +125,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
         reading = partitioned_loading(learning)
         masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], together.device, reading)
         return LowBitModel(
-            masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers
+            masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers, compute
         )
 
     model = initial_model()
@@ -138,10 +139,12 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
 
 
 def trained_part(policy: Policy, config: RunConfig) -> list[str]:
-    """For the startup output: what LoRA trains and what it leaves frozen, and the processes that share the work;
-    nothing where one process trains every master."""
+    """For the startup output: a learner's own compute dtype, what LoRA trains and what it leaves frozen, and the
+    processes that share the work; nothing where one process trains every master in the engine's dtype."""
     lora, stage = config.learner.lora, config.learner.zero_stage
     told = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
+    if policy.model.compute_dtype != policy.model.dtype:
+        told.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
     if policy.processes.world > 1 or stage is not None:
         told.append(f"processes: {policy.processes.world}, DeepSpeed ZeRO stage {stage or 0}")
     return told

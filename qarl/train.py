@@ -1,6 +1,7 @@
 """The loop: generate → score → advantages → learn → publish → log / checkpoint."""
 
 from learner.batching import make_batch
+from learner.diagnostics import is_due
 from learner.optim import lr_factor
 from learner.processes import Processes
 from qarl.checkpoint import load_checkpoint, save_checkpoint
@@ -61,7 +62,8 @@ def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetric
             optimizer = config.learner.optimizer
             factor = lr_factor(at.step, config.steps, optimizer.warmup_steps, optimizer.decay_steps)
             gate = session.gate if at.version == 0 else None
-            learned = policy.learner.learn(batch, step_seed(config, at.step), gate, factor)
+            diagnose = is_due(config.learner.diagnostics_every, at.step)
+            learned = policy.learner.learn(batch, step_seed(config, at.step), gate, factor, diagnose)
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)
         at.version += 1

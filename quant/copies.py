@@ -1,7 +1,8 @@
 """How parameters outside linear layers and experts reach their masters.
 
-The forward reads a compute-dtype copy, which is also what is published; the gradient goes to the master by autograd, in
-fp32 until it is there. Axes: V vocabulary, H hidden columns.
+The forward reads a compute-dtype copy, which is also what is published unless the learner computes in a dtype of its
+own (`learner.compute_dtype`); the gradient goes to the master by autograd, in fp32 until it is there.
+Axes: V vocabulary, H hidden columns.
 """
 
 from typing import Any
@@ -42,34 +43,55 @@ class GradientScale:
         return gradient if self.value == 1.0 else gradient.mul_(1.0 / self.value)
 
 
-class ComputeCopy(nn.Module):
-    """A torch parametrization: reading the parameter gives `copy`, compute dtype, with a way back to the master."""
+class MasterCopy:
+    """One parameter as engine and learner read it. published: in the engine's dtype. computed: in the learner's; where
+    that is the same, one tensor. Both are to be filled. published_forward: whether the learner reads `published`."""
 
-    def __init__(self, master: nn.Parameter, dtype: torch.dtype, scale: GradientScale):
+    def __init__(self, master: torch.Tensor, dtype: torch.dtype, compute_dtype: torch.dtype):
+        self.published = empty_copy(master, dtype)
+        self.computed = self.published if compute_dtype == dtype else empty_copy(master, compute_dtype)
+        self.published_forward = False
+
+    @property
+    def read(self) -> torch.Tensor:
+        """What the forward takes."""
+        return self.published if self.published_forward else self.computed
+
+    def refresh(self, master: torch.Tensor) -> None:
+        """Take over the master's present values."""
+        self.published.copy_(master)
+        if self.computed is not self.published:
+            self.computed.copy_(master)
+
+
+class ComputeCopy(nn.Module):
+    """A torch parametrization: reading the parameter gives the copy, with a way back to the master."""
+
+    def __init__(self, copy: MasterCopy, scale: GradientScale):
         super().__init__()
-        self.copy = empty_copy(master, dtype)
+        self._copy = copy
         self._scale = scale
 
     def forward(self, master: torch.Tensor) -> torch.Tensor:
         """master: any shape → the copy."""
-        return _Route.apply(master, self.copy, self._scale)
+        return _Route.apply(master, self._copy.read, self._scale)
 
 
 class MasterEmbedding(nn.Module):
     """Replaces an `nn.Embedding`: rows of the copy forward; backward sums rows in fp32, without a compute-dtype
     gradient [V, H] in between."""
 
-    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype, scale: GradientScale):
+    def __init__(self, embedding: nn.Embedding, copy: MasterCopy, scale: GradientScale):
         super().__init__()
         self.master = embedding.weight
-        self.copy = empty_copy(embedding.weight, dtype)
+        self.copy = copy
         self.padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
         self.scale = scale
 
     @property
     def weight(self) -> torch.Tensor:
         """The copy, compute dtype [V, H]."""
-        return self.copy
+        return self.copy.read
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 of any shape → compute dtype [..., H]."""
@@ -82,15 +104,14 @@ def plain_lookup(embedding: nn.Embedding) -> bool:
 
 
 def empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Room for a copy of a master, compute dtype; `LowBitModel.refresh` fills it."""
+    """Room for a copy of a master, of any dtype; `LowBitModel.refresh` fills it."""
     return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
 
 
-def detach_copy(module: nn.Module, key: str, dtype: torch.dtype, scale: GradientScale) -> torch.Tensor:
-    """Let a module read its parameter `key` as a compute-dtype copy, which is returned and to be filled."""
-    copied = ComputeCopy(getattr(module, key), dtype, scale)
+def detach_copy(module: nn.Module, key: str, copy: MasterCopy, scale: GradientScale) -> None:
+    """Let a module read its parameter `key` as that copy of it."""
+    copied = ComputeCopy(copy, scale)
     parametrize.register_parametrization(module, key, copied, unsafe=True)  # unsafe: the dtype changes on purpose
-    return copied.copy
 
 
 class _Route(torch.autograd.Function):
@@ -109,7 +130,7 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, tokens: torch.Tensor, master: torch.Tensor, embedding: MasterEmbedding) -> torch.Tensor:
         ctx.save_for_backward(tokens)
         ctx.embedding = embedding
-        return nn.functional.embedding(tokens, embedding.copy)
+        return nn.functional.embedding(tokens, embedding.weight)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
@@ -121,6 +142,6 @@ class _Lookup(torch.autograd.Function):
             taught = tokens != embedding.padding_idx
             total.index_put_((tokens[taught],), embedding.scale.unscaled(dy[taught]), accumulate=True)
             return None, None, None
-        rows = embedding.copy.shape[0]
+        rows = embedding.weight.shape[0]
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
         return None, embedding.scale.unscaled(gradient), None

@@ -31,8 +31,8 @@ class RoutedLowBitExperts(nn.Module):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first. scheme, dtype, aligned, gradient_scale: as of `LowBitLinear`. gate_up_adapter, down_adapter: what is
-    trained instead of the masters (`quant.lora.add_adapters`), or None.
+    first. scheme, dtype, compute_dtype, aligned, gradient_scale: as of `LowBitLinear`. gate_up_adapter, down_adapter:
+    what is trained instead of the masters (`quant.lora.add_adapters`), or None.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class RoutedLowBitExperts(nn.Module):
         self.shape = shape
         self.scheme = scheme
         self.dtype = dtype
+        self.compute_dtype = dtype
         self.aligned = aligned
         # The function, not the module: the backward calls it once an expert that has tokens, and ZeRO-3 wants every
         # process to call the same modules.
@@ -100,11 +101,13 @@ class RoutedLowBitExperts(nn.Module):
             found = self.low_bit.experts[expert]
             return found.gate_up.dequantized(torch.float32), found.down.dequantized(torch.float32)
         matrices = self.merged(expert)
-        return matrices[0].to(self.dtype).to(torch.float32), matrices[1].to(self.dtype).to(torch.float32)
+        return matrices[0].to(self.compute_dtype).to(torch.float32), matrices[1].to(self.compute_dtype).to(
+            torch.float32
+        )
 
     def _plain(self) -> ExpertsProduct:
         """The masters cast to the compute dtype: an unaligned learner."""
-        casts = zip(*(merged.to(self.dtype, copy=True) for merged in self.merged()), strict=True)
+        casts = zip(*(merged.to(self.compute_dtype, copy=True) for merged in self.merged()), strict=True)
         return PerExpertProduct(
             [(PlainProduct(g, None), PlainProduct(d, None)) for g, d in casts], self.shape.activation
         )
@@ -125,6 +128,11 @@ class RoutedLowBitExperts(nn.Module):
         masters = [m.detach() if expert is None else m.detach()[expert] for m in self.masters]
         gate_up, down = (m if a is None else a.merge(m, expert) for m, a in zip(masters, self.adapters, strict=True))
         return gate_up, down
+
+    @property
+    def forward_dtype(self) -> torch.dtype:
+        """See `LowBitLinear.forward_dtype`."""
+        return self.dtype if self.aligned else self.compute_dtype
 
     @property
     def quantizes_activations(self) -> bool:
@@ -176,7 +184,7 @@ class _StraightThrough(torch.autograd.Function):
                 if adapter is not None:
                     for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
                         into[expert] = experts.gradient_scale.unscaled(grad)
-        return dx.to(experts.dtype), dweights, *returned, None, None, *dfactors[0], *dfactors[1]
+        return dx.to(experts.forward_dtype), dweights, *returned, None, None, *dfactors[0], *dfactors[1]
 
 
 def _master_gradients(
@@ -206,10 +214,10 @@ def _expert_backward(
     """x: fp32 [n, H], as multiplied; weights: fp32 [n]; dy: fp32 [n, H], of the layer's output."""
     gate_up, down = experts.weights_used(expert)
     with torch.enable_grad():
-        merged = (x @ gate_up.t()).to(experts.dtype).to(torch.float32).requires_grad_()
+        merged = (x @ gate_up.t()).to(experts.forward_dtype).to(torch.float32).requires_grad_()
         gate, up = merged.chunk(2, dim=-1)
         activated = experts.activation(gate) * up
-    used = activated.detach().to(experts.dtype)
+    used = activated.detach().to(experts.forward_dtype)
     if experts.quantizes_activations:
         used = quantize_activation(used, experts.scheme).dequantized(torch.float32)
     used = used.to(torch.float32)

@@ -28,6 +28,7 @@ class LowBitLinear(nn.Module):
     master: fp32, bf16 or fp16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
     aligned: multiply the low-bit codes (True), or the master cast to the compute dtype (False, the plain
     quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
+    compute_dtype: what an unaligned forward computes in, set by the model where it is not `dtype`, the engine's.
     fused: the layers the engine multiplies together with this one; see `fuse_scales`.
     adapter: None, or what is trained instead of the master (`quant.lora.add_adapters`).
     gradient_scale: the model's (`quant.copies`).
@@ -49,6 +50,7 @@ class LowBitLinear(nn.Module):
         self.bias = bias
         self.scheme = scheme
         self.dtype = dtype
+        self.compute_dtype = dtype
         self.aligned = aligned
         self.gradient_scale = GradientScale()
         self._factory = factory
@@ -67,7 +69,8 @@ class LowBitLinear(nn.Module):
         if self.bias is not None:
             self.low_bit_bias = self.bias.detach().to(self.dtype, copy=True)
         if not self.aligned:  # now, for the master may have moved on by the next forward
-            self._product = PlainProduct(self.merged().to(self.dtype, copy=True), self.low_bit_bias)
+            bias = None if self.bias is None else self.bias.detach().to(self.compute_dtype, copy=True)
+            self._product = PlainProduct(self.merged().to(self.compute_dtype, copy=True), bias)
 
     def merged(self) -> torch.Tensor:
         """What is materialized: the master, with the adapter's product added where there is one; master's dtype
@@ -104,7 +107,12 @@ class LowBitLinear(nn.Module):
         assert self.low_bit is not None
         if self.aligned:
             return self.low_bit.dequantized(dtype)
-        return self.merged().to(self.dtype).to(dtype)
+        return self.merged().to(self.compute_dtype).to(dtype)
+
+    @property
+    def forward_dtype(self) -> torch.dtype:
+        """Of what the forward is given and returns."""
+        return self.dtype if self.aligned else self.compute_dtype
 
 
 def fuse_scales(linears: dict[str, LowBitLinear]) -> None:

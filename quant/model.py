@@ -18,8 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qarl.config import LayerRule
 from quant.adapter import digest
-from quant.copies import GradientScale, MasterEmbedding, detach_copy, plain_lookup
+from quant.copies import GradientScale, MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from quant.experts import RoutedLowBitExperts
+from quant.flips import FlipCount
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear, fuse_scales
@@ -55,11 +56,13 @@ class LayerReport:
 class LowBitModel(nn.Module):
     """Wraps a model loaded in the master dtype.
 
-    model: transformers causal LM whose parameters become the masters. dtype: compute dtype of activations,
-    embeddings and norms. factory: kernel family of the learner's products. aligned: see `LowBitLinear`.
+    model: transformers causal LM whose parameters become the masters. dtype: the engine's compute dtype, of
+    activations, embeddings and norms. compute_dtype: what an unaligned learner computes in instead; None: the same.
+    factory: kernel family of the learner's products. aligned: see `LowBitLinear`.
     operators: "engine" (`quant.operators`), "transformers", or "auto": the engine's for aligned models they fit.
     rules: layers in other schemes than `scheme`; `plan` says what each layer takes.
     shapes: checkpoint layer name → (O, I) of its weight (`quant.weights.weight_shapes`).
+    forward_dtype: what the forward computes in now, see `published_forward`.
     loaded: every parameter the model came with, by name; masters: those that are trained, all of them unless
     `quant.lora.add_adapters` has frozen them and put the factors of adapters here. adapted: the weights that have one.
     Raises the `SchemeError`s of `plan_layers`, before anything is changed.
@@ -74,12 +77,19 @@ class LowBitModel(nn.Module):
         aligned: bool = True,
         operators: str = "auto",
         rules: Sequence[LayerRule] = (),
+        compute_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if aligned and compute_dtype not in (None, dtype):
+            raise SchemeError(
+                f"an aligned learner multiplies the engine's codes in the engine's dtype, {dtype}, not "
+                f"{compute_dtype}; leave the compute dtype out, or set aligned false"
+            )
         self.plan = plan_layers(model, scheme, rules)
         self.shapes = weight_shapes(model)
         self.scheme = scheme
         self.dtype = dtype
+        self.compute_dtype = self.forward_dtype = compute_dtype or dtype
         self.config = model.config
         self.gradient_scale = GradientScale()
         self._order = [name for name, _ in model.named_parameters()]
@@ -97,7 +107,7 @@ class LowBitModel(nn.Module):
         if operators == "transformers":
             _refuse_quantized_routers(self.plan, map(self._layout.checkpoint_name, self._routers))
         if operators == "engine":
-            install_engine_operators(model, dtype)
+            install_engine_operators(model, self.compute_dtype)
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         self.linears = self._replace_linears(model, linears, factory, aligned)
         self.experts = self._replace_experts(model, experts, factory, aligned)
@@ -125,6 +135,7 @@ class LowBitModel(nn.Module):
             assert isinstance(linear.weight, nn.Parameter)
             replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
             replaced[layer].gradient_scale = self.gradient_scale
+            replaced[layer].compute_dtype = self.compute_dtype
             model.set_submodule(name, replaced[layer])
         fuse_scales(replaced)
         return replaced
@@ -144,36 +155,39 @@ class LowBitModel(nn.Module):
                 layer, fused.gate_up_proj, fused.down_proj, shape, scheme, factory, self.dtype, aligned
             )
             replaced[layer].gradient_scale = self.gradient_scale
+            replaced[layer].compute_dtype = self.compute_dtype
             model.set_submodule(name, replaced[layer])
         return replaced
 
-    def _detach_copies(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def _detach_copies(self, model: nn.Module) -> dict[str, MasterCopy]:
         """Let everything outside linear layers and experts read compute-dtype copies; name → copy."""
-        copies: dict[str, torch.Tensor] = {}
+        copies: dict[str, MasterCopy] = {}
         for prefix, module in list(model.named_modules()):
             if isinstance(module, LowBitLinear | RoutedLowBitExperts):
                 continue
             if type(module) is nn.Embedding and plain_lookup(module):
-                embedding = MasterEmbedding(module, self.dtype, self.gradient_scale)
-                model.set_submodule(prefix, embedding)
-                copies[f"{prefix}.weight"] = embedding.copy
+                copy = copies[f"{prefix}.weight"] = MasterCopy(module.weight, self.dtype, self.compute_dtype)
+                model.set_submodule(prefix, MasterEmbedding(module, copy, self.gradient_scale))
                 continue
             for key, _ in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{key}" if prefix else key
-                copies[name] = detach_copy(module, key, self.dtype, self.gradient_scale)
+                copies[name] = MasterCopy(getattr(module, key), self.dtype, self.compute_dtype)
+                detach_copy(module, key, copies[name], self.gradient_scale)
         return copies
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, flips: FlipCount | None = None) -> None:
         """Materialize every master: a new weight version, used by all forwards, the publish and the export.
 
-        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it.
+        It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it. flips: takes
+        in how many codes that changes.
         """
         for layer in self._multiplied():
-            self._materialize(layer)
+            with flips.over(layer) if flips else contextlib.nullcontext():
+                self._materialize(layer)
         for name, copy in self._copies.items():
             with gathered([self.loaded[name]]):
-                copy.copy_(self.loaded[name])
+                copy.refresh(self.loaded[name])
 
     def _materialize(self, layer: LowBitLinear | RoutedLowBitExperts) -> None:
         partners = layer.fused if isinstance(layer, LowBitLinear) else ()
@@ -265,18 +279,25 @@ class LowBitModel(nn.Module):
 
     @contextlib.contextmanager
     def published_forward(self) -> Iterator[None]:
-        """Within this context an unaligned model multiplies the published codes too; the canary needs it."""
+        """Within this context an unaligned model multiplies the published codes too, in the engine's dtype; the canary
+        needs it."""
         plain = [layer for layer in self._multiplied() if not layer.aligned]
-        self._align(plain, True)
+        self._publish_forward(plain, True)
         try:
             yield
         finally:
-            self._align(plain, False)
+            self._publish_forward(plain, False)
 
-    def _align(self, layers: list[LowBitLinear | RoutedLowBitExperts], aligned: bool) -> None:
+    def _publish_forward(self, layers: list[LowBitLinear | RoutedLowBitExperts], published: bool) -> None:
         for layer in layers:
-            layer.aligned = aligned
+            layer.aligned = published
             self._materialize(layer)
+        for copy in self._copies.values():
+            copy.published_forward = published
+        self.forward_dtype = self.dtype if published else self.compute_dtype
+        for module in self.module.modules():
+            if isinstance(module, EngineDecoderLayer):
+                module.dtype = self.forward_dtype
 
     def _multiplied(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
         yield from self.linears.values()
@@ -294,7 +315,7 @@ class LowBitModel(nn.Module):
             if layer in self.experts:
                 yield from self._expert_tensors(layer) if key == "gate_up_proj" else ()
             elif layer not in self.linears:
-                yield LowBitTensor(written, self._copies[name])
+                yield LowBitTensor(written, self._copies[name].published)
             elif key == "bias":
                 bias = self.linears[layer].low_bit_bias
                 assert bias is not None

@@ -23,7 +23,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 
-COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ALWAYS_IGNORED = ("lm_head", r"re:.*embed_tokens$", r"re:.*\.(gate|router|shared_expert_gate)$")

@@ -18,10 +18,10 @@ _WORKER_EXTENSION = "rollout.vllm_plugin.worker.WorkerExtension"
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """dtype: "bfloat16" or "float16". max_model_len: prompt + completion tokens. kv_cache_gib: CPU key/value cache
-    size in GiB. memory_share: of the device's memory vLLM may plan with. router_replay: return the experts that each
-    token was routed to. several: this process is one of several, each with an engine of its own, and torch's process
-    group is open.
+    """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib: CPU
+    key/value cache size in GiB. memory_share: of the device's memory vLLM may plan with. router_replay: return the
+    experts that each token was routed to. several: this process is one of several, each with an engine of its own, and
+    torch's process group is open.
     """
 
     dtype: str = "bfloat16"

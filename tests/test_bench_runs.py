@@ -93,7 +93,7 @@ def test_pairings_share_everything_but_what_computes(tmp_path: Path):
     for name in precision_gap.PAIRINGS:
         options = precision_gap.GapOptions(tmp_path, (0,), (), -0.5, {})
         data = precision_gap._config(options, 1, name).model_dump(exclude={"output"})
-        for part in ("aligned", "operators", "ratio_fix"):
+        for part in ("aligned", "compute_dtype", "operators", "ratio_fix"):
             del data["learner"][part]
         configs[name] = {k: v for k, v in data.items() if k not in ("scheme", "dtype")}
     assert all(config == configs["bf16"] for config in configs.values())

@@ -46,7 +46,7 @@ def test_every_field_is_described():
         ({"learner.alinged": "false"}, r"unknown option --learner\.alinged; did you mean 'learner\.aligned'"),
         ({"lerner.aligned": "false"}, r"unknown option --lerner\.aligned"),
         ({"steps": "0"}, r"steps: .*greater than or equal to 1 \(given: 0\)"),
-        ({"dtype": "bfloat32"}, r"dtype: .*'bfloat16' or 'float16'.*given: 'bfloat32'"),
+        ({"dtype": "bfloat32"}, r"dtype: .*'bfloat16', 'float16' or 'float32'.*given: 'bfloat32'"),
         (
             {"learner.objective.name": "ppo"},
             r"learner\.objective: name 'ppo' is no objective; choose one of tbpo, grpo",
@@ -164,10 +164,12 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.dynamic_sampling": "2",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "kahan", "learner.optimizer.rounding_seed": "1",
+        "learner.compute_dtype": "float32",
     }  # fmt: skip
     field, value = ("learner.lora.name", "lora") if path == "learner.lora" else (path, other[path])
     file = config_file("tiny-qwen3")
     narrow = {"learner.master_dtype": "bfloat16"} if "rounding" in path else {}
+    narrow |= {"learner.aligned": "false"} if path == "learner.compute_dtype" else {}
     with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
         resumed_config(load_config(file, narrow), load_config(file, narrow | {field: value}))
     longer = load_config(file, {"steps": "999"})

@@ -353,7 +353,7 @@ def test_every_objective_learns_and_resumes():
     ends = {}
     for name in OBJECTIVES:
         learner = make_learner(objective={"name": name}, mini_batches=1)
-        stats = learner.learn(batch_of(), seed=0)
+        stats = learner.learn(batch_of(), seed=0, diagnose=True)
         assert (stats.updates, stats.skipped) == (1, 0), name
         assert all(
             math.isfinite(v) for k, v in dataclasses.asdict(stats).items() if k not in ("mismatch", "seconds")

@@ -50,8 +50,9 @@ def small_qwen3() -> Qwen3ForCausalLM:
 def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
     """Contract: a kernel and no reason, or a reason in words and no kernel."""
     found = support(scheme, dtype, "vllm")
-    assert (found.reason == "") == (scheme in RUN_IN_VLLM_HERE)
-    assert bool(found.kernel) == (scheme in RUN_IN_VLLM_HERE)
+    runs = scheme in RUN_IN_VLLM_HERE and not (dtype == torch.float32 and "w4a16" in scheme)
+    assert (found.reason == "") == runs
+    assert bool(found.kernel) == runs
     if found.reason:
         assert "\n" not in found.reason and len(found.reason) > 30
 
@@ -77,6 +78,16 @@ def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_c
     ):
         require_support(get_scheme("fp8-block"), torch.bfloat16, "reference")
     require_support(get_scheme("w4a8"), torch.bfloat16, "torch")
+
+
+@on_plain_cpus
+def test_float32_is_refused_in_vllms_words_where_it_has_none():
+    """vLLM's int4 kernel for CPUs has no float32; every scheme that does is named, and none that does not."""
+    config = RunConfig.model_validate({"scheme": "w4a16", "dtype": "float32", "model": "./nowhere"})
+    with pytest.raises(SchemeError, match=r"cannot run in the engine .*float32.*cpu_gemm_wna16.*'Float'") as raised:
+        check_input(config)
+    able = str(raised.value).rpartition("schemes that can: ")[2]
+    assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
 
 
 @on_plain_cpus

@@ -44,6 +44,8 @@ def lines(run: Path) -> list[dict[str, Any]]:
         ("bf16", "float16", []),
         ("w4a16", "float16", ["--learner.kernel", "torch"]),
         ("w4a16", "bfloat16", ["--aligned", "false"]),
+        ("w8a8", "float32", []),
+        ("w4a16", "bfloat16", ["--aligned", "false", "--learner.compute_dtype", "float32"]),
     ],
 )
 def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, more: list[str]):
@@ -59,6 +61,7 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
     for m in metrics:
         assert m["learn/updates"] == 2
         assert (m["learn/mismatch/mean_abs"] < 0.005) or not aligned
+        assert (m["learn/lost_updates"] is None) == (m["step"] != 1)  # every tenth step from the first
     written = json.loads((run / "export" / "config.json").read_text())
     assert ("quantization_config" in written) == (scheme != "bf16")
     for name in ("config.yaml", "environment.json", "samples.jsonl", "tensorboard", "export/tokenizer.json"):

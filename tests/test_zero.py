@@ -64,7 +64,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs = [job(f"stage {stage}", stage) for stage in range(4)]
     jobs += [job(f"w4a16 stage {stage}", stage, scheme="w4a16", dtype="bfloat16", last=2) for stage in (0, 3)]
     jobs += [job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half.pt")) for stage in (0, 2, 3)]
-    jobs += [job("muon stage 0", 0, learner=MUON)]
+    jobs += [job("muon stage 0", 0, learner=MUON, last=2)]
     jobs += [job("lora stage 3", 3, learner=LORA, scheme="w4a16", dtype="bfloat16", last=2)]
     jobs += [job("experts stage 3", 3, learner=EXPERTS, folder=str(folder / "experts"), last=3)]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -192,12 +192,12 @@ def test_partitioned_adapters_and_experts(
 @pytest.mark.slow
 def test_muon_in_two_processes_is_muon_in_one(done: dict[str, dict[str, Any]]):
     """At stage 0 every process steps all masters, so Muon is torch's; its orthogonalization in bfloat16 amplifies
-    the order of sums, hence the wider bound."""
-    learner, _ = plain(BATCHES, **MUON)
+    the order of sums, hence fewer updates and the wider bound."""
+    learner, _ = plain(2, **MUON)
     start, expected, found = masters_of(plain(0)[0]), masters_of(learner), done["muon stage 0"]["state"]["masters"]
     moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start]).mean()
     off = torch.cat([(found[n] - expected[n]).abs().flatten() for n in start]).mean()
-    assert moved > 5e-5 and off <= 0.1 * moved
+    assert moved > 5e-5 and off <= 0.05 * moved
 
 
 @pytest.mark.parametrize(

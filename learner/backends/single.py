@@ -21,9 +21,9 @@ class SingleProcess:
         """See `Backend.backward`."""
         loss.backward()
 
-    def step(self, lr_factor: float) -> Step:
+    def step(self, lr_factor: float, diagnose: bool = False) -> Step:
         """See `Backend.step`."""
-        done = self.optimizer.clipped_step(lr_factor)
+        done = self.optimizer.clipped_step(lr_factor, diagnose)
         self.optimizer.zero_grad()
         return done
 

@@ -63,12 +63,12 @@ class Zero:
         """See `Backend.backward`."""
         self.policy.backward(loss * self._processes.world)
 
-    def step(self, lr_factor: float) -> Step:
+    def step(self, lr_factor: float, diagnose: bool = False) -> Step:
         """See `Backend.step`."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._lr * lr_factor
         if self._whole is not None:
-            self._whole.lr_factor = lr_factor
+            self._whole.lr_factor, self._whole.diagnose = lr_factor, diagnose
             self.policy.step()
             return self._whole.done
         self.policy.step()
@@ -160,9 +160,9 @@ class _WholeStep(torch.optim.Optimizer):
     def __init__(self, optimizer: MasterOptimizer, masters: list[nn.Parameter]):
         super().__init__(masters, {"lr": 0.0})
         self.optimizer = optimizer
-        self.lr_factor = 1.0
+        self.lr_factor, self.diagnose = 1.0, False
         self.done = Step(0.0, False)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and step."""
-        self.done = self.optimizer.clipped_step(self.lr_factor)
+        self.done = self.optimizer.clipped_step(self.lr_factor, self.diagnose)

@@ -59,7 +59,8 @@ def _multiply(stack: LowBitWeight, experts: int) -> tuple[str, GroupedMultiply] 
     codes = stack.codes.view(experts, -1, stack.shape[1]).transpose(1, 2)
     if stack.scale is None:
         return ("grouped_mm", _grouped_mm(codes)) if codes.dtype == torch.bfloat16 else None
-    if stack.scheme.name == "fp8" and _has_scaled_grouped_mm(codes.device):
+    wide = stack.scale.dtype == torch.float32  # of a float32 learner: the operator returns bfloat16 alone
+    if stack.scheme.name == "fp8" and not wide and _has_scaled_grouped_mm(codes.device):
         return "_scaled_grouped_mm", _scaled_grouped_mm(stack, codes, experts)
     return None
 

@@ -1,7 +1,8 @@
 """A Triton product of packed int4 or int8 weights with compute-dtype activations. Import only with CUDA and Triton.
 
-Codes are small integers, exact in bfloat16 and float16. So a block of them is multiplied as it is, with fp32 sums, and
-the block's scale multiplies that sum in fp32: nothing is rounded before the output is.
+Codes are small integers, exact in every compute dtype; float32 is multiplied as such, not as TF32. So a block of them
+is multiplied as it is, with fp32 sums, and the block's scale multiplies that sum in fp32: nothing is rounded before the
+output is.
 Axes: N tokens, O output rows, I input columns, Q quantization groups.
 """
 
@@ -33,7 +34,7 @@ def _kernel(
         words = tl.load(words_at + at, mask=o[None, :] < O, other=0)
         codes = ((words >> ((i % per_word) * BITS)[:, None]) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
         scale = tl.load(scale_at + o * Q + start // GROUP, mask=o < O, other=0.0).to(tl.float32)
-        total += tl.dot(x, codes.to(x.dtype)) * scale[None, :]
+        total += tl.dot(x, codes.to(x.dtype), input_precision="ieee") * scale[None, :]
     y_tile = y_at + n[:, None] * O + o[None, :]
     tl.store(y_tile, total.to(y_at.dtype.element_ty), mask=(n[:, None] < N) & (o[None, :] < O))
 

@@ -1,0 +1,167 @@
+"""Numbers that left their dtype's range: found before they are learned from, and traced to where they arose.
+
+float16 ends at 65504. A forward beyond it gives infinity, and NaN from there on; a loss made of those has no gradient
+to step with, so the run would skip every update and never say why. The good case costs one look at the log-probs.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from learner.batching import Batch
+from learner.logprobs import token_logprobs
+from learner.precision import PrecisionError, short_name
+from quant.model import LowBitModel
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a forward first stopped being finite. module: as the model names it. inside: whether between the modules
+    that `module` calls, so that no call of one shows it. bad: values that are infinite or NaN, of `count`. largest: of
+    the absolute values that went in, NaN where none were seen."""
+
+    module: str
+    inside: bool
+    bad: int
+    count: int
+    largest: float
+
+
+def require_finite_logprobs(
+    model: LowBitModel, rows: Batch, logprobs: torch.Tensor, packed: bool, forward: Any = None
+) -> None:
+    """Raise `PrecisionError` where the forward of `rows` gave log-probs that are not finite, naming the first module
+    whose output was not; it is found by a second forward, which all processes take part in.
+
+    logprobs: fp32 [B, T-1], of those rows. packed: how the rows were computed. forward: what a backend wraps the model
+    in, None for the model itself.
+    """
+    wrong = int((~logprobs.isfinite()).sum())
+    if wrong == 0:
+        return
+    fault = first_fault(model, rows, packed, forward)
+    dtype = short_name(model.forward_dtype)
+    where = "no module's output is, so it is their normalization" if fault is None else _in_words(fault, dtype)
+    raise PrecisionError(
+        f"{dtype} forward: the log-probs of {wrong} of {int(rows.response.sum())} tokens are infinite or NaN; {where}. "
+        f"{_remedy(model.forward_dtype)}; no step was taken from them, the last checkpoint is intact"
+    )
+
+
+def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
+    """Raise `PrecisionError` where the engine's own log-probs are not finite. dtype: the engine's."""
+    wrong = int((~batch.sampler_logprobs.isfinite()).sum())
+    if wrong:
+        raise PrecisionError(
+            f"the engine's log-probs of {wrong} of {int(batch.response.sum())} tokens are infinite or NaN, the "
+            f"learner's of the same tokens are not. {_remedy(dtype)}; no step was taken from them, the last "
+            "checkpoint is intact"
+        )
+
+
+@torch.no_grad()
+def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = None) -> Fault | None:
+    """Forward `rows` again and watch every module; None where all outputs are finite. Arguments as above."""
+    watch = _Watch()
+    handles = []
+    for name, module in model.module.named_modules():
+        handles.append(module.register_forward_pre_hook(watch.entered(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(watch.left(name)))
+    try:
+        length = rows.length if packed else None
+        token_logprobs(forward or model, rows.tokens, rows.response, rows.experts, length, entropy=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.fault
+
+
+@dataclass
+class _Call:
+    """A module that is being run: its largest input, and whether it has called another yet."""
+
+    module: str
+    largest: float
+    calls: bool = False
+
+
+class _Watch:
+    """Hooks that look at what goes into and comes out of modules, until the first value that is not finite."""
+
+    def __init__(self) -> None:
+        self.fault: Fault | None = None
+        self._calls: list[_Call] = []
+
+    def entered(self, name: str) -> Any:
+        """A forward pre-hook of the module `name`."""
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = _numbers((args, {key: value for key, value in kwargs.items() if "mask" not in key}))
+            caller = self._calls[-1] if self._calls else None
+            if caller is not None:
+                caller.calls = caller.calls or "parametrizations" not in name
+                if self.fault is None and not _finite(given):
+                    self.fault = _fault(caller, True, given)
+            largest = max((float(t.abs().max()) for t in given if t.numel()), default=math.nan)
+            self._calls.append(_Call(name, largest))
+
+        return look
+
+    def left(self, name: str) -> Any:
+        """A forward hook of the module `name`."""
+
+        def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            call, made = self._calls.pop(), _numbers(output)
+            if self.fault is None and not _finite(made):
+                self.fault = _fault(call, call.calls, made)
+
+        return look
+
+
+def _fault(call: _Call, inside: bool, tensors: list[torch.Tensor]) -> Fault:
+    bad = sum(int((~t.isfinite()).sum()) for t in tensors)
+    return Fault(_readable(call.module), inside, bad, sum(t.numel() for t in tensors), call.largest)
+
+
+def _numbers(values: Any) -> list[torch.Tensor]:
+    """The floating-point tensors within nested tuples, lists and model outputs."""
+    if isinstance(values, torch.Tensor):
+        return [values] if values.is_floating_point() else []
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    return [t for value in values for t in _numbers(value)] if isinstance(values, tuple | list) else []
+
+
+def _finite(tensors: list[torch.Tensor]) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
+def _readable(name: str) -> str:
+    """A parameter's compute-dtype copy under the parameter's own name (`quant.copies.detach_copy`)."""
+    return re.sub(r"\.?parametrizations\.(\w+)\.0$", r".\1", name) or "the model"
+
+
+def _in_words(fault: Fault, dtype: str) -> str:
+    between = "between the modules within" if fault.inside else "the output of"
+    largest = "" if math.isnan(fault.largest) else f", its input being at most {fault.largest:.3g}"
+    return (
+        f"the first values that are not finite in {dtype} are {between} {fault.module!r}: {fault.bad} of {fault.count}"
+        f"{largest}"
+    )
+
+
+def _remedy(dtype: torch.dtype) -> str:
+    if dtype == torch.float16:
+        return (
+            f"float16 ends at {torch.finfo(dtype).max:.0f}: compute in bfloat16, whose range is float32's (--dtype "
+            "bfloat16), or in float32 where the scheme has it (--dtype float32); where "
+            "learner.compute_dtype is set, there"
+        )
+    return (
+        f"{short_name(dtype)} has a range of 3e38, so the policy itself has diverged or its weights are damaged: "
+        "resume from an earlier checkpoint with a lower learner.optimizer.lr or learner.optimizer.grad_clip"
+    )

@@ -1,0 +1,73 @@
+"""How many low-bit codes a materialization changes: what of the masters' movement the sampler can see.
+
+A master moves a little at every step, and a code changes where that crosses the middle between two. Codes are compared
+as they are stored, packed ones each by its own bits; -0 and 0 of floating-point codes count as two, and a scale that
+moves under unchanged codes does not count.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from quant.expert_weights import LowBitExperts
+from quant.materialize import LowBitWeight
+
+_CHUNK_BYTES = 1 << 20
+
+
+class Materialized(Protocol):
+    """A layer that is materialized in place: `LowBitLinear` or `RoutedLowBitExperts`."""
+
+    @property
+    def low_bit(self) -> LowBitWeight | LowBitExperts | None:
+        """This weight version."""
+        ...
+
+
+class FlipCount:
+    """Over any number of materializations. changed, codes: those that differ from the version before, and all; layers
+    in the compute dtype have none."""
+
+    def __init__(self) -> None:
+        self.changed = 0
+        self.codes = 0
+
+    @property
+    def share(self) -> float | None:
+        """changed of codes; None where no layer has codes."""
+        return self.changed / self.codes if self.codes else None
+
+    @contextlib.contextmanager
+    def over(self, layer: Materialized) -> Iterator[None]:
+        """Count what is changed in `layer` within this context, which takes a copy of that layer's codes."""
+        before = [weight.codes.clone() for weight in _weights(layer)]
+        yield
+        for old, weight in zip(before, _weights(layer), strict=True):
+            self.changed += changed_codes(old, weight)
+            self.codes += weight.shape[0] * weight.shape[1]
+
+
+def changed_codes(before: torch.Tensor, weight: LowBitWeight) -> int:
+    """How many codes of a weight are others than in `before`, its codes of an earlier version."""
+    old, new = (codes.reshape(-1).view(torch.uint8) for codes in (before, weight.codes))
+    halves = old.numel() < weight.shape[0] * weight.shape[1]  # two codes a byte, in int32 words too
+    changed = torch.zeros((), dtype=torch.int64, device=old.device)
+    for start in range(0, old.numel(), _CHUNK_BYTES):
+        span = slice(start, start + _CHUNK_BYTES)
+        differ = old[span] ^ new[span]
+        parts = (differ & 0x0F, differ & 0xF0) if halves else (differ,)
+        for part in parts:
+            changed += part.count_nonzero()
+    return int(changed)
+
+
+def _weights(layer: Materialized) -> list[LowBitWeight]:
+    """What a layer multiplies, as few tensors as hold all its codes; none where nothing is quantized."""
+    made = layer.low_bit
+    if isinstance(made, LowBitExperts):
+        found = list(made.stacks or (w for e in made.experts for w in (e.gate_up, e.down)))
+    else:
+        found = [] if made is None else [made]
+    return [weight for weight in found if weight.scheme.weights is not None]
