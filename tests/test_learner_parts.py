@@ -226,7 +226,7 @@ def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
     ours = MasterOptimizer(masters, MATRICES, config)
     by_muon = ["up", "square"] if name == "muon" else []
     adamw = torch.optim.AdamW(
-        [p for n, p in expected.items() if n not in by_muon], 0.02, config.betas, weight_decay=0.1
+        [p for n, p in expected.items() if n not in by_muon], 0.02, config.betas, weight_decay=0.1, fused=True
     )
     theirs: list[torch.optim.Optimizer] = [adamw]
     if by_muon:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from learner.processes import Processes
 from qarl.config import RunConfig
 from qarl.metrics import Stopwatch, batch_metrics
 from qarl.sample import sample_step, step_seed
@@ -42,7 +43,7 @@ class Recorder:
 def run(dynamic: int | None, step: int, teaching: set[int]) -> tuple[Recorder, list[str], list[str]]:
     """The recorder, and the problems sampled and kept."""
     recorder = Recorder(teaching)
-    policy = SimpleNamespace(task=recorder, prompter=recorder)
+    policy = SimpleNamespace(task=recorder, prompter=recorder, processes=Processes())
     session: Any = SimpleNamespace(policy=policy, engine=recorder)
     rollout = {"prompts": PROMPTS, "samples": 2, "dynamic_sampling": dynamic}
     config = RunConfig.model_validate({"seed": 5, "rollout": rollout})
