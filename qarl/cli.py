@@ -165,14 +165,17 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 
     quiet_libraries()
     from learner.processes import join_processes, launched, leave_processes
-    from qarl.launch import check_processes, launch
-    from qarl.session import check_input
+    from qarl.launch import check_count, launch
+    from qarl.session import check_input, check_processes
 
     if known.processes is not None and not launched():
-        check_processes(known.processes)
+        check_count(known.processes)
+        check_processes(config, known.processes)
         if known.processes > 1:
             return launch(known.arguments, known.processes)
     processes = join_processes(alone=config.learner.zero_stage is not None)
+    if known.processes not in (None, processes.world):
+        raise ConfigError(f"--processes {known.processes}, but the launcher started {processes.world}; leave it out")
     if not processes.first:
         console.quiet = True
     processes.first_does(lambda: check_input(config, processes.world))

@@ -20,7 +20,7 @@ _PATIENCE = 20.0
 """Seconds the others have to stop after one process died, before they are killed."""
 
 
-def check_processes(count: int) -> None:
+def check_count(count: int) -> None:
     """Raise `ConfigError` for a number of processes that this machine cannot run."""
     gpus = torch.cuda.device_count()
     if count < 1 or (gpus and count > gpus):

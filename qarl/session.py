@@ -74,18 +74,23 @@ def require_schemes(config: RunConfig) -> None:
         require_support(get_scheme(name), dtype, kernel, of_experts)
 
 
+def check_processes(config: RunConfig, count: int) -> None:
+    """Raise `ConfigError` for settings that do not go with this number of processes; nothing is loaded for it."""
+    if config.rollout.prompts % count:
+        raise ConfigError(
+            f"rollout.prompts {config.rollout.prompts} cannot be dealt to {count} processes, which sample as many "
+            f"each; take a multiple of {count}, or another number of processes"
+        )
+    check_backend(config.learner, count)
+
+
 def check_input(config: RunConfig, processes: int = 1) -> None:
     """Everything that can be found wrong with schemes, layer rules, task, model and the number of processes before a
     run folder is made.
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
     """
-    if config.rollout.prompts % processes:
-        raise ConfigError(
-            f"rollout.prompts {config.rollout.prompts} cannot be dealt to {processes} processes, which sample as many "
-            f"each; take a multiple of {processes}, or another number of processes"
-        )
-    check_backend(config.learner, processes)
+    check_processes(config, processes)
     get_scheme(config.scheme)
     load_task(config.task.name, config.task.options, config.task.reward)
     require_schemes(config)

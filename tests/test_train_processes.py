@@ -14,7 +14,7 @@ import torch
 
 from qarl.checkpoint import list_checkpoints, load_checkpoint
 from qarl.config import ConfigError, RunConfig
-from qarl.launch import check_processes
+from qarl.launch import check_count
 from qarl.metrics import read_metrics
 from qarl.session import check_input
 
@@ -121,4 +121,4 @@ def test_numbers_of_processes_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match=r"rollout\.prompts 32 cannot be dealt to 3 processes.*multiple of 3"):
         check_input(config, 3)
     with pytest.raises(ConfigError, match=r"--processes 0 cannot run.*allowed are 1 or more"):
-        check_processes(0)
+        check_count(0)
