@@ -114,7 +114,7 @@ def table(rows: list[MismatchRow]) -> Table:
     """Rows for a person."""
     shown = Table("dtype", "engine", "learner", title="learner against sampler, nats", title_justify="left")
     for column in ("mean |Δ log p|", "max |Δ log p|", "k3-KL", "sequence weight", "× floor"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", overflow="fold")
     for row in rows:
         m = row.found
         weights = f"{math.exp(m.log_w_low):.4f} … {math.exp(m.log_w_high):.4f}"

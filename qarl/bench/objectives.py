@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.config import ConfigError, RunConfig, load_config
@@ -90,9 +90,9 @@ def table(trained: list[Trained]) -> Table:
     """A row an objective: means over seeds, and the range of the accuracy. The columns are `Trained`'s."""
     seeds = len({t.seed for t in trained})
     title = f"objectives: means over {seeds} seed{'s' * (seeds > 1)}"
-    shown = Table("objective", title=title, title_justify="left")
+    shown = Table(Column("objective", no_wrap=True), title=title, title_justify="left")
     for column in ("held-out", "min", "max", "reward", "k3", "update", "clipped", "error tokens"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", overflow="fold")
     for objective in dict.fromkeys(t.objective for t in trained):
         runs = [t for t in trained if t.objective == objective]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
@@ -96,9 +96,9 @@ def table(rows: list[PrecisionRow], options: PrecisionOptions) -> Table:
     title = (
         f"masters after {options.steps} steps of {options.optimizer} at {options.lr:g}, against {rows[0].master_dtype}"
     )
-    shown = Table("masters", title=title, title_justify="left")
+    shown = Table(Column("masters", no_wrap=True), title=title, title_justify="left")
     for column in ("lost", "arrived", "drift", "max", "codes", "measuring"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", overflow="fold")
     for row in rows:
         codes = "-" if row.flipped_codes is None else f"{row.flipped_codes:.3%}"
         shown.add_row(

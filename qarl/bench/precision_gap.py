@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.config import ConfigError, RunConfig, load_config
@@ -85,9 +85,9 @@ def measure(options: GapOptions, console: Console) -> list[Gap]:
 def table(gaps: list[Gap], threshold: float) -> Table:
     """A row a run; the columns are `Gap`'s."""
     title = f"steps until the mean reward is {threshold:g} or more"
-    shown = Table("pairing", title=title, title_justify="left")
+    shown = Table(Column("pairing", no_wrap=True), title=title, title_justify="left")
     for column in ("seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", overflow="fold")
     for gap in gaps:
         shown.add_row(
             gap.pairing, str(gap.seed), "never" if gap.converged is None else str(gap.converged),

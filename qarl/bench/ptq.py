@@ -88,7 +88,7 @@ def table(deployed: list[Deployed]) -> Table:
         variants.setdefault(one.variant, []).append(one)
     shown = Table("variant", "scheme", title="held-out accuracy of the deployable checkpoint", title_justify="left")
     for column in (*(f"seed {seed}" for seed in seeds), "mean", "to QaRL", "|Δ log p| moved"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", overflow="fold")
     for variant, of_seeds in variants.items():
         moved = [d.moved for d in of_seeds if d.moved is not None]
         mean = _mean([d.accuracy for d in of_seeds])
