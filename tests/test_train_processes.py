@@ -106,12 +106,12 @@ def test_torchrun_starts_the_same(tmp_path: Path):
     """The command is launched by torchrun as it is; input that is wrong is told once, and no run folder is made."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qarl.cli"]
     run = tmp_path / "run"
-    given = ["train", "--output", str(run), "--steps", "1", *SMALL]
+    given = ["train", "--output", str(run), "--steps", "1", *SMALL[2:], "--rollout.prompts"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    wrong = subprocess.run([*launch, *given, "--prompts", "15"], env=env, capture_output=True, text=True, timeout=300)
+    wrong = subprocess.run([*launch, *given, "15"], env=env, capture_output=True, text=True, timeout=300)
     assert wrong.returncode != 0 and not run.exists()
     assert wrong.stderr.count("rollout.prompts 15 cannot be dealt to 2 processes") == 1
-    right = subprocess.run([*launch, *given], env=env, capture_output=True, text=True, timeout=400)
+    right = subprocess.run([*launch, *given, "16"], env=env, capture_output=True, text=True, timeout=400)
     assert right.returncode == 0, right.stderr
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
 
