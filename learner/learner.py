@@ -154,8 +154,8 @@ class Learner:
         """Step over the batch in shuffled mini-batches (by `seed`), materializing a weight version after each.
 
         gate: called with the batch's mismatch before anything is updated; it may raise. lr_factor: of the learning
-        rate, see `learner.optim.lr_factor`. diagnose: measure lost updates and flipped codes. A
-        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were.
+        rate, see `learner.optim.lr_factor`. diagnose: measure lost updates and flipped codes. A mini-batch with a
+        non-finite gradient is skipped and counted; masters then stay as they were.
         """
         everything = torch.arange(len(batch.tokens))
         self._diagnosis = Diagnosis() if diagnose else None

@@ -121,9 +121,8 @@ def _backend() -> str:
 
 def is_lost_process(error: Exception) -> bool:
     """Whether a collective failed because another process is gone; that one says why."""
-    return isinstance(error, RuntimeError) and any(
-        told in str(error) for told in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    )
+    told = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return launched() and isinstance(error, RuntimeError) and any(text in str(error) for text in told)
 
 
 def leave_processes() -> None:

@@ -71,8 +71,10 @@ def _expected(error: Exception) -> str | None:
     from sync.publisher import PublishError
     from sync.transports.directory import ExportError
 
-    if isinstance(error, FailedElsewhereError) or is_lost_process(error):
+    if isinstance(error, FailedElsewhereError):
         return ""
+    if is_lost_process(error):
+        return "another process of this run is gone, and says why"
     headings: dict[type[Exception], str] = {
         ConfigError: "configuration", TaskError: "task", RewardError: "reward", SchemeError: "scheme",
         LoraError: "LoRA", ModelError: "model", OperatorError: "operators", KernelError: "kernel",

@@ -100,10 +100,8 @@ class RoutedLowBitExperts(nn.Module):
         if self.aligned:
             found = self.low_bit.experts[expert]
             return found.gate_up.dequantized(torch.float32), found.down.dequantized(torch.float32)
-        matrices = self.merged(expert)
-        return matrices[0].to(self.compute_dtype).to(torch.float32), matrices[1].to(self.compute_dtype).to(
-            torch.float32
-        )
+        gate_up, down = (matrix.to(self.compute_dtype).to(torch.float32) for matrix in self.merged(expert))
+        return gate_up, down
 
     def _plain(self) -> ExpertsProduct:
         """The masters cast to the compute dtype: an unaligned learner."""
