@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qarl.config import ConfigError
 from quant.model import LowBitModel
+from quant.row_blocks import row_blocks
 
 CHUNK_TOKENS = 512
 
@@ -110,15 +111,19 @@ class _Normalized(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(logits, targets)
-        logp = logits.log_softmax(-1, dtype=torch.float32)
-        picked = logp.gather(-1, targets[:, None])[:, 0]
-        entropies = -(logp.exp().mul_(logp)).sum(-1) if entropy else torch.zeros_like(picked)
+        picked, entropies = (torch.zeros(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
+        for part, chosen, into, spread in row_blocks(logits, targets, picked, entropies):
+            logp = part.log_softmax(-1, dtype=torch.float32)
+            into.copy_(logp.gather(-1, chosen[:, None])[:, 0])
+            if entropy:
+                spread.copy_(-(logp.exp().mul_(logp)).sum(-1))
         ctx.mark_non_differentiable(entropies)
         return picked, entropies
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         logits, targets = ctx.saved_tensors
-        dy = grad_outputs[0][:, None]
-        dlogits = logits.softmax(-1, dtype=torch.float32).mul_(-dy).scatter_add_(-1, targets[:, None], dy)
-        return dlogits.to(logits.dtype), None, None
+        dlogits = torch.empty_like(logits)
+        for into, part, chosen, dy in row_blocks(dlogits, logits, targets[:, None], grad_outputs[0][:, None]):
+            into.copy_(part.softmax(-1, dtype=torch.float32).mul_(-dy).scatter_add_(-1, chosen, dy))
+        return dlogits, None, None

@@ -7,21 +7,12 @@ computed again. Gradients are computed in fp32 and rounded once to the dtype of 
 Axes: N any leading axes, C columns, H heads, D head size.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-_BLOCK = 1 << 17
-"""Elements a backward has in fp32 at once on CPUs: what it computes again then stays in the cache."""
-
-
-def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of equally many rows, a block of rows of each at a time; on other devices than CPUs all at once."""
-    rows, first = tensors[0].shape[0], tensors[0]
-    size = max(1, _BLOCK * rows // max(1, first.numel())) if first.device.type == "cpu" else max(1, rows)
-    return zip(*(t.split(size) for t in tensors), strict=True)
+from quant.row_blocks import row_blocks
 
 
 def _contiguous(like: torch.Tensor) -> torch.Tensor:
@@ -46,7 +37,7 @@ class RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         dx, dweight = _contiguous(x), torch.zeros_like(weight, dtype=torch.float32)
         flat = (t.flatten(0, -2) for t in (dx, grad_outputs[0], x, inverse))
-        for into, dy, part, scale in _blocks(*flat):
+        for into, dy, part, scale in row_blocks(*flat):
             normal, dnormal = part.to(torch.float32) * scale, dy.to(torch.float32)
             dweight += (dnormal * normal.to(weight.dtype)).sum(0)
             dnormal = dnormal * weight.to(torch.float32)
@@ -70,7 +61,7 @@ class Rotate(torch.autograd.Function):
         dy = grad_outputs[0]
         dx = _contiguous(dy)
         angles = (t.expand(*dy.shape[:-2], -1).flatten(0, -2) for t in ctx.saved_tensors)
-        for into, part, cos, sin in _blocks(dx.flatten(0, -3), dy.flatten(0, -3), *angles):
+        for into, part, cos, sin in row_blocks(dx.flatten(0, -3), dy.flatten(0, -3), *angles):
             wide = part.to(torch.float32)
             first, second = (wide * sin.float().unsqueeze(-2)).chunk(2, dim=-1)
             into.copy_((wide * cos.float().unsqueeze(-2)).add_(torch.cat((second, -first), dim=-1)))
@@ -100,7 +91,7 @@ class Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = _contiguous(gate), _contiguous(up)
         flat = (t.flatten(0, -2) for t in (dgate, dup, grad_outputs[0], gate, up))
-        for into_gate, into_up, dy, part, other in _blocks(*flat):
+        for into_gate, into_up, dy, part, other in row_blocks(*flat):
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
                 activated = ctx.activation(leaf)
