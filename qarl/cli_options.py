@@ -9,8 +9,10 @@ from qarl.config import ConfigError
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Dotted overrides from the short flags and from what argparse left over (`--a.b VALUE` or `--a.b=VALUE`)."""
-    found = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
+    """Dotted overrides from the short flags and from what argparse left over (`--a.b VALUE` or `--a.b=VALUE`). Of an
+    option given twice the last value counts; raises `ConfigError` for one given by its short flag and by its name."""
+    short = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
+    found = dict(short)
     items = iter(rest)
     for item in items:
         if not item.startswith("--"):
@@ -20,6 +22,10 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
             value = next(items, None)
             if value is None:
                 raise ConfigError(f"option --{name} needs a value")
+        if name in short:
+            raise ConfigError(
+                f"--{name} {value} is also given by its short flag, with {short[name]!r}; give it once, by either"
+            )
         found[name] = value
     return found
 

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from qarl.cli import main
 from qarl.config import ConfigError, RunConfig, field_paths, load_config
 from qarl.config_objectives import AnyObjective
 from qarl.run_folder import FIXED_FIELDS, resumed_config
@@ -102,6 +103,29 @@ def test_every_field_is_described():
 def test_wrong_values_are_quoted(overrides: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=message):
         load_config(config_file("tiny-qwen3"), overrides)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        ("--lr 1e-3 --learner.optimizer.lr 1e-4", 2, "--learner.optimizer.lr 1e-4 is also given by its short flag"),
+        ("--learner.optimizer.lr=1e-4 --lr 1e-3", 2, "with '1e-3'; give it once, by either"),
+        ("--lr 1e-3 --lr 1e-4", 0, "lr: 0.0001"),
+        ("--seed", 2, "expected one argument"),
+        ("--learner.seed", 2, "option --learner.seed needs a value"),
+        ("seed=1", 2, "unexpected argument 'seed=1'; options read --name VALUE"),
+    ],
+)
+def test_flags_say_one_thing(flags: str, status: int, said: str, capsys: pytest.CaptureFixture[str]):
+    """Contract: no option is dropped in silence; of one written the same way twice the last counts, as argparse has
+    it."""
+    try:
+        found = main(["train", *flags.split(), "--dry-run"])
+    except SystemExit as ended:  # argparse's own refusals
+        found = ended.code
+    printed = capsys.readouterr()
+    assert found == status
+    assert said in printed.out + printed.err
 
 
 def test_objectives_bring_their_own_defaults():
