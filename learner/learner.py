@@ -85,7 +85,7 @@ class Learner:
         self._reference = reference
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
-        model.gradient_scale.exact_inputs = not rounds_weights(model, config.input_gradients)
+        model.gradients.exact_inputs = not rounds_weights(model, config.input_gradients)
         self.stopwatch = Stopwatch()
         self._diagnosis: Diagnosis | None = None
 
@@ -196,7 +196,7 @@ class Learner:
     def _update(
         self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor, lr_factor: float
     ) -> "_Update":
-        self.model.gradient_scale.value = self.loss_scale.scale
+        self.model.gradients.scale = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         sums = torch.zeros(len(_SUMMED), dtype=torch.float64)

@@ -8,7 +8,7 @@ Axes: N tokens, O output rows, I input columns.
 
 import torch
 
-from quant.copies import GradientScale
+from quant.gradients import Gradients
 
 _BLOCK = 1 << 20
 _TOKENS = 1024
@@ -33,9 +33,9 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (dy.to(weight.dtype) @ weight).to(dy.dtype)
 
 
-def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, scale: GradientScale) -> None:
+def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, gradients: Gradients) -> None:
     """total += dyᵀ · x / scale. total: fp32 [O, I]; dy, x (as multiplied): fp32 or compute dtype [N, O] and [N, I]."""
-    unscale = 1.0 / scale.value
+    unscale = 1.0 / gradients.scale
     if dy.is_cuda and dy.dtype == x.dtype != torch.float32:
         total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32), alpha=unscale)
         return

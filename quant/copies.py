@@ -11,36 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from quant.gradients import Gradients
 from quant.partitioned import whole_shape
-
-
-class GradientScale:
-    """How gradients are made: one object a model.
-
-    value: what the loss was multiplied with (`learner.precision.LossScale`). Every gradient of a master is divided by
-    it where it is made, in fp32. So masters never see scaled gradients, whoever accumulates, reduces and clips them.
-    in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they otherwise go
-    through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this off.
-    exact_inputs: gradients of a product's input are computed in fp32 (see `quant.backward.input_gradient`).
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0
-        self.in_place = False
-        self.exact_inputs = True
-
-    def into(self, master: torch.Tensor) -> torch.Tensor | None:
-        """The fp32 gradient of a master to add to, zeros at first; None where autograd is to deliver it: unless
-        `in_place`, and to a master with hooks, which would not see it."""
-        if not self.in_place or master._backward_hooks or master._post_accumulate_grad_hooks:
-            return None
-        if master.grad is None:
-            master.grad = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
-        return master.grad
-
-    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """gradient: fp32, overwritten without the scale and returned; autograd casts it to a master's `grad_dtype`."""
-        return gradient if self.value == 1.0 else gradient.mul_(1.0 / self.value)
 
 
 class MasterCopy:
@@ -67,26 +39,26 @@ class MasterCopy:
 class ComputeCopy(nn.Module):
     """A torch parametrization: reading the parameter gives the copy, with a way back to the master."""
 
-    def __init__(self, copy: MasterCopy, scale: GradientScale):
+    def __init__(self, copy: MasterCopy, gradients: Gradients):
         super().__init__()
         self._copy = copy
-        self._scale = scale
+        self._gradients = gradients
 
     def forward(self, master: torch.Tensor) -> torch.Tensor:
         """master: any shape → the copy."""
-        return _Route.apply(master, self._copy.read, self._scale)
+        return _Route.apply(master, self._copy.read, self._gradients)
 
 
 class MasterEmbedding(nn.Module):
     """Replaces an `nn.Embedding`: rows of the copy forward; backward sums rows in fp32, without a compute-dtype
     gradient [V, H] in between."""
 
-    def __init__(self, embedding: nn.Embedding, copy: MasterCopy, scale: GradientScale):
+    def __init__(self, embedding: nn.Embedding, copy: MasterCopy, gradients: Gradients):
         super().__init__()
         self.master = embedding.weight
         self.copy = copy
         self.padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
-        self.scale = scale
+        self.gradients = gradients
 
     @property
     def weight(self) -> torch.Tensor:
@@ -108,21 +80,21 @@ def empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
 
 
-def detach_copy(module: nn.Module, key: str, copy: MasterCopy, scale: GradientScale) -> None:
+def detach_copy(module: nn.Module, key: str, copy: MasterCopy, gradients: Gradients) -> None:
     """Let a module read its parameter `key` as that copy of it."""
-    copied = ComputeCopy(copy, scale)
+    copied = ComputeCopy(copy, gradients)
     parametrize.register_parametrization(module, key, copied, unsafe=True)  # unsafe: the dtype changes on purpose
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor, scale: GradientScale) -> torch.Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+        ctx.gradients = gradients
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        return ctx.scale.unscaled(grad_outputs[0].to(torch.float32, copy=True)), None, None
+        return ctx.gradients.unscaled(grad_outputs[0].to(torch.float32, copy=True)), None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -137,11 +109,11 @@ class _Lookup(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         embedding: MasterEmbedding = ctx.embedding
         dy = grad_outputs[0].to(torch.float32)
-        total = embedding.scale.into(embedding.master)
+        total = embedding.gradients.into(embedding.master)
         if total is not None:
             taught = tokens != embedding.padding_idx
-            total.index_put_((tokens[taught],), embedding.scale.unscaled(dy[taught]), accumulate=True)
+            total.index_put_((tokens[taught],), embedding.gradients.unscaled(dy[taught]), accumulate=True)
             return None, None, None
         rows = embedding.weight.shape[0]
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
-        return None, embedding.scale.unscaled(gradient), None
+        return None, embedding.gradients.unscaled(gradient), None

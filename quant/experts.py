@@ -18,8 +18,8 @@ from transformers.activations import ACT2FN
 from quant.activations import LowBitActivation, quantize_activation
 from quant.adapter import Adapter
 from quant.backward import add_weight_gradient
-from quant.copies import GradientScale
 from quant.expert_weights import LowBitExperts, materialize_experts
+from quant.gradients import Gradients
 from quant.kernels.per_expert import PerExpertProduct
 from quant.kernels.select import ExpertsProduct, ProductFactory
 from quant.layout import ExpertsShape
@@ -31,7 +31,7 @@ class RoutedLowBitExperts(nn.Module):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first. scheme, dtype, compute_dtype, aligned, gradient_scale: as of `LowBitLinear`. gate_up_adapter, down_adapter:
+    first. scheme, dtype, compute_dtype, aligned, gradients: as of `LowBitLinear`. gate_up_adapter, down_adapter:
     what is trained instead of the masters (`quant.lora.add_adapters`), or None.
     """
 
@@ -60,7 +60,7 @@ class RoutedLowBitExperts(nn.Module):
         self.activation: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[shape.activation].forward
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
-        self.gradient_scale = GradientScale()
+        self.gradients = Gradients()
         self._factory = factory
         self.low_bit: LowBitExperts | None = None
         self._product: ExpertsProduct | None = None
@@ -177,11 +177,11 @@ class _StraightThrough(torch.autograd.Function):
             dweights[rows, slots] = grads.weights
             for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
                 if dmaster is not None:
-                    add_weight_gradient(dmaster[expert], dout, used, experts.gradient_scale)
+                    add_weight_gradient(dmaster[expert], dout, used, experts.gradients)
             for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
                 if adapter is not None:
                     for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
-                        into[expert] = experts.gradient_scale.unscaled(grad)
+                        into[expert] = experts.gradients.unscaled(grad)
         return dx.to(experts.forward_dtype), dweights, *returned, None, None, *dfactors[0], *dfactors[1]
 
 
@@ -189,7 +189,7 @@ def _master_gradients(
     experts: RoutedLowBitExperts, needed: Sequence[bool]
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """What to add the masters' gradients to, fp32, and what of it autograd is given; None where there is none."""
-    placed = [experts.gradient_scale.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
+    placed = [experts.gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
     returned = [
         torch.zeros_like(master, dtype=torch.float32) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, placed, strict=True)

@@ -15,7 +15,7 @@ from torch import nn
 from quant.activations import LowBitActivation, quantize_activation
 from quant.adapter import Adapter
 from quant.backward import add_weight_gradient, input_gradient
-from quant.copies import GradientScale
+from quant.gradients import Gradients
 from quant.kernels.select import Product, ProductFactory
 from quant.layout import FUSED_IN_ENGINE
 from quant.materialize import LowBitWeight, materialize
@@ -31,7 +31,7 @@ class LowBitLinear(nn.Module):
     compute_dtype: what an unaligned forward computes in, set by the model where it is not `dtype`, the engine's.
     fused: the layers the engine multiplies together with this one; see `fuse_scales`.
     adapter: None, or what is trained instead of the master (`quant.lora.add_adapters`).
-    gradient_scale: the model's (`quant.copies`).
+    gradients: the model's (`quant.gradients`).
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LowBitLinear(nn.Module):
         self.dtype = dtype
         self.compute_dtype = dtype
         self.aligned = aligned
-        self.gradient_scale = GradientScale()
+        self.gradients = Gradients()
         self._factory = factory
         self.fused: tuple[LowBitLinear, ...] = ()
         self.adapter: Adapter | None = None
@@ -164,19 +164,19 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         linear: LowBitLinear = ctx.linear
-        scale, dy, saved = linear.gradient_scale, grad_outputs[0], ctx.saved_tensors
+        gradients, dy, saved = linear.gradients, grad_outputs[0], ctx.saved_tensors
         need_x, need_master, need_bias, *_ = ctx.needs_input_grad
         dx = None
         if need_x:
-            dx = input_gradient(dy, linear.weight_used(torch.float32 if scale.exact_inputs else dy.dtype))
+            dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.exact_inputs else dy.dtype))
         x = saved[0] if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
-        dw = scale.into(linear.master) if need_master else None
+        dw = gradients.into(linear.master) if need_master else None
         added = dw is not None
         if need_master:
             dw = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.device) if dw is None else dw
-            add_weight_gradient(dw, dy, x, scale)
-        db = scale.unscaled(dy.sum(0, dtype=torch.float32)) if need_bias else None
+            add_weight_gradient(dw, dy, x, gradients)
+        db = gradients.unscaled(dy.sum(0, dtype=torch.float32)) if need_bias else None
         dfactors = ()
         if linear.adapter is not None:
             dfactors = linear.adapter.gradients(dy.to(torch.float32), x.to(torch.float32))
-        return dx, None if added else dw, db, None, *(scale.unscaled(dfactor) for dfactor in dfactors)
+        return dx, None if added else dw, db, None, *(gradients.unscaled(dfactor) for dfactor in dfactors)

@@ -18,9 +18,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qarl.config import LayerRule
 from quant.adapter import digest
-from quant.copies import GradientScale, MasterCopy, MasterEmbedding, detach_copy, plain_lookup
+from quant.copies import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from quant.experts import RoutedLowBitExperts
 from quant.flips import FlipCount
+from quant.gradients import Gradients
 from quant.kernels import ProductFactory
 from quant.layout import ExpertsShape, expert_layout, fused_experts
 from quant.linear import LowBitLinear, fuse_scales
@@ -91,7 +92,7 @@ class LowBitModel(nn.Module):
         self.dtype = dtype
         self.compute_dtype = self.forward_dtype = compute_dtype or dtype
         self.config = model.config
-        self.gradient_scale = GradientScale()
+        self.gradients = Gradients()
         self._order = [name for name, _ in model.named_parameters()]
         self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = dict(self.loaded)
@@ -134,7 +135,7 @@ class LowBitModel(nn.Module):
             scheme = self.plan.scheme(layer)
             assert isinstance(linear.weight, nn.Parameter)
             replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, scheme, factory, self.dtype, aligned)
-            replaced[layer].gradient_scale = self.gradient_scale
+            replaced[layer].gradients = self.gradients
             replaced[layer].compute_dtype = self.compute_dtype
             model.set_submodule(name, replaced[layer])
         fuse_scales(replaced)
@@ -154,7 +155,7 @@ class LowBitModel(nn.Module):
             replaced[layer] = RoutedLowBitExperts(
                 layer, fused.gate_up_proj, fused.down_proj, shape, scheme, factory, self.dtype, aligned
             )
-            replaced[layer].gradient_scale = self.gradient_scale
+            replaced[layer].gradients = self.gradients
             replaced[layer].compute_dtype = self.compute_dtype
             model.set_submodule(name, replaced[layer])
         return replaced
@@ -167,12 +168,12 @@ class LowBitModel(nn.Module):
                 continue
             if type(module) is nn.Embedding and plain_lookup(module):
                 copy = copies[f"{prefix}.weight"] = MasterCopy(module.weight, self.dtype, self.compute_dtype)
-                model.set_submodule(prefix, MasterEmbedding(module, copy, self.gradient_scale))
+                model.set_submodule(prefix, MasterEmbedding(module, copy, self.gradients))
                 continue
             for key, _ in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{key}" if prefix else key
                 copies[name] = MasterCopy(getattr(module, key), self.dtype, self.compute_dtype)
-                detach_copy(module, key, copies[name], self.gradient_scale)
+                detach_copy(module, key, copies[name], self.gradients)
         return copies
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from learner.input_gradients import rounds_weights
 from learner.logprobs import token_logprobs
 from qarl.config import ConfigError
 from quant.backward import add_weight_gradient, input_gradient, multiplies_natively
-from quant.copies import GradientScale
+from quant.gradients import Gradients
 
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
@@ -47,7 +47,7 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
     x, dy = heavy(13, 256, seed=3).to(BFLOAT16), normal(13, 128, seed=6).to(BFLOAT16)
     exact = layer_gradients(linear, x, dy)
     linear.zero_grad()
-    linear.gradient_scale.exact_inputs = False
+    linear.gradients.exact_inputs = False
     rounded = layer_gradients(linear, x, dy)
     assert all(torch.equal(a, b) for a, b in zip(exact[1:], rounded[1:], strict=True))
     unit = torch.finfo(BFLOAT16).eps / 2
@@ -83,10 +83,10 @@ def test_weight_gradients_are_exact_products_summed_in_fp32(kind: torch.dtype, s
     tokens, rows, columns = shape
     dy, x = normal(tokens, rows, seed=1).to(kind), normal(tokens, columns, seed=2).to(kind)
     start = normal(rows, columns, seed=3)
-    scale = GradientScale()
-    scale.value = 8.0
+    made = Gradients()
+    made.scale = 8.0
     total = start.clone()
-    add_weight_gradient(total, dy, x, scale)
+    add_weight_gradient(total, dy, x, made)
     exact = start.double() + dy.double().t() @ x.double() / 8
     size = start.double().abs() + dy.double().abs().t() @ x.double().abs() / 8
     assert ((total.double() - exact).abs() <= (tokens + 2) * 2.0**-23 * size).all()
@@ -101,7 +101,7 @@ def test_gradients_added_in_place_are_autograds(scheme: str, loss_scale: float):
     found = []
     for in_place in (False, True):
         model = policy(scheme)
-        model.gradient_scale.value, model.gradient_scale.in_place = loss_scale, in_place
+        model.gradients.scale, model.gradients.in_place = loss_scale, in_place
         totals: dict[str, torch.Tensor] = {}
         for lengths in ([9, 4], [17]):
             batch = random_batch(lengths, model.config.vocab_size)
@@ -116,7 +116,7 @@ def test_experts_gradients_added_in_place_are_autograds():
     found = []
     for in_place in (False, True):
         model = experts_policy(BFLOAT16)
-        model.gradient_scale.in_place = in_place
+        model.gradients.in_place = in_place
         batch = random_batch([7, 12, 3], model.config.vocab_size)
         found.append(gradients(model, batch, length=batch.length)[1])
     assert drift(found[1], found[0])[1] <= 1e-5
@@ -125,7 +125,7 @@ def test_experts_gradients_added_in_place_are_autograds():
 def test_hooks_of_a_master_see_its_gradient():
     """In place or not: a master with a hook is delivered to by autograd, the others are not."""
     model = policy("w4a16")
-    model.gradient_scale.in_place = True
+    model.gradients.in_place = True
     seen: list[torch.Tensor] = []
     master = model.masters["model.layers.0.mlp.down_proj.weight"]
     handle = master.register_hook(seen.append)
@@ -140,7 +140,7 @@ def test_hooks_of_a_master_see_its_gradient():
 def test_gradients_in_place_add_up_over_backwards():
     """Twice the same batch without clearing: twice the gradient, to the last bit (a doubling is exact)."""
     model = policy("w4a16")
-    model.gradient_scale.in_place = True
+    model.gradients.in_place = True
     batch = random_batch([6, 3], model.config.vocab_size)
     _, once = gradients(model, batch, length=batch.length)
     for master in model.masters.values():
@@ -159,7 +159,7 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     """As on CPUs: exact products, fp32 sums. A result rounded to 16 bits fails by 2⁻⁹ or 2⁻¹² of its size."""
     dy, x = normal(200, 128, seed=1).to(dtype).cuda(), normal(200, 64, seed=2).to(dtype).cuda()
     total = torch.zeros(128, 64, device="cuda")
-    add_weight_gradient(total, dy, x, GradientScale())
+    add_weight_gradient(total, dy, x, Gradients())
     exact = dy.double().t() @ x.double()
     assert ((total.double() - exact).abs() <= 202 * 2.0**-23 * (dy.double().abs().t() @ x.double().abs())).all()
 

@@ -120,7 +120,7 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     assert linear.bias is not None
     linear.bias.requires_grad_(False)
     linear.refresh()
-    linear.gradient_scale.value = 8.0
+    linear.gradients.scale = 8.0
     x = heavy(9, 256, seed=4).requires_grad_()
     dy = normal(9, 128, seed=5)
     linear(x).backward(dy * 8.0)
@@ -146,7 +146,7 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
         master.requires_grad_(False)
     experts.gate_up_adapter, experts.down_adapter = (adapter_for(m, seed=i) for i, m in enumerate(experts.masters))
     experts.refresh()
-    experts.gradient_scale.value = 8.0
+    experts.gradients.scale = 8.0
     weights, index = routed(11)
     index[index == 0] = 1
     x, dy = heavy(11, experts.shape.hidden, seed=9), normal(11, experts.shape.hidden, seed=11)

@@ -1,0 +1,32 @@
+"""How the gradients of one model's masters are made: their scale, their precision, and where they are added up."""
+
+import torch
+
+
+class Gradients:
+    """One object a model, which everything with a backward of its own asks.
+
+    scale: what the loss was multiplied with (`learner.precision.LossScale`). Every gradient of a master is divided by
+    it where it is made, in fp32. So masters never see scaled gradients, whoever accumulates, reduces and clips them.
+    in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they otherwise go
+    through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this off.
+    exact_inputs: gradients of a product's input are computed in fp32 (see `quant.backward.input_gradient`).
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.in_place = False
+        self.exact_inputs = True
+
+    def into(self, master: torch.Tensor) -> torch.Tensor | None:
+        """The fp32 gradient of a master to add to, zeros at first; None where autograd is to deliver it: unless
+        `in_place`, and to a master with hooks, which would not see it."""
+        if not self.in_place or master._backward_hooks or master._post_accumulate_grad_hooks:
+            return None
+        if master.grad is None:
+            master.grad = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
+        return master.grad
+
+    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """gradient: fp32, overwritten without the scale and returned; autograd casts it to a master's `grad_dtype`."""
+        return gradient if self.scale == 1.0 else gradient.mul_(1.0 / self.scale)
