@@ -13,7 +13,7 @@ from learner.aggregation import Totals
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
 from learner.diagnostics import Diagnosis
-from learner.input_gradients import rounds_weights
+from learner.gradients import compiles, rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss import LossInput, policy_loss
@@ -86,6 +86,7 @@ class Learner:
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
         model.gradients.exact_inputs = not rounds_weights(model, config.input_gradients)
+        model.gradients.compiled = compiles(model, config.compile)
         self.stopwatch = Stopwatch()
         self._diagnosis: Diagnosis | None = None
 

@@ -266,6 +266,7 @@ def _add_learner(names: Any) -> None:
     learner.add_argument(
         "--checkpointing", action="store_true", help="QaRL's schemes with learner.gradient_checkpointing, too"
     )
+    learner.add_argument("--compile", action="store_true", help="QaRL's schemes with learner.compile, too")
     learner.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
     learner.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
     _runs(learner, _learner)
@@ -278,13 +279,13 @@ def _learner(known: argparse.Namespace, console: Console) -> _Measured:
     for name in ("trl_settings", "trl_python"):
         if not known.against and getattr(known, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} goes with --against trl")
-    prepare_environment(VllmOptions())
+    prepare_environment(VllmOptions(compile=known.compile))
     settings = (known.trl_settings or "default,no-checkpointing").split(",")
     options = learner.Options(
         tuple(known.models.split(",")), tuple(s for s in known.schemes.split(",") if s), known.dtype,
         tuple(settings) if known.against else (), Path(known.trl_python or ".venv-trl/bin/python"), known.updates,
         known.steps, known.rounds, known.tokens, known.micro_batch_tokens, known.kernel, known.seed,
-        known.checkpointing,
+        tuple(variant for variant in learner.VARIANTS if getattr(known, variant)),
     )  # fmt: skip
     rows = learner.measure(options, lambda line: console.print(line, highlight=False))
     return learner_table.table(rows, known.dtype), learner.as_data(rows)

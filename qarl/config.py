@@ -128,6 +128,10 @@ class LearnerConfig(Section):
         description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "
         "them; auto: compute where the device multiplies that dtype natively (docs/learner.md)",
     )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile the backwards of norms, rotary embedding and gated MLPs; no forward changes",
+    )
     master_dtype: Dtype = Field(default="float32", description="of the master weights")
     compute_dtype: Dtype | None = Field(
         default=None, description="of the learner's forward; None: the run's dtype. Others need learner.aligned false"

@@ -9,6 +9,7 @@ import torch
 
 from learner.backends import check_backend
 from learner.backends.partition import partitioned_loading
+from learner.gradients import require_compiler
 from learner.learner import Learner
 from learner.mismatch import Mismatch
 from learner.processes import Processes
@@ -54,6 +55,7 @@ def engine_options(config: RunConfig, several: bool = False) -> VllmOptions:
         logging_level=r.logging_level,
         router_replay=r.router_replay,
         several=several,
+        compile=config.learner.compile,
     )
 
 
@@ -91,6 +93,8 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
     """
     check_processes(config, processes)
+    if config.learner.compile:
+        require_compiler("cuda" if torch.cuda.is_available() else "cpu")
     get_scheme(config.scheme)
     load_task(config.task.name, config.task.options, config.task.reward)
     require_schemes(config)
@@ -111,7 +115,7 @@ class Policy:
 
 def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy:
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
-    None opens the policy in this process, without DeepSpeed."""
+    None opens the policy in this process, without DeepSpeed and to learn nothing."""
     scheme = get_scheme(config.scheme)
     task = load_task(config.task.name, config.task.options, config.task.reward)
     prepare_environment(engine_options(config))
@@ -122,7 +126,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     compute = MASTER_DTYPES[config.learner.compute_dtype] if config.learner.compute_dtype else None
     prompter = Prompter(folder, config.rollout.max_prompt_tokens)
     together = processes or Processes()
-    alone = {"zero_stage": None, "deepspeed": None}
+    alone = {"zero_stage": None, "deepspeed": None, "compile": False}
     learning = config.learner if processes else config.learner.model_copy(update=alone)
     factory = make_factory(config.learner.kernel, dtype)
 

@@ -1,6 +1,12 @@
 """How the gradients of one model's masters are made: their scale, their precision, and where they are added up."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+
+from quant.compiled import compiled
+from quant.row_blocks import row_blocks
 
 
 class Gradients:
@@ -11,12 +17,14 @@ class Gradients:
     in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they otherwise go
     through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this off.
     exact_inputs: gradients of a product's input are computed in fp32 (see `quant.backward.input_gradient`).
+    compiled: passes over rows go through torch.compile, which makes one of what torch's operators do in several.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.in_place = False
         self.exact_inputs = True
+        self.compiled = False
 
     def into(self, master: torch.Tensor) -> torch.Tensor | None:
         """The fp32 gradient of a master to add to, zeros at first; None where autograd is to deliver it: unless
@@ -26,6 +34,12 @@ class Gradients:
         if master.grad is None:
             master.grad = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
         return master.grad
+
+    def over_rows(self, body: Callable[..., Any], rows: Sequence[torch.Tensor], *whole: Any) -> list[Any]:
+        """body(*rows, *whole), which writes into the first of `rows`, tensors of equally many rows; on CPUs a block of
+        rows at a time. whole: what it is given besides. Returns the results."""
+        body = compiled(body) if self.compiled else body
+        return [body(*part, *whole) for part in row_blocks(*rows)]
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """gradient: fp32, overwritten without the scale and returned; autograd casts it to a master's `grad_dtype`."""

@@ -64,6 +64,7 @@ class LowBitModel(nn.Module):
     rules: layers in other schemes than `scheme`; `plan` says what each layer takes.
     shapes: checkpoint layer name → (O, I) of its weight (`quant.weights.weight_shapes`).
     forward_dtype: what the forward computes in now, see `published_forward`.
+    gradients: how the backward makes them.
     loaded: every parameter the model came with, by name; masters: those that are trained, all of them unless
     `quant.lora.add_adapters` has frozen them and put the factors of adapters here. adapted: the weights that have one.
     Raises the `SchemeError`s of `plan_layers`, before anything is changed.
@@ -108,7 +109,7 @@ class LowBitModel(nn.Module):
         if operators == "transformers":
             _refuse_quantized_routers(self.plan, map(self._layout.checkpoint_name, self._routers))
         if operators == "engine":
-            install_engine_operators(model, self.compute_dtype)
+            install_engine_operators(model, self.compute_dtype, self.gradients)
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         self.linears = self._replace_linears(model, linears, factory, aligned)
         self.experts = self._replace_experts(model, experts, factory, aligned)

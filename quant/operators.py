@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from quant.gradients import Gradients
 from quant.lean import GatedMLP, RMSNorm, Rotate
 from quant.moe_operators import EngineMoeBlock
 
@@ -38,28 +39,30 @@ class OperatorError(ValueError):
 class EngineRMSNorm(nn.Module):
     """x / rms(x) in fp32, rounded to the compute dtype, times the weight (vLLM `ir.ops.rms_norm`)."""
 
-    def __init__(self, norm: nn.Module):
+    def __init__(self, norm: nn.Module, gradients: Gradients):
         super().__init__()
         self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
         self.epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+        self._gradients = gradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype or fp32 [..., C] → the weight's dtype [..., C]."""
-        return RMSNorm.apply(x, self.weight, self.epsilon)
+        return RMSNorm.apply(x, self.weight, self.epsilon, self._gradients)
 
 
 class EngineAttention(nn.Module):
     """Causal self-attention of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts: rotary embedding in fp32,
     rounded once; on CPUs scores and probabilities in fp32 as well."""
 
-    def __init__(self, attention: nn.Module):
+    def __init__(self, attention: nn.Module, gradients: Gradients):
         super().__init__()
         self.q_proj: nn.Module = attention.get_submodule("q_proj")
         self.k_proj: nn.Module = attention.get_submodule("k_proj")
         self.v_proj: nn.Module = attention.get_submodule("v_proj")
         self.o_proj: nn.Module = attention.get_submodule("o_proj")
-        self.q_norm = _norm_or_identity(attention, "q_norm")
-        self.k_norm = _norm_or_identity(attention, "k_norm")
+        self.q_norm = _norm_or_identity(attention, "q_norm", gradients)
+        self.k_norm = _norm_or_identity(attention, "k_norm", gradients)
+        self._gradients = gradients
         self.head_dim: int = attention.head_dim  # type: ignore[assignment]
         self.scaling: float = attention.scaling  # type: ignore[assignment]
 
@@ -71,16 +74,16 @@ class EngineAttention(nn.Module):
         lengths: of the sequences that one row (B = 1) holds; None where every row is one sequence.
         """
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
+        q = Rotate.apply(self.q_norm(self.q_proj(x).view(heads)), cos, sin, self._gradients)
+        k = Rotate.apply(self.k_norm(self.k_proj(x).view(heads)), cos, sin, self._gradients)
         v = self.v_proj(x).view(heads)
         y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scaling, lengths)
         return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
-def _norm_or_identity(attention: nn.Module, name: str) -> nn.Module:
+def _norm_or_identity(attention: nn.Module, name: str, gradients: Gradients) -> nn.Module:
     norm = getattr(attention, name, None)
-    return nn.Identity() if norm is None else EngineRMSNorm(norm)
+    return nn.Identity() if norm is None else EngineRMSNorm(norm, gradients)
 
 
 class EngineDecoderLayer(nn.Module):
@@ -89,14 +92,14 @@ class EngineDecoderLayer(nn.Module):
     checkpointing: keep the layer's input alone for the backward, and compute the rest again there.
     """
 
-    def __init__(self, layer: nn.Module, dtype: torch.dtype):
+    def __init__(self, layer: nn.Module, dtype: torch.dtype, gradients: Gradients):
         super().__init__()
         self.dtype = dtype
         self.checkpointing = False
-        self.self_attn = EngineAttention(layer.self_attn)  # type: ignore[arg-type]
+        self.self_attn = EngineAttention(layer.self_attn, gradients)  # type: ignore[arg-type]
         self.mlp: nn.Module = layer.get_submodule("mlp")
-        self.input_layernorm = EngineRMSNorm(layer.input_layernorm)  # type: ignore[arg-type]
-        self.post_attention_layernorm = EngineRMSNorm(layer.post_attention_layernorm)  # type: ignore[arg-type]
+        self.input_layernorm = EngineRMSNorm(layer.input_layernorm, gradients)  # type: ignore[arg-type]
+        self.post_attention_layernorm = EngineRMSNorm(layer.post_attention_layernorm, gradients)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -125,11 +128,6 @@ class EngineDecoderLayer(nn.Module):
         total = branch.to(torch.float32) + residual.to(torch.float32)
         branch = self.mlp(self.post_attention_layernorm(total))
         return branch.to(torch.float32) + total.to(self.dtype).to(torch.float32)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding (half-split pairs). x: compute dtype [B, T, H, D]; cos, sin: compute dtype [B, T, D]."""
-    return Rotate.apply(x, cos, sin)
 
 
 def causal_attention(
@@ -162,8 +160,9 @@ def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[i
     return decoder.norm(hidden)  # type: ignore[operator]
 
 
-def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace the decoder's modules in place; parameter names stay. Raises `OperatorError` for other models."""
+def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype, gradients: Gradients) -> None:
+    """Replace the decoder's modules in place; parameter names stay. gradients: of the model. Raises `OperatorError` for
+    other models."""
     reason = why_not(model)
     if reason:
         raise OperatorError(f"engine operators: {reason}; set learner.operators to 'transformers' or 'auto'")
@@ -172,9 +171,9 @@ def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype) -> None
         if hasattr(layer.mlp, "experts"):
             layer.mlp = EngineMoeBlock(layer.mlp, number, getattr(model.config, "norm_topk_prob", True))
         else:
-            layer.mlp = GatedMLP(layer.mlp)
-    decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, dtype) for layer in decoder.layers)  # type: ignore[union-attr]
-    decoder.norm = EngineRMSNorm(decoder.norm)  # type: ignore[arg-type]
+            layer.mlp = GatedMLP(layer.mlp, gradients)
+    decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, dtype, gradients) for layer in decoder.layers)  # type: ignore[union-attr]
+    decoder.norm = EngineRMSNorm(decoder.norm, gradients)  # type: ignore[arg-type]
 
 
 def why_not(model: PreTrainedModel) -> str:

@@ -21,7 +21,8 @@ class VllmOptions:
     """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib: CPU
     key/value cache size in GiB. memory_share: of the device's memory vLLM may plan with. router_replay: return the
     experts that each token was routed to. several: this process is one of several, each with an engine of its own, and
-    torch's process group is open.
+    torch's process group is open. compile: leave torch.compile on, which the learner is to use; on a CPU vLLM's sampler
+    then compiles as well, at its first use.
     """
 
     dtype: str = "bfloat16"
@@ -34,6 +35,7 @@ class VllmOptions:
     logging_level: str = "ERROR"
     router_replay: bool = False
     several: bool = False
+    compile: bool = False
 
 
 def prepare_environment(options: VllmOptions) -> None:
@@ -42,7 +44,7 @@ def prepare_environment(options: VllmOptions) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.kv_cache_gib))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", options.logging_level)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not options.compile:
         # On CPUs vLLM's sampler compiles one tiny function at the first generate: 10 s and a C++ compiler for
         # nothing measurable. torch reads this when the function is decorated, so before vLLM is imported.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

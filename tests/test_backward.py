@@ -8,7 +8,7 @@ import torch
 from test_invariance import drift, experts_policy, gradients, policy, random_batch
 from test_linear import heavy, layer_gradients, make_linear, normal
 
-from learner.input_gradients import rounds_weights
+from learner.gradients import compiles, rounds_weights
 from learner.logprobs import token_logprobs
 from qarl.config import ConfigError
 from quant.backward import add_weight_gradient, input_gradient, multiplies_natively
@@ -73,6 +73,20 @@ def test_auto_rounds_where_the_device_multiplies_the_dtype():
     assert not rounds_weights(experts, "exact")
     with pytest.raises(ConfigError, match=r"input_gradients is 'compute', but gradients through experts"):
         rounds_weights(experts, "compute")
+
+
+def test_compiling_is_refused_where_nothing_would_be_compiled(monkeypatch: pytest.MonkeyPatch):
+    model = policy()
+    assert not compiles(model, False)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ConfigError, match=r"learner\.compile is true, but nothing .* TORCHDYNAMO_DISABLE is set; mend"):
+        compiles(model, True)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"there is no C\+\+ compiler 'no-such-compiler'"):
+        compiles(model, True)
+    with pytest.raises(ConfigError, match="this model has transformers'"):
+        compiles(policy(operators="transformers"), True)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, BFLOAT16])

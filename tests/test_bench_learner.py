@@ -12,7 +12,7 @@ from learner.batching import make_batch
 from qarl.bench import learner, learner_table
 from qarl.bench.learner_batch import MODELS, PAD, BenchModel, Sequences, digest, draw_sequences, write_model
 from qarl.bench.learner_job import Job, Steps
-from qarl.bench.learner_worker import groups_of, run
+from qarl.bench.learner_worker import groups_of, learner_options, run
 from qarl.bench.step_memory import StepMemory
 from qarl.bench.trl_worker import arguments, rows_a_forward
 from qarl.cli import main
@@ -159,8 +159,11 @@ def test_trl_trains_on_our_tokens(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_time_and_memory_are_taken_in_processes_of_their_own(tmp_path: Path):
-    """Contract: the one that takes memory times nothing, and a setting says whether layers are checkpointed."""
-    job = learner._job(tmp_path, "w4a16" + learner.CHECKPOINTING, True, options(steps=5))
-    assert (job.setting, job.checkpointing, job.steps, job.memory) == ("w4a16", True, 0, True)
+    """Contract: the one that takes memory times nothing, and a setting names a variant, which the learner is given."""
+    job = learner._job(tmp_path, "w4a16 checkpointing", True, options(steps=5))
+    assert (job.setting, job.variant, job.steps, job.memory) == ("w4a16", "checkpointing", 0, True)
+    for variant, field in (("checkpointing", "gradient_checkpointing"), ("compile", "compile")):
+        given = learner_options(dataclasses.replace(job, variant=variant))
+        assert given[field] is True and not learner_options(dataclasses.replace(job, variant=""))[field]
     timed = learner._job(tmp_path, "w4a16", False, options(steps=5))
-    assert (timed.setting, timed.checkpointing, timed.steps, timed.memory) == ("w4a16", False, 5, False)
+    assert (timed.setting, timed.variant, timed.steps, timed.memory) == ("w4a16", "", 5, False)

@@ -189,7 +189,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "kahan", "learner.optimizer.rounding_seed": "1",
         "learner.compute_dtype": "float32",
-        "learner.input_gradients": "exact",
+        "learner.compile": "true", "learner.input_gradients": "exact",
     }  # fmt: skip
     field, value = ("learner.lora.name", "lora") if path == "learner.lora" else (path, other[path])
     file = config_file("tiny-qwen3")

@@ -7,6 +7,8 @@ import torch
 from test_linear import heavy, normal
 from torch import nn
 
+from quant.compiled import compiler_missing
+from quant.gradients import Gradients
 from quant.lean import Gated, RMSNorm, Rotate
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -25,22 +27,25 @@ def plain_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return (wide * cos.float().unsqueeze(2) + turned * sin.float().unsqueeze(2)).to(x.dtype)
 
 
-def cases(dtype: torch.dtype) -> dict[str, tuple[Operator, Operator, list[torch.Tensor], int]]:
+def cases(dtype: torch.dtype, compiled: bool = False) -> dict[str, tuple[Operator, Operator, list[torch.Tensor], int]]:
     """Ours, the plain one, their tensors, and how many of those have gradients."""
-    activation = nn.SiLU()
+    activation, made = nn.SiLU(), Gradients()
+    made.compiled = compiled
     turns = torch.linspace(0, 40, 5 * 16).view(1, 5, 16).repeat(1, 1, 2)
     rows = heavy(2 * 5, 48, seed=1).view(2, 5, 48)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return RMSNorm.apply(x, weight, 1e-6, made)
+
     return {
-        "norm": (lambda x, w: RMSNorm.apply(x, w, 1e-6), plain_norm, [rows.to(dtype), normal(48, seed=2).to(dtype)], 2),
-        "norm of fp32": (
-            lambda x, w: RMSNorm.apply(x, w, 1e-6), plain_norm, [rows, normal(48, seed=2).to(dtype)], 2,
-        ),
+        "norm": (norm, plain_norm, [rows.to(dtype), normal(48, seed=2).to(dtype)], 2),
+        "norm of fp32": (norm, plain_norm, [rows, normal(48, seed=2).to(dtype)], 2),
         "rotation": (
-            Rotate.apply, plain_rotation,
+            lambda x, cos, sin: Rotate.apply(x, cos, sin, made), plain_rotation,
             [normal(1, 5, 3, 32, seed=3).to(dtype), turns.cos().to(dtype), turns.sin().to(dtype)], 1,
         ),
         "gate": (
-            lambda g, u: Gated.apply(g, u, activation), lambda g, u: activation(g) * u,
+            lambda g, u: Gated.apply(g, u, activation, made), lambda g, u: activation(g) * u,
             [rows.to(dtype), normal(2, 5, 48, seed=4).to(dtype)], 2,
         ),
     }  # fmt: skip
@@ -65,6 +70,24 @@ def test_forward_bits_and_gradients_are_plain_torchs(name: str, dtype: torch.dty
     for gradient, other, leaf in zip(found, theirs, given, strict=False):
         assert gradient.dtype == leaf.dtype == other.dtype
         bound = 4 * max(torch.finfo(dtype).eps, 1e-6) * float(other.abs().max())
+        torch.testing.assert_close(gradient.float(), other.float(), rtol=0, atol=bound)
+
+
+@pytest.mark.slow
+@dtypes
+@pytest.mark.parametrize("name", list(cases(torch.float32)))
+def test_compiled_gradients_are_those_of_operators(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Contract: rounded where torch's operators round; sums and transcendentals of another order or library may move a
+    last place. Blind spot: compiled for a CPU; Triton's code has not run."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    if compiler_missing("cpu"):
+        pytest.skip("there is no C++ compiler")
+    y, found = backward_of(cases(dtype, compiled=True)[name][0], *cases(dtype)[name][2:])
+    expected, theirs = backward_of(cases(dtype)[name][0], *cases(dtype)[name][2:])
+    assert torch.equal(y, expected)
+    for gradient, other in zip(found, theirs, strict=True):
+        assert gradient.dtype == other.dtype
+        bound = max(torch.finfo(dtype).eps, 1e-6) * float(other.abs().max())
         torch.testing.assert_close(gradient.float(), other.float(), rtol=0, atol=bound)
 
 
@@ -101,7 +124,7 @@ def test_nothing_but_inputs_is_kept(name: str, expected: list[tuple[torch.dtype,
 def test_a_norms_gradient_by_hand():
     """x = (3, 4), weight 1, no epsilon: rms² = 12.5, n = x / rms; for dy = (1, 0) dx = (1 - n₁²/2, -n₁n₂/2) / rms."""
     x = torch.tensor([[3.0, 4.0]], requires_grad=True)
-    RMSNorm.apply(x, torch.ones(2), 0.0)[0, 0].backward()
+    RMSNorm.apply(x, torch.ones(2), 0.0, Gradients())[0, 0].backward()
     rms = 12.5**0.5
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.tensor([[1 - 9 / 12.5 / 2, -12 / 12.5 / 2]]) / rms)

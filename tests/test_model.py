@@ -28,6 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from quant.gradients import Gradients
 from quant.kernels import make_factory
 from quant.model import LayerReport, LowBitModel
 from quant.operators import OperatorError, install_engine_operators, why_not
@@ -349,7 +350,7 @@ def test_engine_operators_compute_the_same_function(
     plain = cast(randomize(build()), dtype)
     engine = copy.deepcopy(plain)
     names = [name for name, _ in plain.named_parameters()]
-    install_engine_operators(engine, dtype)
+    install_engine_operators(engine, dtype, Gradients())
     assert [name for name, _ in engine.named_parameters()] == names
     assert engine.state_dict().keys() == plain.state_dict().keys()
     tokens = some_tokens()
@@ -371,7 +372,7 @@ def test_engine_operators_are_closer_to_exact_arithmetic(dtype: torch.dtype):
     plain = cast(qwen3(), dtype)
     exact = cast(copy.deepcopy(plain), torch.float32)
     engine = copy.deepcopy(plain)
-    install_engine_operators(engine, dtype)
+    install_engine_operators(engine, dtype, Gradients())
     tokens = some_tokens(8, 32)
     with torch.no_grad():
         reference = exact.base_model(input_ids=tokens).last_hidden_state
@@ -387,7 +388,7 @@ def test_engine_operators_say_why_they_do_not_fit():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY))
     assert "'gpt2' is none of llama" in why_not(gpt2)
     with pytest.raises(OperatorError, match=r"'gpt2'.*learner\.operators.*'transformers'"):
-        install_engine_operators(gpt2, torch.bfloat16)
+        install_engine_operators(gpt2, torch.bfloat16, Gradients())
     windowed = qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert "sliding-window" in why_not(windowed)
     assert "sliding-window" in why_not(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)))

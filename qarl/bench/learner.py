@@ -14,16 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import qarl
 from qarl.bench.learner_batch import MODELS, BenchModel, digest, draw_sequences, write_model
 from qarl.bench.learner_job import Job, Steps
 from qarl.bench.trl_worker import SETTINGS
 from qarl.config import ConfigError
+from quant.compiled import compiler_missing
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from quant.support import require_support
 
-CHECKPOINTING = " checkpointing"
-"""What QaRL's setting is called with checkpointed layers: the scheme and this."""
+VARIANTS = ("checkpointing", "compile")
+"""Options of QaRL's learner that its schemes are measured with besides; a setting is a scheme and one of them, or none:
+`w4a16`, `w4a16 checkpointing`."""
 
 PHASES = ("old", "forward", "backward", "optimizer", "materialize")
 
@@ -36,8 +40,8 @@ class LearnerBenchError(RuntimeError):
 class Options:
     """models: names of `MODELS`. schemes: QaRL's; bf16 is measured in any case. trl: TRL's settings to measure, none
     without `--against trl`. updates: optimizer steps a batch. steps: timed steps a process. rounds: of all processes.
-    tokens: median completion instead of the models' own; micro_batch_tokens: padded tokens a forward. checkpointing:
-    measure QaRL with checkpointed layers, too."""
+    tokens: median completion instead of the models' own; micro_batch_tokens: padded tokens a forward. variants: of
+    `VARIANTS`, to measure QaRL's schemes with, too."""
 
     models: tuple[str, ...]
     schemes: tuple[str, ...]
@@ -51,7 +55,7 @@ class Options:
     micro_batch_tokens: int
     kernel: str
     seed: int
-    checkpointing: bool = False
+    variants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,9 @@ def check(options: Options) -> None:
             f"no interpreter {str(options.trl_python)!r} for TRL; make its environment with `make trl-env`, or name "
             "another one with --trl-python"
         )
+    missing = compiler_missing("cuda" if torch.cuda.is_available() else "cpu")
+    if "compile" in options.variants and missing:
+        raise ConfigError(f"--compile: {missing}; mend that, or leave it out")
     for scheme in options.schemes:
         require_support(get_scheme(scheme), COMPUTE_DTYPES[options.dtype], options.kernel)
 
@@ -128,7 +135,7 @@ def _measure_model(name: str, options: Options, say: Callable[[str], None]) -> I
     if options.tokens is not None:
         model = dataclasses.replace(model, tokens=options.tokens)
     schemes = list(dict.fromkeys(("bf16", *options.schemes)))
-    settings = schemes + [s + CHECKPOINTING for s in schemes if options.checkpointing]
+    settings = schemes + [f"{scheme} {variant}" for variant in options.variants for scheme in schemes]
     trainers = [("qarl", s) for s in settings] + [("trl", s) for s in options.trl]
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         parameters, tokens, wanted = _write(model, Path(folder), options.seed)
@@ -159,10 +166,10 @@ def _write(model: BenchModel, folder: Path, seed: int) -> tuple[int, int, str]:
 
 def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
     """memory: one that takes a step's memory and no time."""
+    name, _, variant = setting.partition(" ")
     return Job(
-        str(folder), str(folder / "batch.json"), setting.removesuffix(CHECKPOINTING), options.dtype, options.updates,
-        options.micro_batch_tokens, 0 if memory else options.steps, memory, options.kernel,
-        checkpointing=setting.endswith(CHECKPOINTING),
+        str(folder), str(folder / "batch.json"), name, options.dtype, options.updates, options.micro_batch_tokens,
+        0 if memory else options.steps, memory, options.kernel, variant,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ _MARK = "QARL-STEPS "
 class Job:
     """model: folder. batch: file of `Sequences`. setting: QaRL's scheme, or one of TRL's settings. updates: optimizer
     steps a batch. micro_batch_tokens: padded tokens a forward. steps: to time. memory: whether to take the memory of
-    one more. kernel: QaRL's kernel family. checkpointing: QaRL's `learner.gradient_checkpointing`."""
+    one more. kernel: QaRL's kernel family. variant: one of QaRL's (`qarl.bench.learner.VARIANTS`), or none."""
 
     model: str
     batch: str
@@ -22,7 +22,7 @@ class Job:
     steps: int
     memory: bool
     kernel: str = "auto"
-    checkpointing: bool = False
+    variant: str = ""
     lr: float = 1e-6
 
     def as_argument(self) -> str:

@@ -29,7 +29,7 @@ def run(job: Job) -> Steps:
     from quant.schemes import COMPUTE_DTYPES, get_scheme
     from rollout.vllm_engine import VllmOptions, prepare_environment
 
-    prepare_environment(VllmOptions())
+    prepare_environment(VllmOptions(compile=job.variant == "compile"))
     cuda = torch.cuda.is_available()
     dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(sequences)
     factory = make_factory(job.kernel, dtype)
@@ -65,7 +65,8 @@ def learner_options(job: Job) -> dict:
         "mini_batches": job.updates,
         "micro_batch_tokens": job.micro_batch_tokens,
         "kernel": job.kernel,
-        "gradient_checkpointing": job.checkpointing,
+        "gradient_checkpointing": job.variant == "checkpointing",
+        "compile": job.variant == "compile",
     }
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
+from quant.compiled import compiled
 from quant.materialize import fp4, fp8, integer
-from quant.materialize.fused import compiled, materializer, quantize_on_cpu
+from quant.materialize.fused import materializer, quantize_on_cpu
 from quant.materialize.scales import check_scale, finite_absmax
 from quant.materialize.weight import LowBitWeight, empty
 from quant.schemes import Scheme, is_integer

@@ -11,13 +11,11 @@ Axes: O output rows, I input columns.
 """
 
 import functools
-import os
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
+from quant.compiled import compiler_missing
 from quant.materialize.weight import LowBitWeight
 from quant.schemes import FP8_MAX, Scheme, is_integer
 from quant.threads import in_threads
@@ -26,13 +24,6 @@ _MASTER_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
 _STORED = {torch.float32: (32, torch.uint32), torch.bfloat16: (0, torch.uint16), torch.float16: (16, torch.uint16)}
 _THREAD_ELEMENTS = 1 << 17
 """Weights that are worth handing to a thread: about 0.05 ms of work."""
-
-_EXACT: dict[str, Any] = {
-    "emulate_precision_casts": True,
-    "eager_numerics.division_rounding": True,
-    "eager_numerics.disable_ftz": True,
-}
-"""What makes TorchInductor round as torch's operators do: bfloat16 between operators, divisions, subnormals."""
 
 
 def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> str:
@@ -45,7 +36,8 @@ def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> s
     if not _has_loop(scheme):
         return "torch"
     if device.type == "cuda":
-        return "torch.compile" if compiler_missing() is None else f"torch ({compiler_missing()})"
+        missing = compiler_missing("cuda")
+        return "torch.compile" if missing is None else f"torch ({missing})"
     if device.type != "cpu":
         return "torch"
     if master not in _MASTER_BITS:
@@ -61,24 +53,6 @@ def numba_missing() -> str | None:
     except ImportError as error:  # not installed, or not for this numpy
         return f"numba cannot be imported: {error}"
     return None
-
-
-@functools.cache
-def compiler_missing() -> str | None:
-    """Why CUDA weights are not materialized by compiled operators; None where they are."""
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return "TORCHDYNAMO_DISABLE is set"
-    try:
-        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        return f"triton cannot be imported: {error}"
-    return None
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of an eager quantizer, rounding exactly as the eager one."""
-    return torch.compile(function, dynamic=True, fullgraph=True, options=_EXACT)
 
 
 def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype) -> bool:

@@ -1,0 +1,44 @@
+"""How gradients go back through the model: `learner.input_gradients` and `learner.compile`."""
+
+from typing import Literal
+
+from qarl.config import ConfigError
+from quant.backward import multiplies_natively
+from quant.compiled import compiler_missing
+from quant.model import LowBitModel
+
+
+def rounds_weights(model: LowBitModel, asked: Literal["auto", "exact", "compute"]) -> bool:
+    """Whether weights are rounded to the compute dtype for dx; auto: where the device multiplies that natively.
+
+    Raises `ConfigError` for `compute` where the model has experts, whose backward is exact.
+    """
+    if asked == "compute" and model.experts:
+        raise ConfigError(
+            f"learner.input_gradients is 'compute', but gradients through experts ({next(iter(model.experts))} and "
+            "others) are computed exactly; set it to auto, which is about the linear layers, or to exact"
+        )
+    return multiplies_natively(model.compute_dtype, model.device) if asked == "auto" else asked == "compute"
+
+
+def compiles(model: LowBitModel, asked: bool) -> bool:
+    """Whether backward passes are compiled: as asked. Raises `ConfigError` where they cannot be."""
+    if not asked:
+        return False
+    if model.operators != "engine":
+        raise ConfigError(
+            "learner.compile is true, but it compiles the backwards of the engine's operators, and this model has "
+            "transformers'; leave it out, or set learner.operators to 'engine' where the model allows"
+        )
+    require_compiler(model.device.type)
+    return True
+
+
+def require_compiler(device: str) -> None:
+    """Raise `ConfigError` where `learner.compile` could not be honoured on a device type."""
+    missing = compiler_missing(device)
+    if missing:
+        raise ConfigError(
+            f"learner.compile is true, but nothing can be compiled for {device} here: {missing}; mend that, or leave "
+            "it out"
+        )
