@@ -22,7 +22,7 @@ class LossScale:
     """Multiplies the loss so that small float16 gradients survive; gradients are divided before the step.
 
     scale: now. growth_every: good steps after which it doubles; a non-finite step halves it. Inactive (always 1)
-    for bfloat16 and float32, whose range needs none. skipped: non-finite steps in a row; a restored run counts anew.
+    for bfloat16 and float32, whose range needs none. skipped: non-finite steps in a row.
     """
 
     active: bool
@@ -69,9 +69,10 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, float]:
-        """scale and good_steps, for a checkpoint."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        """scale, good_steps and skipped, for a checkpoint."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take over a `state_dict`."""
-        self.scale, self.good_steps = state["scale"], int(state["good_steps"])
+        self.scale = state["scale"]
+        self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])

@@ -34,7 +34,7 @@ def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_muon_on_stacks_is_muon_on_matrices(experts: int, inner: int, hidden: int, dtype: torch.dtype, seed: int):
     """Contract: five steps on [E, 2I, H] and [E, H, I] equal, bit for bit, those on every expert's gate, up and down as
     2-D parameters: each matrix is orthogonalized alone. Includes steps without a gradient for one expert (zeros), and

@@ -73,7 +73,7 @@ def random_bits(rows: int, columns: int, master: torch.dtype, seed: int, finite:
     tail=st.sampled_from((0.0, 1.0, 4.0)),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_compiled_loops_give_the_operators_bits(
     name: str, master: torch.dtype, dtype: torch.dtype,
     rows: int, groups: int, columns: int, exponent: int, tail: float, seed: int,

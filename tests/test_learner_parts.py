@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -102,7 +102,6 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @given(batches(), st.integers(1, 9), st.integers(0, 2**31))
-@settings(deadline=None)
 def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int):
     """Contract: every row in exactly one mini-batch, a group never split, group counts differing by at most one,
     never more mini-batches than groups; the same seed gives the same cut."""
@@ -124,7 +123,6 @@ def test_mini_batches_are_shuffled_by_their_seed():
 
 
 @given(batches(), st.integers(1, 200), st.data())
-@settings(deadline=None)
 def test_micro_batches_cover_rows_within_the_token_budget(batch: Batch, budget: int, data: st.DataObject):
     """Contract: each given row exactly once; rows · longest ≤ budget, except that a row longer than the budget goes
     alone; and no cut is needless: one more row would have exceeded the budget."""
@@ -160,7 +158,6 @@ def test_mismatch_by_hand():
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.floats(0, 3), st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_k3_is_never_negative_and_zero_only_for_equal_policies(B: int, T: int, spread: float, seed: int):
     generator = torch.Generator().manual_seed(seed)
     sampler = -torch.rand(B, T, generator=generator) * 5

@@ -124,7 +124,7 @@ def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
     columns=st.sampled_from([128, 384, 256]),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_forward_is_the_kernels_product_of_the_published_codes(
     kernel: str, scheme: str, dtype: torch.dtype, bias: bool, tokens: int, rows: int, columns: int, seed: int
 ):
@@ -194,7 +194,7 @@ def _collected(*leaves: torch.Tensor | None) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 @given(tokens=st.integers(1, 24), shape=st.sampled_from([(1, 128), (17, 256), (48, 384)]), seed=st.integers(0, 2**20))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_gradients_are_those_of_straight_through_fake_quantization(
     scheme: str, bias: bool, aligned: bool, tokens: int, shape: tuple[int, int], seed: int
 ):

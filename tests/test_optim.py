@@ -40,7 +40,7 @@ def config(**options: Any) -> OptimizerConfig:
 
 @narrow
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-6, 4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: int, exponent: int):
     """Contract: over all 2^16 values the noise can take, the mean of the rounded numbers is the fp32 value, exactly
     (sums of 2^16 such numbers are exact in fp64), and each of them is one of its two neighbours.

@@ -102,12 +102,14 @@ def test_gradients_that_stay_infinite_end_the_run(dtype: torch.dtype, skips: int
     assert all_equal(masters_of(learner), before)
 
 
-def test_good_updates_between_skips_start_the_count_again():
+def test_good_updates_between_skips_start_the_count_again_and_a_resumed_run_does_not():
     scale = LossScale(False, 1.0, 1)
     for finite in (*[False] * (MOST_SKIPPED - 1), True, *[False] * (MOST_SKIPPED - 1)):
         scale.update(finite)
+    resumed = LossScale(False, 1.0, 1)
+    resumed.load_state_dict(scale.state_dict())
     with pytest.raises(PrecisionError, match=f"{MOST_SKIPPED} updates in a row"):
-        scale.update(False)
+        resumed.update(False)
 
 
 @pytest.mark.parametrize("how", ["nearest", "stochastic", "kahan"])

@@ -248,7 +248,7 @@ def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
 
 
 @pytest.mark.parametrize("layers", [DENSE, MOE], ids=["dense", "moe"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.DataObject):
     """Contract: vLLM's own resolution of config.json gives each module the plan's scheme and format. Blind spot:
@@ -263,7 +263,7 @@ def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.Da
         assert {vllm_reads(config, name)} == {plan.scheme(part).name for part in parts}, name
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject):
     plan = data.draw(plans(DENSE))

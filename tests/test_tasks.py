@@ -30,7 +30,7 @@ def jsonl_path(tmp_path: Path) -> Path:
 
 
 @given(start=st.integers(0, 2000), count=st.integers(0, 40), seed=st.integers(0, 2**40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_problem_k_does_not_depend_on_what_else_was_asked(split, start, count, seed, chain_sum) -> None:
     assert chain_sum.problems(split, start, count, seed) == [
@@ -85,7 +85,7 @@ def test_chain_sum_gives_partial_credit_that_is_not_accuracy(text, score, correc
 
 
 @given(text=st.text())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_completion_scores_within_0_and_1(text, chain_sum) -> None:
     assert 0.0 <= checked_score(chain_sum, Problem("p", "3 + 4 =", "7"), text) <= 1.0
 

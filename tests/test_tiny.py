@@ -108,13 +108,13 @@ def test_sizes_that_do_not_tile_are_refused() -> None:
 
 
 @given(text=st.text())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_text_survives_the_tokenizer(text, tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 @given(number=st.integers(0, 10**12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_digit_is_one_token(number, tokenizer) -> None:
     ids = tokenizer.encode(f"{number}", add_special_tokens=False)
     assert [tokenizer.decode([token]) for token in ids] == list(str(number))
