@@ -44,7 +44,7 @@ class MasterOptimizer:
             if master.dtype != torch.float32:
                 master.grad_dtype = torch.float32
             by_muon = config.name == "muon" and name in matrices and master.ndim > 1
-            indices = list(matrices_of(name, master)) if by_muon else []
+            indices = list(matrices_of(name, master.shape)) if by_muon else []
             rounding = config.rounding_of(str(master.dtype).removeprefix("torch."))
             self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home)
 
@@ -155,14 +155,23 @@ class MatrixView:
         self.parameter.grad = None if grad is None else grad[self._index]
 
 
-def matrices_of(name: str, master: nn.Parameter) -> Iterator[Index]:
-    """Where the matrices of a master are: the whole of it, or each expert's; gate and up count as two."""
-    if master.ndim == 2:
+def matrices_of(name: str, shape: torch.Size) -> Iterator[Index]:
+    """Where the matrices of a master of that shape are: the whole of it, or each expert's; gate and up count as two."""
+    if len(shape) == 2:
         yield (slice(None),)
         return
-    rows = master.shape[1] // 2 if name.endswith("gate_up_proj") else master.shape[1]
-    for expert in range(master.shape[0]):
-        yield from ((expert, slice(start, start + rows)) for start in range(0, master.shape[1], rows))
+    rows = shape[1] // 2 if name.endswith("gate_up_proj") else shape[1]
+    for expert in range(shape[0]):
+        yield from ((expert, slice(start, start + rows)) for start in range(0, shape[1], rows))
+
+
+def flat_span(shape: torch.Size, index: Index) -> tuple[int, tuple[int, int]]:
+    """The first element of a matrix of `matrices_of`, in row-major order of its master, and its rows and columns."""
+    *expert, rows = index
+    assert isinstance(rows, slice)
+    start, stop, _ = rows.indices(shape[-2])
+    first = (expert[0] * shape[-2] if expert else 0) + start  # type: ignore[operator]
+    return first * shape[-1], (stop - start, shape[-1])
 
 
 def lr_factor(step: int, steps: int, warmup: int, decay: int) -> float:

@@ -312,7 +312,7 @@ def _optimizers(model: TinyModel, recipe: TinyRecipe) -> tuple[list[torch.optim.
     matrices, others, experts = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
-            experts += [MatrixView(parameter, index) for index in matrices_of(name, parameter)]
+            experts += [MatrixView(parameter, index) for index in matrices_of(name, parameter.shape)]
         else:
             (matrices if "layers." in name and parameter.ndim == 2 else others).append(parameter)
     lr, decay = recipe.warm_start_lr, recipe.warm_start_weight_decay

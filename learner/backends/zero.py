@@ -11,18 +11,20 @@ gradients, so a loss share counts `world` times.
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
+from learner.backends.partitioned_muon import MOMENTUM, PartitionedMuon, pieces_of
 from learner.backends.zero_config import deepspeed_config
 from learner.master_step import adamw
-from learner.optim import MasterOptimizer, Step, require_same_masters
+from learner.optim import MasterOptimizer, Step, matrices_of, require_same_masters
 from learner.processes import Processes
 from qarl.config import ConfigError, LearnerConfig
 from quant.model import LowBitModel
-from quant.partitioned import gathered
+from quant.partitioned import gathered, whole_shape
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -47,17 +49,25 @@ class Zero:
         settings = deepspeed_config(config)
         self._model, self._processes, self._lr = model, processes, config.optimizer.lr
         trained = list(model.masters.values())
+        matrices = muon_masters(model) if config.optimizer.name == "muon" else {}
         parameters: Any = trained  # DeepSpeed annotates a module
         self._whole: _WholeStep | None = None
         if not config.zero_stage:
             self._whole = _WholeStep(MasterOptimizer(model.masters, model.matrices(), config.optimizer), trained)
-        optimizer = self._whole or adamw(trained, config.optimizer)
+        optimizer: Any = self._whole
+        if config.zero_stage:
+            rest = [master for name, master in model.masters.items() if name not in matrices]
+            muon = PartitionedMuon(matrices, rest, config.optimizer, processes) if matrices else None
+            optimizer = muon or adamw(trained, config.optimizer)
         quiet_deepspeed()
         self.policy: Any
         self._optimizer: Any
         self.policy, self._optimizer, *_ = deepspeed.initialize(
             model=model, model_parameters=parameters, optimizer=optimizer, config=settings, dist_init_required=False
         )
+        self._matrices = matrices if config.zero_stage else {}
+        if self._matrices:
+            optimizer.place(pieces_of(self._optimizer, self._matrices, processes.rank))
 
     def backward(self, loss: torch.Tensor) -> None:
         """See `Backend.backward`."""
@@ -81,11 +91,12 @@ class Zero:
         steps = self._whole.optimizer.state_dict() if self._whole is not None else None
         if steps is not None:
             optimizer["generator"] = steps["generator"]
+        self._link()
         masters = {}
         for number, (name, master) in enumerate(self._model.masters.items()):
             with gathered([master]):
                 whole = master.detach().clone()
-            moments = self._moments(master) if steps is None else steps["masters"][name]
+            moments = self._moments(name, master) if steps is None else steps["masters"][name]
             if number % self._processes.world == self._processes.rank:
                 masters[name], optimizer["masters"][name] = whole, moments
         return {"masters": masters, "optimizer": optimizer}
@@ -106,52 +117,77 @@ class Zero:
         require_same_masters(state["optimizer"], self._model.masters)
         self._load_moments(state["optimizer"]["masters"])
 
-    def _moments(self, master: nn.Parameter) -> dict[str, Any]:
+    def _link(self) -> None:
+        """Let stages 1 and 2 find each master's moments; DeepSpeed does so after the first of several param groups is
+        stepped for the first time, when the others have none."""
+        if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state") and self._optimizer.optimizer.state:
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _moments(self, name: str, master: nn.Parameter) -> dict[str, Any]:
         """As `MasterStep.state_dict`, put together from all processes."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        stepped = list(self._optimizer.optimizer.state.values())
-        if not stepped:
-            return {"moments": [{}], "remainder": None}
+        indices = list(matrices_of(name, whole_shape(master))) if name in self._matrices else [()]
+        states = list(self._optimizer.optimizer.state.values())
+        if not any(states):
+            return {"moments": [{} for _ in indices], "remainder": None}
+        if name in self._matrices:
+            whole = safe_get_full_optimizer_state(master, MOMENTUM)
+            assert whole is not None
+            return {"moments": [{MOMENTUM: whole[index].clone()} for index in indices], "remainder": None}
         found = {key: safe_get_full_optimizer_state(master, key) for key in _MOMENTS}
-        return {"moments": [{"step": stepped[0]["step"].clone(), **found}], "remainder": None}
+        count = next(state["step"] for state in states if "step" in state)
+        return {"moments": [{"step": count.clone(), **found}], "remainder": None}
 
     def _load_moments(self, saved: dict[str, Any]) -> None:
         """saved: name → as `MasterStep.state_dict`. Every process takes its share."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
         zero = self._optimizer
-        count = _common_step(saved)
+        steps = _common_steps(saved, self._matrices)
         zero.optimizer.state.clear()
-        if count is None:
+        if steps is None:
             return
         stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-        for flat in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
-            moments = {key: torch.zeros_like(flat, requires_grad=False) for key in _MOMENTS}
-            zero.optimizer.state[flat] = {"step": count.to(flat.device, copy=True), **moments}
-        if not stage3:
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
+        flats = zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
+        for number, flat in enumerate(flats):
+            group = zero.optimizer.param_groups[zero.sub_group_to_group_id[number] if stage3 else number]
+            whole = group.get("whole", False)
+            moments = {key: torch.zeros_like(flat, requires_grad=False) for key in ((MOMENTUM,) if whole else _MOMENTS)}
+            count = {} if whole else {"step": steps.to(flat.device, copy=True)}
+            zero.optimizer.state[flat] = {**count, **moments}
+        self._link()
         for name, master in self._model.masters.items():
-            for key in _MOMENTS:
-                safe_set_full_optimizer_state(master, saved[name]["moments"][0][key].to(self._model.device), key)
+            moments = saved[name]["moments"]
+            for key in (MOMENTUM,) if name in self._matrices else _MOMENTS:
+                whole = torch.cat([part[key].flatten() for part in moments]).view(whole_shape(master))
+                safe_set_full_optimizer_state(master, whole.to(self._model.device), key)
 
 
-def _common_step(saved: dict[str, Any]) -> torch.Tensor | None:
-    """The step count of all masters, None before the first step. Raises `ConfigError` where it is not one, or where the
-    moments are not AdamW's: ZeRO 1-3 have one flat AdamW for all masters."""
-    first = {name: state["moments"][0] for name, state in saved.items()}
-    counts = {float(moments["step"]) for moments in first.values() if "step" in moments}
-    if not any(first.values()):
+def muon_masters(model: LowBitModel) -> dict[str, nn.Parameter]:
+    """The masters that Muon takes, by name."""
+    matrices = model.matrices()
+    return {n: master for n, master in model.masters.items() if n in matrices and len(whole_shape(master)) > 1}
+
+
+def _common_steps(saved: dict[str, Any], matrices: Collection[str]) -> torch.Tensor | None:
+    """AdamW's step count of all masters but `matrices`, which are Muon's; None before the first step. Raises
+    `ConfigError` where it is not one, or where moments are another optimizer's: ZeRO 1-3 have one flat AdamW."""
+    parts = {name: state["moments"] for name, state in saved.items()}
+    if not any(moments for found in parts.values() for moments in found):
         return None
-    other = next((name for name, moments in first.items() if moments.keys() != {"step", *_MOMENTS}), None)
-    if other is not None or len(counts) != 1:
-        what = f"master {other!r} has no AdamW moments" if other else f"masters are at steps {sorted(counts)}"
+    counts = {float(found[0]["step"]) for found in parts.values() if "step" in found[0]}
+    wanted = {name: {MOMENTUM} if name in matrices else {"step", *_MOMENTS} for name in parts}
+    other = next((n for n, found in parts.items() if any(moments.keys() != wanted[n] for moments in found)), None)
+    if other is not None or len(counts) > 1:
+        optimizer = "Muon" if other in matrices else "AdamW"
+        what = f"master {other!r} has no {optimizer} moments" if other else f"masters are at steps {sorted(counts)}"
         raise ConfigError(
-            f"the checkpoint cannot go on under learner.zero_stage 1, 2 or 3: {what}, and ZeRO steps all masters by "
-            "one AdamW; resume with learner.zero_stage 0"
+            f"the checkpoint cannot go on under learner.zero_stage 1, 2 or 3: {what}, and ZeRO steps all masters of an "
+            "optimizer at once; resume with learner.zero_stage 0"
         )
-    return next(m["step"] for m in first.values())
+    return next((found[0]["step"] for found in parts.values() if "step" in found[0]), torch.zeros(()))
 
 
 class _WholeStep(torch.optim.Optimizer):

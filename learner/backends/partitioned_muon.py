@@ -1,0 +1,156 @@
+"""Muon, and AdamW for the rest, over masters that ZeRO 1-3 have dealt to processes in flat pieces.
+
+Momentum is elementwise, so each process keeps that of its pieces. The orthogonalization needs whole matrices: their
+updates are put together in one process each, in turn, orthogonalized there, and handed back.
+
+The arithmetic is that of `MasterStep`: gradients are clipped before, each expert's gate and up are matrices of their
+own, and the update has AdamW's size. DeepSpeed's own Muon clips what is orthogonalized already.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from learner.optim import flat_span, matrices_of
+from learner.processes import Processes
+from qarl.config import OptimizerConfig
+from quant.partitioned import whole_shape
+
+MOMENTUM = "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one process has of a master. start, stop: of the master's elements in row-major order, equal where it has
+    none. at: of the first of them in the flat tensor that is stepped."""
+
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """rows, columns; start: its first element, of its master's."""
+
+    piece: Piece
+    rows: int
+    columns: int
+    start: int
+
+    def here(self) -> tuple[slice, slice]:
+        """What this process has of it: in the matrix's elements, and in the flat tensor."""
+        first = max(self.start, self.piece.start)
+        count = max(0, min(self.start + self.rows * self.columns, self.piece.stop) - first)
+        inside, at = first - self.start, self.piece.at + first - self.piece.start
+        return slice(inside, inside + count), slice(at, at + count)
+
+
+class PartitionedMuon(torch.optim.AdamW):
+    """Param groups with `whole` True are Muon's, the others AdamW's. DeepSpeed replaces the parameters of both by flat
+    fp32 tensors, one or more a group; `place` then says what is where."""
+
+    def __init__(
+        self, matrices: dict[str, nn.Parameter], rest: list[nn.Parameter], config: OptimizerConfig, processes: Processes
+    ):
+        groups: list[dict[str, Any]] = [{"params": list(matrices.values()), "whole": True}]
+        groups += [{"params": rest, "whole": False}] if rest else []
+        super().__init__(groups, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True)
+        self._masters, self._config, self._processes = matrices, config, processes
+        self._matrices: dict[int, list[_Matrix]] = {}
+
+    def place(self, pieces: dict[str, tuple[torch.Tensor, Piece]]) -> None:
+        """pieces: of each of Muon's masters, the flat tensor it is part of and this process's piece. All processes name
+        the same masters in the same order, those too that they have nothing of."""
+        for name, (flat, piece) in pieces.items():
+            shape = whole_shape(self._masters[name])
+            for index in matrices_of(name, shape):
+                start, (rows, columns) = flat_span(shape, index)
+                self._matrices.setdefault(id(flat), []).append(_Matrix(piece, rows, columns, start))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step every group that has parameters. All processes come here together."""
+        groups = self.param_groups
+        for group in groups:
+            for flat in group["params"] if group["whole"] else ():
+                self._step_matrices(flat, group["lr"], group["weight_decay"])
+        self.param_groups = [group for group in groups if not group["whole"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    def _step_matrices(self, flat: torch.Tensor, lr: float, weight_decay: float) -> None:
+        state, gradient, momentum = self.state[flat], flat.grad, self._config.momentum
+        if gradient is None:
+            return
+        if not state:
+            state[MOMENTUM] = torch.zeros_like(flat)
+        update = gradient.lerp(state[MOMENTUM].lerp_(gradient, 1 - momentum), momentum)
+        flat.mul_(1 - lr * weight_decay)
+        for turn in _in_turns(self._matrices[id(flat)], self._processes.world):
+            mine = self._put_together(turn, update)
+            if mine is not None:
+                mine = self._orthogonalized(mine, lr)
+            for owner, matrix in enumerate(turn):
+                shape = (matrix.rows, matrix.columns)
+                step = mine if owner == self._processes.rank else torch.empty(shape, device=flat.device)
+                assert step is not None
+                dist.broadcast(step, owner)
+                inside, here = matrix.here()
+                flat[here] += step.flatten()[inside]
+
+    def _put_together(self, turn: list[_Matrix], update: torch.Tensor) -> torch.Tensor | None:
+        """The matrix of this turn that is this process's, fp32 [rows, columns]; None where there are fewer."""
+        mine = None
+        for owner, matrix in enumerate(turn):
+            whole = torch.zeros(matrix.rows * matrix.columns, device=update.device)
+            inside, here = matrix.here()
+            whole[inside] = update[here]
+            dist.reduce(whole, owner)  # every element has one summand that is not zero
+            if owner == self._processes.rank:
+                mine = whole.view(matrix.rows, matrix.columns)
+        return mine
+
+    def _orthogonalized(self, update: torch.Tensor, lr: float) -> torch.Tensor:
+        """What torch's Muon adds to a matrix for this update: fp32 [rows, columns]."""
+        step = nn.Parameter(torch.zeros_like(update))
+        step.grad = update
+        torch.optim.Muon(
+            [step], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+        ).step()
+        return step.detach()
+
+
+def _in_turns(matrices: list[_Matrix], world: int) -> Iterator[list[_Matrix]]:
+    return (matrices[start : start + world] for start in range(0, len(matrices), world))
+
+
+def pieces_of(zero: Any, masters: dict[str, nn.Parameter], rank: int) -> dict[str, tuple[torch.Tensor, Piece]]:
+    """What `PartitionedMuon.place` is given. zero: DeepSpeed's optimizer of stage 1, 2 or 3, where Muon's is the first
+    param group."""
+    if hasattr(zero, "grad_position"):
+        return {name: _of_stage_3(zero, master, rank) for name, master in masters.items()}
+    flat, found = zero.single_partition_of_fp32_groups[0], {}
+    for name, master in masters.items():
+        mapping: Any = master._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            found[name] = (flat, Piece(0, 0, 0))
+            continue
+        start, at = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
+        found[name] = (flat, Piece(start, start + mapping.lp_fragment_address.numel, at))
+    return found
+
+
+def _of_stage_3(zero: Any, master: nn.Parameter, rank: int) -> tuple[torch.Tensor, Piece]:
+    """Every process has as many elements of a master, the last one padding after them."""
+    number, at, count = zero.grad_position[zero.get_param_id(master)]
+    whole = prod(whole_shape(master))
+    start = min(rank * count, whole)
+    return zero.fp32_partitioned_groups_flat[number], Piece(start, min(start + count, whole), at)
