@@ -30,14 +30,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def quiet_deepspeed() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce (a minute, and a C++ compiler) where gloo does, and
-    from logging every setting."""
+    """Keep DeepSpeed from compiling its shared-memory all-reduce (a minute, and a C++ compiler) where gloo does, from
+    logging every setting, and torch from warning that it calls collectives by names of older releases."""
     import logging
+    import warnings
 
     from deepspeed import ops
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 class Zero:
