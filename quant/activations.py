@@ -5,12 +5,14 @@ compute-dtype copy.
 Axes: N tokens, I input columns, Q quantization groups of a token.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
 from quant.materialize import fp4
+from quant.row_blocks import row_blocks
 from quant.schemes import FP4_MAX, FP8_MAX, Scheme, is_integer
 
 _FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
@@ -28,6 +30,17 @@ class LowBitActivation:
     codes: torch.Tensor
     scale: torch.Tensor
     zero_point: torch.Tensor | None = None
+
+    def split(self, tokens: int) -> Iterator["LowBitActivation"]:
+        """So many tokens at a time, as views."""
+        parts = [self.codes.split(tokens), self.scale.split(tokens)]
+        parts += [] if self.zero_point is None else [self.zero_point.split(tokens)]
+        return (LowBitActivation(*part) for part in zip(*parts, strict=True))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return self.codes.dtype
 
     def values(self) -> torch.Tensor:
         """Codes less their zero point, one per element, fp32 [N, I]."""
@@ -53,8 +66,22 @@ def quantize_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     fp8 in groups: scale max(absmax, 1e-10)/448, codes from x / scale, vLLM `per_token_group_quant_fp8`.
     e2m1 in groups: scale absmax/6 in e4m3 under the constant global scale, vLLM `ref_nvfp4_quant`.
     """
+    assert scheme.activations is not None, f"scheme {scheme.name!r} does not quantize activations"
+    parts = [_quantize(block, scheme) for (block,) in row_blocks(x)]
+    if len(parts) == 1:
+        return parts[0]
+    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
+    return LowBitActivation(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zero_points) if zero_points else None,
+    )
+
+
+def _quantize(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
+    """Rows are quantized each by itself."""
     args = scheme.activations
-    assert args is not None, f"scheme {scheme.name!r} does not quantize activations"
+    assert args is not None
     values = x.to(torch.float32)
     if is_integer(args):
         return _int8(values) if args.symmetric else _int8_asymmetric(values)

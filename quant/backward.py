@@ -8,6 +8,7 @@ Axes: N tokens, O output rows, I input columns.
 
 import torch
 
+from quant.activations import LowBitActivation
 from quant.gradients import Gradients
 
 _BLOCK = 1 << 20
@@ -33,15 +34,20 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (dy.to(weight.dtype) @ weight).to(dy.dtype)
 
 
-def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, gradients: Gradients) -> None:
-    """total += dyᵀ · x / scale. total: fp32 [O, I]; dy, x (as multiplied): fp32 or compute dtype [N, O] and [N, I]."""
+def add_weight_gradient(
+    total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor | LowBitActivation, gradients: Gradients
+) -> None:
+    """total += dyᵀ · x / scale. total: fp32 [O, I]. dy: fp32 or compute dtype [N, O]. x: [N, I] as multiplied, fp32,
+    compute dtype or low bits."""
     unscale = 1.0 / gradients.scale
-    if dy.is_cuda and dy.dtype == x.dtype != torch.float32:
-        total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32), alpha=unscale)
-        return
+    if dy.is_cuda:
+        x = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x
+        if dy.dtype == x.dtype != torch.float32:
+            total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32), alpha=unscale)
+            return
     whole = dy.is_cuda or dy.dtype == x.dtype == torch.float32
     tokens, rows = (max(1, dy.shape[0]), dy.shape[1]) if whole else (_TOKENS, _BLOCK // _TOKENS)
     for dy_part, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
-        wide = x_part.to(torch.float32)
+        wide = x_part.dequantized(torch.float32) if isinstance(x_part, LowBitActivation) else x_part.to(torch.float32)
         for into, part in zip(total.split(rows), dy_part.split(rows, dim=1), strict=True):
             into.addmm_(part.to(torch.float32).t(), wide, alpha=unscale)

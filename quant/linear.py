@@ -169,14 +169,16 @@ class _StraightThrough(torch.autograd.Function):
         dx = None
         if need_x:
             dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.exact_inputs else dy.dtype))
-        x = saved[0] if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
+        x = saved[0] if len(saved) == 1 else LowBitActivation(*saved)
         dw = gradients.into(linear.master) if need_master else None
         added = dw is not None
         if need_master:
-            dw = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.device) if dw is None else dw
+            assert linear.low_bit is not None
+            dw = torch.zeros(linear.low_bit.shape, dtype=torch.float32, device=dy.device) if dw is None else dw
             add_weight_gradient(dw, dy, x, gradients)
         db = gradients.unscaled(dy.sum(0, dtype=torch.float32)) if need_bias else None
         dfactors = ()
         if linear.adapter is not None:
-            dfactors = linear.adapter.gradients(dy.to(torch.float32), x.to(torch.float32))
+            used = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
+            dfactors = linear.adapter.gradients(dy.to(torch.float32), used)
         return dx, None if added else dw, db, None, *(gradients.unscaled(dfactor) for dfactor in dfactors)

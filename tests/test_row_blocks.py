@@ -4,11 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_linear import normal
+from test_linear import heavy, normal
 
 from learner.logprobs import _Normalized
 from quant import row_blocks as blocks
+from quant.activations import quantize_activation
+from quant.backward import add_weight_gradient
+from quant.gradients import Gradients
 from quant.row_blocks import row_blocks
+from quant.schemes import get_scheme
 
 
 @given(st.integers(0, 40), st.integers(0, 9), st.integers(1, 50))
@@ -23,6 +27,28 @@ def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
     assert torch.equal(torch.cat([p for p, _ in parts]), wide)
     assert torch.equal(torch.cat([p for _, p in parts]), narrow)
     assert all(len(p) <= 1 or p.numel() <= elements for p, _ in parts)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8", "fp8-block", "nvfp4"])
+def test_activations_by_blocks_are_those_of_all_rows(scheme: str, monkeypatch: pytest.MonkeyPatch):
+    """Contract: codes, scales and zero points of every token, and a weight gradient out of them, are bit for bit those
+    of all tokens at once."""
+    x, dy = heavy(41, 256, seed=3).bfloat16(), normal(41, 24, seed=4).bfloat16()
+    whole = quantize_activation(x, get_scheme(scheme))
+    expected = torch.zeros(24, 256)
+    add_weight_gradient(expected, dy, whole.dequantized(torch.float32), Gradients())
+    for elements in (1, 3 * 256, 1 << 20):
+        monkeypatch.setattr(blocks, "_ELEMENTS", elements)
+        found = quantize_activation(x, get_scheme(scheme))
+        assert torch.equal(found.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+        assert torch.equal(found.scale.float(), whole.scale.float())
+        if whole.zero_point is None:
+            assert found.zero_point is None
+        else:
+            assert found.zero_point is not None and torch.equal(found.zero_point, whole.zero_point)
+        total = torch.zeros(24, 256)
+        add_weight_gradient(total, dy, found, Gradients())
+        assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
