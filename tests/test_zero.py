@@ -41,6 +41,7 @@ CUTS = (0, 30, 60, 100, 177)
 MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
 LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 8.0}}
 EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
+KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
 BFLOAT16 = {"master_dtype": "bfloat16"}
 
 
@@ -48,7 +49,7 @@ def plain(batches: int, scheme: str = "bf16", dtype: torch.dtype = torch.float32
     """One process: the learner after these batches, and the numbers of each as `zero_worker` writes them."""
     found = make_learner(scheme, dtype, **(learner or LEARNER))
     stats = [found.learn(batch_of(), seed=step) for step in range(batches)]
-    return found, [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped] for s in stats]
+    return found, [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs += [job("muon experts stage 3", 3, learner={**EXPERTS, **MUON}, folder=str(folder / "experts"), last=1)]
     jobs += [{"cut": cut, "optimizer": MUON["optimizer"], "save": str(folder / f"cut {cut}.pt")} for cut in CUTS]
     jobs += [job("lora stage 3", 3, learner=LORA, scheme="w4a16", dtype="bfloat16", last=2)]
+    jobs += [job("kl stage 3", 3, learner=KL, last=3)]
     jobs += [job("experts stage 3", 3, learner=EXPERTS, folder=str(folder / "experts"), last=3)]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     here = Path(__file__).parent
@@ -154,15 +156,26 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(done: dict[str, dict[str, 
             assert (found[key] - wanted[key]).abs().mean() <= 0.02 * wanted[key].abs().mean()
 
 
+def moved_and_off(
+    start: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
+) -> tuple[float, float]:
+    """Mean absolute movement of the masters, and mean absolute difference of the two ends."""
+    assert found.keys() == expected.keys() == start.keys()
+    moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
+    off = torch.cat([(expected[n] - found[n]).abs().flatten() for n in start])
+    return float(moved.mean()), float(off.mean())
+
+
 def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, Any], batches: int) -> Learner:
     """One process that learned as `zero_worker` does."""
     config = LearnerConfig.model_validate(settings)
-    model = LowBitModel(
-        load_masters(folder, torch.float32), get_scheme(scheme), dtype, make_factory("reference", dtype)
+    model, reference = (
+        LowBitModel(load_masters(folder, torch.float32), get_scheme(scheme), dtype, make_factory("reference", dtype))
+        for _ in range(2)
     )
     if isinstance(config.lora, LoraConfig):
         add_adapters(model, config.lora, seed=0)
-    learner = Learner(model, config)
+    learner = Learner(model, config, reference if config.kl.name != "none" else None)
     for step in range(batches):
         learner.learn(batch_of(), seed=step)
     return learner
@@ -174,9 +187,10 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     [
         ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
         ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
+        ("kl stage 3", "model", "bf16", torch.float32, KL, 3),
     ],
 )
-def test_partitioned_adapters_and_experts(
+def test_partitioned_adapters_experts_and_references(
     done: dict[str, dict[str, Any]],
     job: str,
     model: str,
@@ -186,26 +200,16 @@ def test_partitioned_adapters_and_experts(
     batches: int,
 ):
     """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn under ZeRO-3 what
-    they learn in one process; the base's digest is that of the whole base."""
+    they learn in one process; so does a policy held to a partitioned reference. The base's digest is that of the whole
+    base."""
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)  # type: ignore[operator]
     ours = done[job]["state"]
-    assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (model == "experts")
-    expected = masters_of(alone)
-    assert ours["masters"].keys() == expected.keys()
+    assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (not job.startswith("lora"))
     start = masters_of(alone_on(done["folder"] / model, scheme, dtype, settings, 0))  # type: ignore[operator]
-    moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
-    off = torch.cat([(expected[n] - ours["masters"][n]).abs().flatten() for n in start])
-    assert moved.mean() > 5e-5 and off.mean() <= 0.01 * moved.mean()
-
-
-def moved_and_off(
-    start: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
-) -> tuple[float, float]:
-    """Mean absolute movement of the masters, and mean absolute difference of the two ends."""
-    assert found.keys() == expected.keys() == start.keys()
-    moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
-    off = torch.cat([(expected[n] - found[n]).abs().flatten() for n in start])
-    return float(moved.mean()), float(off.mean())
+    moved, off = moved_and_off(start, masters_of(alone), ours["masters"])
+    assert moved > 5e-5 and off <= 0.01 * moved
+    held = [numbers[-1] > 0 for numbers in done[job]["numbers"]]
+    assert all(held) if job.startswith("kl") else not any(held)
 
 
 @pytest.mark.slow
@@ -237,10 +241,10 @@ def test_muon_over_pieces_is_muon_over_matrices(done: dict[str, dict[str, Any]],
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_muons_momentum_goes_back_to_one_process(done: dict[str, dict[str, Any]], stage: int):
-    """A checkpoint of two processes holds the momentum of every matrix, by expert too, as one process keeps it."""
+    """A checkpoint of two processes holds the momentum of every matrix as one process keeps it."""
     alone, _ = plain(2, **MUON)
     ours, _ = plain(0, **MUON)
-    ours.load_state_dict(done[f"muon stage {stage}"]["state"])
+    ours.load_state_dict(done[f"muon half stage {stage}"]["state"])
     found, wanted = (learner.state_dict()["optimizer"]["masters"] for learner in (ours, alone))
     for name in wanted:
         for mine, other in zip(found[name]["moments"], wanted[name]["moments"], strict=True):

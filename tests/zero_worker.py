@@ -31,19 +31,24 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     None), save (state file)."""
     config = LearnerConfig.model_validate(job["learner"])
     dtype: torch.dtype = getattr(torch, job["dtype"])
-    reading = partitioned_loading(config)
-    masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], reading=reading)
-    model = LowBitModel(masters, get_scheme(job["scheme"]), dtype, make_factory("reference", dtype), config.aligned)
+
+    def initial_model() -> LowBitModel:
+        reading = partitioned_loading(config)
+        masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], reading=reading)
+        return LowBitModel(masters, get_scheme(job["scheme"]), dtype, make_factory("reference", dtype), config.aligned)
+
+    model = initial_model()
     if isinstance(config.lora, LoraConfig):
         add_adapters(model, config.lora, seed=0)
-    learner = Learner(model, config, processes=processes)
+    reference = initial_model() if config.kl.name != "none" else None
+    learner = Learner(model, config, reference, processes)
     if job["resume"]:
         learner.load_state_dict(torch.load(job["resume"]))
     stats = [learner.learn(batch_of(), seed=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
     if processes.first:
         codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
-        numbers = [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped] for s in stats]
+        numbers = [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
         torch.save({"state": state, "codes": codes, "numbers": numbers}, job["save"])
 
 
