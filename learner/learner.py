@@ -23,7 +23,8 @@ from learner.precision import LossScale
 from learner.processes import Processes
 from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
-from qarl.config import ConfigError, LearnerConfig
+from qarl.config import ConfigError
+from qarl.config_learner import LearnerConfig
 from qarl.config_objectives import KlConfig
 from quant.model import LowBitModel
 

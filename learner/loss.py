@@ -13,7 +13,7 @@ from learner.kl import kl_estimate
 from learner.objectives import OBJECTIVES, ObjectiveInput
 from learner.ratio_fix import detached
 from learner.ratios import sequence_log_ratio
-from qarl.config import LearnerConfig
+from qarl.config_learner import LearnerConfig
 from qarl.config_objectives import KlConfig, ratio_from
 
 

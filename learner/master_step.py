@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from learner.rounding import Rounding, split, stochastic_round
-from qarl.config import OptimizerConfig
+from qarl.config_learner import OptimizerConfig
 
 Index = tuple[int | slice, ...]
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from learner.master_step import Index, Lost, MasterStep
 from learner.precision import PrecisionError, short_name
-from qarl.config import ConfigError, OptimizerConfig
+from qarl.config import ConfigError
+from qarl.config_learner import OptimizerConfig
 
 
 @dataclass(frozen=True)

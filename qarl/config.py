@@ -7,28 +7,13 @@ override (`--learner.optimizer.lr 3e-4`).
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from qarl.config_base import Choice, ConfigError, Section, alternatives, pattern_fault
-from qarl.config_lora import LoraChoice, NoLora
-from qarl.config_objectives import (
-    AggregationChoice,
-    AnyObjective,
-    CorrectionChoice,
-    KlChoice,
-    MeanAggregation,
-    NoKl,
-    ObjectiveChoice,
-    TbpoConfig,
-    TruncatedConfig,
-    ratio_from,
-    refuse_incompatible,
-)
-
-Dtype = Literal["bfloat16", "float16", "float32"]
+from qarl.config_base import Choice, ConfigError, Dtype, Section, alternatives, pattern_fault
+from qarl.config_learner import LearnerConfig
 
 
 class TaskConfig(Section):
@@ -63,150 +48,6 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = Field(default=True, description="no CUDA graphs (they would hold tensors a publish replaces)")
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="ERROR", description="of vLLM")
-
-
-class OptimizerConfig(Section):
-    """Which optimizer steps the masters."""
-
-    name: Literal["adamw", "muon"] = Field(default="muon", description="muon: matrices by Muon, the rest by AdamW")
-    lr: float = Field(default=1e-6, gt=0, description="learning rate (Muon's is scaled to match AdamW's update size)")
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay")
-    grad_clip: float = Field(default=1.0, gt=0, description="bound on the global gradient norm")
-    warmup_steps: int = Field(default=0, ge=0, description="first training steps, over which the rate rises linearly")
-    decay_steps: int = Field(default=0, ge=0, description="last training steps, over which the rate falls linearly")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW")
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon")
-    rounding: Literal["nearest", "stochastic", "kahan"] | None = Field(
-        default=None,
-        description="of a 16-bit master after its step (docs/precision.md); None: stochastic, nearest for fp32",
-    )
-    rounding_seed: int = Field(default=0, ge=0, description="of stochastic rounding")
-    offload: Literal["none", "cpu"] = Field(
-        default="none", description="cpu: keep the optimizer's state in the host's memory between steps (GPU)"
-    )
-
-    def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic", "kahan"]:
-        """How masters of that dtype are rounded."""
-        return self.rounding or ("nearest" if master_dtype == "float32" else "stochastic")
-
-
-class LearnerConfig(Section):
-    """How the policy is learned."""
-
-    aligned: bool = Field(default=True, description="multiply the low-bit codes; false is the plain quantized rollout")
-    objective: ObjectiveChoice = Field(default_factory=TbpoConfig)
-    correction: CorrectionChoice = Field(default_factory=TruncatedConfig)
-    aggregation: AggregationChoice = Field(default_factory=MeanAggregation)
-    kl: KlChoice = Field(default_factory=NoKl)
-    lora: LoraChoice = Field(default_factory=NoLora)
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
-    zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        default=None, description="DeepSpeed's ZeRO stage; None: 0 in several processes, no DeepSpeed in one"
-    )
-    deepspeed: str | None = Field(default=None, description="JSON file of more settings for DeepSpeed")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        default="grpo",
-        description="reward minus group mean, over its deviation; dr_grpo: not over it; rloo: leave one out",
-    )
-    ratio_fix: Literal["none", "shadow_forward", "no_clip", "detached"] = Field(
-        default="none", description="remedy for clipping caused by precision alone (docs/objectives.md)"
-    )
-    mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
-    micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens a forward; padding counts unless packed")
-    packing: bool | Literal["auto"] = Field(
-        default="auto",
-        description="sequences one after the other, without padding; auto: where learner.operators are the engine's",
-    )
-    logprob_chunk_tokens: int = Field(
-        default=512, ge=1, description="response tokens whose logits are held at once (docs/learner.md)"
-    )
-    gradient_checkpointing: bool = Field(
-        default=False, description="compute decoder layers again in the backward instead of keeping what they computed"
-    )
-    input_gradients: Literal["auto", "exact", "compute"] = Field(
-        default="auto",
-        description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "
-        "them; auto: compute where the device multiplies that dtype natively (docs/learner.md)",
-    )
-    compile: bool = Field(
-        default=False,
-        description="torch.compile the backwards of norms, rotary embedding and gated MLPs; no forward changes",
-    )
-    master_dtype: Dtype = Field(default="float32", description="of the master weights")
-    compute_dtype: Dtype | None = Field(
-        default=None, description="of the learner's forward; None: the run's dtype. Others need learner.aligned false"
-    )
-    kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
-        default="auto", description="auto: vLLM's where importable"
-    )
-    operators: Literal["auto", "engine", "transformers"] = Field(
-        default="auto",
-        description="norms, rotary, attention: rounded as the engine does; auto: where the model allows",
-    )
-    router_aux_loss: float | None = Field(
-        default=None,
-        ge=0,
-        description="factor of the experts' load-balance loss; None: the model's, if it asks",
-    )
-    diagnostics_every: int = Field(
-        default=10,
-        ge=0,
-        description="steps between measurements of lost updates and flipped codes, from the first; 0: off",
-    )
-    loss_scale: float = Field(default=65536.0, gt=0, description="initial, for float16; grows and backs off by itself")
-    loss_scale_growth: int = Field(default=200, ge=1, description="good steps after which the loss scale doubles")
-    threads: int | None = Field(default=None, ge=1, description="torch threads; None leaves torch's choice")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _objective_defaults(cls, data: Any) -> Any:
-        """Correction and aggregation, where none is named, are the objective's own."""
-        if not isinstance(data, dict):
-            return data
-        objective = data.get("objective", {})
-        name = objective.get("name", "tbpo") if isinstance(objective, dict) else getattr(objective, "name", None)
-        section = next((s for s in get_args(AnyObjective) if name in s.names()), TbpoConfig)
-        filled = dict(data)
-        for part, default in (
-            ("correction", section.default_correction),
-            ("aggregation", {"name": section.default_aggregation}),
-        ):
-            given = data.get(part, {})
-            filled[part] = {**default, **given} if isinstance(given, dict) and "name" not in given else given
-        return filled
-
-    @model_validator(mode="after")
-    def _compatible(self) -> "LearnerConfig":
-        refuse_incompatible(
-            self.objective, ratio_from(self.correction), self.ratio_fix, self.aligned, self.mini_batches
-        )
-        refuse_ignored_precision(self)
-        return self
-
-
-def refuse_ignored_precision(learner: LearnerConfig) -> None:
-    """Raise `ValueError` for a precision option that the other options leave nothing to do."""
-    optimizer, master = learner.optimizer, learner.master_dtype
-    if learner.aligned and learner.compute_dtype is not None:
-        raise ValueError(
-            f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies "
-            "the engine's codes in the engine's dtype; set dtype for both, or learner.aligned false"
-        )
-    if learner.lora.name == "lora" and (optimizer.rounding is not None or optimizer.rounding_seed):
-        raise ValueError(
-            f"learner.optimizer.rounding {optimizer.rounding!r} with rounding_seed {optimizer.rounding_seed} is of "
-            "16-bit masters that are stepped; LoRA steps fp32 adapters over a frozen base: leave both out"
-        )
-    if master == "float32" and optimizer.rounding in ("stochastic", "kahan"):
-        raise ValueError(
-            f"learner.optimizer.rounding {optimizer.rounding!r} is for 16-bit masters; learner.master_dtype 'float32' "
-            "holds the updates as they are: leave the rounding out, or choose master_dtype bfloat16 or float16"
-        )
-    if optimizer.rounding_seed and optimizer.rounding_of(master) != "stochastic":
-        raise ValueError(
-            f"learner.optimizer.rounding_seed {optimizer.rounding_seed} needs stochastic rounding, but masters are "
-            f"{master} with rounding {optimizer.rounding_of(master)!r}; leave the seed out"
-        )
 
 
 class SyncConfig(Section):

@@ -3,9 +3,11 @@
 import re
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 class ConfigError(ValueError):

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from learner.learner import Learner
 from learner.precision import PrecisionError
-from qarl.config import ConfigError, LearnerConfig, config_from_tree
+from qarl.config import ConfigError, config_from_tree
+from qarl.config_learner import LearnerConfig
 from quant.kernels import make_factory
 from quant.load import load_masters
 from quant.model import LowBitModel

@@ -14,7 +14,7 @@ from torch import nn
 from learner.diagnostics import Diagnosis, is_due
 from learner.learner import Learner
 from learner.optim import MasterOptimizer
-from qarl.config import OptimizerConfig
+from qarl.config_learner import OptimizerConfig
 from qarl.metrics import StepMetrics
 from quant import flips
 from quant.flips import FlipCount, changed_codes

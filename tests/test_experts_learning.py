@@ -16,7 +16,7 @@ from test_train import ROOT, command, lines, qarl, wait_for_lines
 from torch import nn
 
 from learner.optim import MasterOptimizer, matrices_of
-from qarl.config import OptimizerConfig
+from qarl.config_learner import OptimizerConfig
 from quant.kernels import make_factory
 from quant.model import LowBitModel
 from quant.schemes import get_scheme

@@ -15,7 +15,8 @@ from learner.learner import Learner
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch
 from learner.objectives import OBJECTIVES
-from qarl.config import ConfigError, LearnerConfig
+from qarl.config import ConfigError
+from qarl.config_learner import LearnerConfig
 from quant.kernels import make_factory
 from quant.model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme

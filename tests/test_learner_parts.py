@@ -15,7 +15,7 @@ from learner.batching import Batch, make_batch, micro_batches, mini_batches
 from learner.mismatch import measure_mismatch
 from learner.optim import MasterOptimizer, lr_factor
 from learner.precision import LossScale
-from qarl.config import OptimizerConfig
+from qarl.config_learner import OptimizerConfig
 from rollout.types import Completion, Group, Prompt
 
 

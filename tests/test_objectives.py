@@ -18,7 +18,7 @@ from learner.loss import LossInput, policy_loss
 from learner.objectives import OBJECTIVES, ObjectiveInput
 from learner.ratio_fix import shadowed
 from learner.ratios import sequence_log_ratio, sequence_mean
-from qarl.config import LearnerConfig
+from qarl.config_learner import LearnerConfig
 from qarl.config_objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
 
 Rows = Sequence[Sequence[float]]

@@ -13,7 +13,8 @@ from learner import rounding
 from learner.master_step import MasterStep
 from learner.optim import MasterOptimizer, matrices_of
 from learner.rounding import split, stochastic_round
-from qarl.config import ConfigError, OptimizerConfig, config_from_tree
+from qarl.config import ConfigError, config_from_tree
+from qarl.config_learner import OptimizerConfig
 
 NARROW = (torch.bfloat16, torch.float16)
 narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)

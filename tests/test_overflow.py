@@ -13,7 +13,7 @@ from learner.learner import Learner
 from learner.optim import MasterOptimizer
 from learner.overflow import first_fault
 from learner.precision import MOST_SKIPPED, LossScale, PrecisionError
-from qarl.config import OptimizerConfig
+from qarl.config_learner import OptimizerConfig
 
 
 def scaled(dtype: torch.dtype, factors: dict[str, float], scheme: str = "bf16", **config: Any) -> Learner:

@@ -12,7 +12,7 @@ ROOMS = ("quant", "rollout", "learner", "sync", "qarl")
 MAY_IMPORT = {
     "quant": {"qarl.config", "qarl.config_lora"},
     "rollout": {"qarl.config", "quant"},
-    "learner": {"qarl.config", "qarl.config_objectives", "quant", "rollout.types"},
+    "learner": {"qarl.config", "qarl.config_learner", "qarl.config_objectives", "quant", "rollout.types"},
     "sync": {"qarl.config", "quant", "rollout", "learner"},
 }
 

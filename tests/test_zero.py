@@ -19,7 +19,8 @@ from zero_worker import SHAPES, gradient_of
 from learner.backends.single import SingleProcess
 from learner.learner import Learner
 from learner.optim import MasterOptimizer
-from qarl.config import ConfigError, LearnerConfig, OptimizerConfig
+from qarl.config import ConfigError
+from qarl.config_learner import LearnerConfig, OptimizerConfig
 from qarl.config_lora import LoraConfig
 from quant.kernels import make_factory
 from quant.load import load_masters

@@ -17,7 +17,7 @@ from learner.backends.partitioned_muon import PartitionedMuon, Piece
 from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
 from qarl.checkpoint import merge_states
-from qarl.config import LearnerConfig, OptimizerConfig
+from qarl.config_learner import LearnerConfig, OptimizerConfig
 from qarl.config_lora import LoraConfig
 from quant.kernels import make_factory
 from quant.load import load_masters

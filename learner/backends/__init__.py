@@ -11,7 +11,8 @@ import torch
 from learner.backends.zero_config import deepspeed_config
 from learner.optim import Step
 from learner.processes import Processes
-from qarl.config import ConfigError, LearnerConfig
+from qarl.config import ConfigError
+from qarl.config_learner import LearnerConfig
 from quant.model import LowBitModel
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from learner.backends.zero_config import deepspeed_config
-from qarl.config import LearnerConfig
+from qarl.config_learner import LearnerConfig
 
 
 @contextmanager

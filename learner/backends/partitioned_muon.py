@@ -18,7 +18,7 @@ from torch import nn
 
 from learner.optim import flat_span, matrices_of
 from learner.processes import Processes
-from qarl.config import OptimizerConfig
+from qarl.config_learner import OptimizerConfig
 from quant.partitioned import whole_shape
 
 MOMENTUM = "momentum_buffer"

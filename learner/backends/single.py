@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from learner.optim import MasterOptimizer, Step
-from qarl.config import LearnerConfig
+from qarl.config_learner import LearnerConfig
 from quant.model import LowBitModel
 
 

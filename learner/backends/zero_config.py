@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qarl.config import ConfigError, LearnerConfig
+from qarl.config import ConfigError
+from qarl.config_learner import LearnerConfig
 
 _ADDED = (
     "zero_optimization", "communication_data_type", "seq_parallel_communication_data_type", "disable_allgather",

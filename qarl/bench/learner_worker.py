@@ -22,7 +22,7 @@ def run(job: Job) -> Steps:
 
     from learner.batching import make_batch
     from learner.learner import Learner
-    from qarl.config import LearnerConfig
+    from qarl.config_learner import LearnerConfig
     from quant.kernels import make_factory
     from quant.load import load_masters
     from quant.model import LowBitModel

@@ -21,7 +21,8 @@ from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from qarl.bench.learner_batch import MODELS, PAD, draw_sequences, write_model
 from qarl.bench.learner_worker import groups_of
-from qarl.config import ConfigError, LearnerConfig
+from qarl.config import ConfigError
+from qarl.config_learner import LearnerConfig
 from quant.flips import FlipCount
 from quant.kernels import make_factory
 from quant.load import load_masters
