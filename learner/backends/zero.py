@@ -52,24 +52,26 @@ class Zero:
         settings = deepspeed_config(config)
         self._model, self._processes, self._lr = model, processes, config.optimizer.lr
         trained = list(model.masters.values())
-        matrices = muon_masters(model) if config.optimizer.name == "muon" else {}
-        parameters: Any = trained  # DeepSpeed annotates a module
         self._whole: _WholeStep | None = None
+        self._matrices: dict[str, nn.Parameter] = {}
         if not config.zero_stage:
-            self._whole = _WholeStep(MasterOptimizer(model.masters, model.matrices(), config.optimizer), trained)
-        optimizer: Any = self._whole
-        if config.zero_stage:
-            rest = [master for name, master in model.masters.items() if name not in matrices]
-            muon = PartitionedMuon(matrices, rest, config.optimizer, processes) if matrices else None
-            optimizer = muon or adamw(trained, config.optimizer)
+            optimizer = self._whole = _WholeStep(
+                MasterOptimizer(model.masters, model.matrices(), config.optimizer), trained
+            )
+        elif config.optimizer.name == "muon":
+            self._matrices = muon_masters(model)
+            rest = [master for name, master in model.masters.items() if name not in self._matrices]
+            optimizer = PartitionedMuon(self._matrices, rest, config.optimizer, processes)
+        else:
+            optimizer = adamw(trained, config.optimizer)
         quiet_deepspeed()
         self.policy: Any
         self._optimizer: Any
+        parameters: Any = trained  # DeepSpeed annotates a module
         self.policy, self._optimizer, *_ = deepspeed.initialize(
             model=model, model_parameters=parameters, optimizer=optimizer, config=settings, dist_init_required=False
         )
-        self._matrices = matrices if config.zero_stage else {}
-        if self._matrices:
+        if isinstance(optimizer, PartitionedMuon):
             optimizer.place(pieces_of(self._optimizer, self._matrices, processes.rank))
 
     def backward(self, loss: torch.Tensor) -> None:
