@@ -78,10 +78,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if (p / "manifest.json").is_file())
 
 
-def load_checkpoint(folder: Path) -> tuple[int, dict[str, Any]]:
+def load_checkpoint(folder: Path, processes: Processes | None = None) -> tuple[int, dict[str, Any]]:
     """Step and whole state of the newest checkpoint in `folder`, however many processes wrote it. Tensors are mapped
     from the files, and so take memory as they are read.
 
+    processes: those that call this together; each hashes its share of the files, and all of them map all.
     Raises `ConfigError` where there is none, `CheckpointError` where its bytes are not those that were written.
     """
     found = list_checkpoints(folder)
@@ -89,14 +90,16 @@ def load_checkpoint(folder: Path) -> tuple[int, dict[str, Any]]:
         raise ConfigError(f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output")
     newest = found[-1]
     manifest = json.loads((newest / "manifest.json").read_text())
-    parts = []
-    for name, digest in sorted(manifest["sha256"].items()):
-        if not (newest / name).is_file() or _sha256(newest / name) != digest:
-            raise CheckpointError(
-                f"checkpoint {str(newest)!r} is damaged (the SHA-256 of {name} differs from its manifest); remove that "
-                "folder to resume from the one before it"
-            )
-        parts.append(torch.load(newest / name, weights_only=True, mmap=True))
+    together, names = processes or Processes(), sorted(manifest["sha256"])
+    damaged = together.concatenated(
+        [name for name in together.share(names) if not _intact(newest / name, manifest["sha256"][name])]
+    )
+    if damaged:
+        raise CheckpointError(
+            f"checkpoint {str(newest)!r} is damaged (the SHA-256 of {damaged[0]} differs from its manifest); remove "
+            "that folder to resume from the one before it"
+        )
+    parts = [torch.load(newest / name, weights_only=True, mmap=True) for name in names]
     if len(parts) == 1:
         return manifest["step"], parts[0]
     return manifest["step"], {**parts[0], "learner": merge_states([part["learner"] for part in parts])}
@@ -109,6 +112,10 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     steps = {name: step for state in states for name, step in state["optimizer"]["masters"].items()}
     whole["optimizer"] = {**states[0]["optimizer"], "masters": steps}
     return whole
+
+
+def _intact(file: Path, digest: str) -> bool:
+    return file.is_file() and _sha256(file) == digest
 
 
 def _sha256(file: Path) -> str:

@@ -24,7 +24,7 @@ def train(
     same groups, of which each sampled its share; the first alone writes."""
     policy, at = open_policy(config, processes), Position()
     if resume:
-        _, state = load_checkpoint(folder.checkpoints)
+        _, state = load_checkpoint(folder.checkpoints, processes)
         policy.learner.load_state_dict(state["learner"])
         at = Position(**state["position"])
     session = open_session(config, folder, policy)

@@ -3,6 +3,7 @@
 The processes are real, over gloo (`tests/zero_worker.py`); one launch does all jobs of this file.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from zero_worker import SHAPES, gradient_of
 from learner.backends.single import SingleProcess
 from learner.learner import Learner
 from learner.optim import MasterOptimizer
+from qarl.checkpoint import save_checkpoint
 from qarl.config import ConfigError
 from qarl.config_learner import LearnerConfig, OptimizerConfig
 from qarl.config_lora import LoraConfig
@@ -53,6 +55,17 @@ def plain(batches: int, scheme: str = "bf16", dtype: torch.dtype = torch.float32
     return found, [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
 
 
+def written_by_two(folder: Path, name: str) -> Path:
+    """A checkpoint of two files, the second of them with a flipped bit where the name says so."""
+    target = save_checkpoint(folder, 7, {"learner": {"masters": {}, "optimizer": {"masters": {}}}}, keep=1)
+    files = [target / "state-00000.pt", target / "state-00001.pt"]
+    content = files[0].read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    files[1].write_bytes(content if name == "intact" else content[:-1] + bytes([content[-1] ^ 1]))
+    (target / "manifest.json").write_text(json.dumps({"step": 7, "sha256": {file.name: digest for file in files}}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What two processes wrote, by job."""
@@ -79,6 +92,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs += [job("lora stage 3", 3, learner=LORA, scheme="w4a16", dtype="bfloat16", last=2)]
     jobs += [job("kl stage 3", 3, learner=KL, last=3)]
     jobs += [job("experts stage 3", 3, learner=EXPERTS, folder=str(folder / "experts"), last=3)]
+    for name in ("intact", "damaged"):
+        jobs += [{"read": str(written_by_two(folder / name, name)), "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     here = Path(__file__).parent
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -271,6 +286,14 @@ def test_muon_steps_partitioned_experts_one_by_one(done: dict[str, dict[str, Any
     assert len(experts[name]["moments"]) == 2 * config.num_experts
     shape = (config.moe_intermediate_size, config.hidden_size)
     assert all(moments["momentum_buffer"].shape == shape for moments in experts[name]["moments"])
+
+
+@pytest.mark.slow
+def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: dict[str, dict[str, Any]]):
+    """The second file is the second process's to hash; the first stops as well."""
+    assert done["intact"]["said"] == ["step 7"] * 2  # type: ignore[comparison-overlap]
+    first, second = done["damaged"]["said"]
+    assert first == second and "the SHA-256 of state-00001.pt differs from its manifest" in first
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from learner.backends.partition import partitioned_loading
 from learner.backends.partitioned_muon import PartitionedMuon, Piece
 from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
-from qarl.checkpoint import merge_states
+from qarl.checkpoint import CheckpointError, load_checkpoint, merge_states
 from qarl.config_learner import LearnerConfig, OptimizerConfig
 from qarl.config_lora import LoraConfig
 from quant.kernels import make_factory
@@ -88,11 +88,22 @@ def step_pieces(job: dict[str, Any], processes: Processes) -> None:
         torch.save({"masters": found}, job["save"])
 
 
+def read(job: dict[str, Any], processes: Processes) -> None:
+    """Read the checkpoint in `folder` together and save what each process said of it."""
+    try:
+        said = f"step {load_checkpoint(Path(job['read']), processes)[0]}"
+    except CheckpointError as error:
+        said = str(error)
+    told = processes.gathered(said)
+    if processes.first:
+        torch.save({"said": told}, job["save"])
+
+
 def main() -> None:
     processes = join_processes()
     torch.set_num_threads(1)
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        (step_pieces if "cut" in job else run)(job, processes)
+        (step_pieces if "cut" in job else read if "read" in job else run)(job, processes)
     leave_processes()
 
 
