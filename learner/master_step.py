@@ -50,7 +50,7 @@ class MasterStep:
         self._parts = [nn.Parameter(self._nothing) for _ in self._indices]
         self.remainder = torch.zeros_like(master, requires_grad=False) if rounding == "kahan" else None
         self._at_home: dict[tuple[int, str], torch.Tensor] = {}
-        self._optimizer = _muon(self._parts, config) if indices else adamw(self._parts, config)
+        self._optimizer = muon(self._parts, config) if indices else adamw(self._parts, config)
 
     @torch.no_grad()
     def step(self, lr: float, diagnose: bool = False) -> Lost | None:
@@ -181,7 +181,8 @@ def adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True)
 
 
-def _muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each."""
     return torch.optim.Muon(
         parts,
         lr=config.lr,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from test_linear import heavy, normal
 
 from learner.logprobs import _Normalized
+from quant import backward
 from quant import row_blocks as blocks
 from quant.activations import quantize_activation
 from quant.backward import add_weight_gradient
@@ -32,7 +33,8 @@ def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8", "fp8-block", "nvfp4"])
 def test_activations_by_blocks_are_those_of_all_rows(scheme: str, monkeypatch: pytest.MonkeyPatch):
     """Contract: codes, scales and zero points of every token, and a weight gradient out of them, are bit for bit those
-    of all tokens at once."""
+    of all tokens at once; the gradient's own blocks are of 16 tokens."""
+    monkeypatch.setattr(backward, "_TOKENS", 16)
     x, dy = heavy(41, 256, seed=3).bfloat16(), normal(41, 24, seed=4).bfloat16()
     whole = quantize_activation(x, get_scheme(scheme))
     expected = torch.zeros(24, 256)

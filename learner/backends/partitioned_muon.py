@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from learner.master_step import muon
 from learner.optim import flat_span, matrices_of
 from learner.processes import Processes
 from qarl.config_learner import OptimizerConfig
@@ -122,9 +123,8 @@ class PartitionedMuon(torch.optim.AdamW):
         """What torch's Muon adds to a matrix for this update: fp32 [rows, columns]."""
         step = nn.Parameter(torch.zeros_like(update))
         step.grad = update
-        torch.optim.Muon(
-            [step], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
-        ).step()
+        alone = {"lr": lr, "weight_decay": 0.0, "momentum": 0.0}  # both are applied to the pieces already
+        muon([step], self._config.model_copy(update=alone)).step()
         return step.detach()
 
 
