@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from configs.schema.objectives import AnyAggregation, SeqSumAggregation
 from learner.ratios import sequence_mean
-from qarl.config_objectives import AnyAggregation, SeqSumAggregation
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from configs.schema.objectives import AnyCorrection, SequenceMisConfig, TokenMisConfig, TruncatedConfig
 from learner.ratios import sequence_log_ratio
-from qarl.config_objectives import AnyCorrection, SequenceMisConfig, TokenMisConfig, TruncatedConfig
 
 
 @dataclass(frozen=True)

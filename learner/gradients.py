@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from qarl.config import ConfigError
+from configs.schema.run import ConfigError
 from quant.backward import multiplies_natively
 from quant.compiled import compiler_missing
 from quant.model import LowBitModel

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.objectives import KlConfig
+from configs.schema.run import ConfigError
 from learner.aggregation import Totals
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
@@ -23,9 +26,6 @@ from learner.precision import LossScale
 from learner.processes import Processes
 from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
-from qarl.config import ConfigError
-from qarl.config_learner import LearnerConfig
-from qarl.config_objectives import KlConfig
 from quant.model import LowBitModel
 
 

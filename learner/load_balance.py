@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qarl.config import ConfigError
+from configs.schema.run import ConfigError
 from quant.model import LowBitModel
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qarl.config import ConfigError
+from configs.schema.run import ConfigError
 from quant.model import LowBitModel
 from quant.row_blocks import row_blocks
 

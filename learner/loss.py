@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.objectives import KlConfig, ratio_from
 from learner.aggregation import Totals, aggregate, over_tokens
 from learner.corrections import correction
 from learner.kl import kl_estimate
 from learner.objectives import OBJECTIVES, ObjectiveInput
 from learner.ratio_fix import detached
 from learner.ratios import sequence_log_ratio
-from qarl.config_learner import LearnerConfig
-from qarl.config_objectives import KlConfig, ratio_from
 
 
 @dataclass(frozen=True)

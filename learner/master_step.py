@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.schema.learner import OptimizerConfig
 from learner.rounding import Rounding, split, stochastic_round
-from qarl.config_learner import OptimizerConfig
 
 Index = tuple[int | slice, ...]
 

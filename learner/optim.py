@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.schema.learner import OptimizerConfig
+from configs.schema.run import ConfigError
 from learner.master_step import Index, Lost, MasterStep
 from learner.precision import PrecisionError, short_name
-from qarl.config import ConfigError
-from qarl.config_learner import OptimizerConfig
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from configs.schema.run import ConfigError
 from learner.processes import Processes
-from qarl.config import ConfigError
 
 
 class CheckpointError(RuntimeError):

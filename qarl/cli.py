@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from configs.schema.base import Choice
+from configs.schema.run import ConfigError, RunConfig, choice_sections, field_paths, load_config
+from configs.shipped import config_file, default_config
 from qarl.cli_bench import add_bench
 from qarl.cli_options import dotted_overrides, refuse_rest, write_json
-from qarl.config import ConfigError, RunConfig, choice_sections, field_paths, load_config
-from qarl.config_base import Choice
-from qarl.shipped import config_file, default_config
 
 # Short flags for the common things; every field has its dotted name as well.
 _SHORT = {

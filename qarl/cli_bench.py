@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from configs.schema.run import ConfigError
 from qarl.cli_options import dotted_overrides, refuse_rest, write_json
-from qarl.config import ConfigError
 
 _Measured = tuple[Table, Any]
 """What a benchmark returns: the table for a person, and the same JSON-ready."""

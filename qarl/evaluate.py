@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from configs.schema.run import ConfigError
 from learner.processes import Processes
-from qarl.config import ConfigError
 from qarl.prompts import Prompter
 from qarl.tasks import Task, load_task
 from rollout.engine import Engine

@@ -4,7 +4,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.config import RunConfig
+from configs.schema.run import RunConfig
 from qarl.evaluate import heldout_accuracy
 from qarl.run_folder import RunFolder
 from qarl.session import Session, canary_sequences, engine_options

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qarl.config import ConfigError
+from configs.schema.run import ConfigError
 
 _PATIENCE = 20.0
 """Seconds the others have to stop after one process died, before they are killed."""

@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from configs.schema.run import RunConfig
 from learner.learner import LearnStats
-from qarl.config import RunConfig
 from qarl.metrics import StepMetrics
 from sync.audit import AuditRow
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from qarl.config import ConfigError, RunConfig, config_from_tree
+from configs.schema.run import ConfigError, RunConfig, config_from_tree
 
 _PACKAGES = (
     "qarl",

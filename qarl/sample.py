@@ -1,6 +1,6 @@
 """A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
 
-from qarl.config import RunConfig
+from configs.schema.run import RunConfig
 from qarl.metrics import Stopwatch
 from qarl.prompts import score_groups
 from qarl.session import Session

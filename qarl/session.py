@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
+from configs.schema.lora import LoraConfig
+from configs.schema.run import ConfigError, RunConfig
 from learner.backends import check_backend
 from learner.backends.partition import partitioned_loading
 from learner.gradients import require_compiler
 from learner.learner import Learner
 from learner.mismatch import Mismatch
 from learner.processes import Processes
-from qarl.config import ConfigError, RunConfig
-from qarl.config_lora import LoraConfig
 from qarl.prompts import Prompter
 from qarl.run_folder import RunFolder
 from qarl.tasks import Task, load_task

@@ -1,11 +1,11 @@
 """The loop: generate → score → advantages → learn → publish → log / checkpoint."""
 
+from configs.schema.run import RunConfig
 from learner.batching import make_batch
 from learner.diagnostics import is_due
 from learner.optim import lr_factor
 from learner.processes import Processes
 from qarl.checkpoint import load_checkpoint, save_checkpoint
-from qarl.config import RunConfig
 from qarl.evaluate import heldout_accuracy
 from qarl.finish import Outcome, finish
 from qarl.interrupt import deferred_interrupt

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from qarl.config_lora import LoraConfig
+from configs.schema.lora import LoraConfig
 from quant.adapter import Adapter
 from quant.layout import expert_layout
 from quant.model import LowBitModel

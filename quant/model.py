@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qarl.config import LayerRule
+from configs.schema.run import LayerRule
 from quant.adapter import digest
 from quant.copies import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from quant.experts import RoutedLowBitExperts

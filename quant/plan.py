@@ -12,7 +12,7 @@ from typing import Any
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
-from qarl.config import LayerRule
+from configs.schema.run import LayerRule
 from quant.layout import FUSED_IN_ENGINE
 from quant.patterns import matching, nearest_names
 from quant.schemes import Scheme, SchemeError, get_scheme

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from qarl.config import LayerRule
+from configs.schema.run import LayerRule
 from quant.layout import expert_layout, fused_experts
 from quant.partitioned import whole_shape
 from quant.plan import Plan, make_plan

@@ -8,9 +8,9 @@ import torch
 from test_invariance import drift, experts_policy, gradients, policy, random_batch
 from test_linear import heavy, layer_gradients, make_linear, normal
 
+from configs.schema.run import ConfigError
 from learner.gradients import compiles, rounds_weights
 from learner.logprobs import token_logprobs
-from qarl.config import ConfigError
 from quant.backward import add_weight_gradient, input_gradient, multiplies_natively
 from quant.gradients import Gradients
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.schema.run import ConfigError
 from learner.batching import make_batch
 from qarl.bench import learner, learner_table
 from qarl.bench.learner_batch import MODELS, PAD, BenchModel, Sequences, digest, draw_sequences, write_model
@@ -16,7 +17,6 @@ from qarl.bench.learner_worker import groups_of, learner_options, run
 from qarl.bench.step_memory import StepMemory
 from qarl.bench.trl_worker import arguments, rows_a_forward
 from qarl.cli import main
-from qarl.config import ConfigError
 from quant.schemes import SchemeError
 
 ROOT = Path(__file__).parent.parent

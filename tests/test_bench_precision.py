@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from configs.schema.run import ConfigError
 from qarl.bench.precision import PrecisionOptions, as_data, measure, table
-from qarl.config import ConfigError
 from quant.schemes import SchemeError
 
 MASTERS = (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "kahan"))

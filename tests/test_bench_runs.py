@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from configs.schema.objectives import TbpoConfig
+from configs.schema.run import RunConfig
 from qarl.bench import objectives, precision_gap
 from qarl.cli import main
-from qarl.config import RunConfig
-from qarl.config_objectives import TbpoConfig
 from qarl.run_folder import RunFolder
 from qarl.tasks import Problem, short_reward
 

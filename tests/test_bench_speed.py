@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from configs.schema.run import ConfigError
 from qarl.bench import kernels, publish
 from qarl.bench.memory import PeakMemory
-from qarl.config import ConfigError
 from quant.materialize.size import stored_bytes
 from quant.schemes import SchemeError, get_scheme
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.schema.run import ConfigError
 from qarl.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
-from qarl.config import ConfigError
 from qarl.metrics import _drop_after
 
 

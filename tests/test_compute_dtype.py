@@ -11,10 +11,10 @@ from test_model import VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, 
 from test_publish import SEQUENCES, start_engine
 from transformers import PreTrainedModel
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.run import ConfigError, config_from_tree
 from learner.learner import Learner
 from learner.precision import PrecisionError
-from qarl.config import ConfigError, config_from_tree
-from qarl.config_learner import LearnerConfig
 from quant.kernels import make_factory
 from quant.load import load_masters
 from quant.model import LowBitModel

@@ -6,11 +6,11 @@ from typing import get_args
 import pytest
 import yaml
 
+from configs.schema.objectives import AnyObjective
+from configs.schema.run import ConfigError, RunConfig, field_paths, load_config
+from configs.shipped import config_file, default_config, shipped_names
 from qarl.cli import main
-from qarl.config import ConfigError, RunConfig, field_paths, load_config
-from qarl.config_objectives import AnyObjective
 from qarl.run_folder import FIXED_FIELDS, resumed_config
-from qarl.shipped import config_file, default_config, shipped_names
 
 
 @pytest.mark.parametrize("name", shipped_names())

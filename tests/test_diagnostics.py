@@ -11,10 +11,10 @@ from moe_models import CONFIGS, random_moe
 from test_learner import all_equal, batch_of, make_learner, masters_of
 from torch import nn
 
+from configs.schema.learner import OptimizerConfig
 from learner.diagnostics import Diagnosis, is_due
 from learner.learner import Learner
 from learner.optim import MasterOptimizer
-from qarl.config_learner import OptimizerConfig
 from qarl.metrics import StepMetrics
 from quant import flips
 from quant.flips import FlipCount, changed_codes

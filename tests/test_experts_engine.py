@@ -10,7 +10,7 @@ from moe_models import CONFIGS, random_moe, with_tokenizer
 from test_experts import heavy, routed
 from test_publish import SEQUENCES, disturb, start_engine
 
-from qarl.config import load_config
+from configs.schema.run import load_config
 from quant.experts import RoutedLowBitExperts
 from quant.kernels import make_factory
 from quant.load import load_masters

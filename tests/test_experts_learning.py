@@ -15,8 +15,8 @@ from moe_models import CONFIGS, random_moe
 from test_train import ROOT, command, lines, qarl, wait_for_lines
 from torch import nn
 
+from configs.schema.learner import OptimizerConfig
 from learner.optim import MasterOptimizer, matrices_of
-from qarl.config_learner import OptimizerConfig
 from quant.kernels import make_factory
 from quant.model import LowBitModel
 from quant.schemes import get_scheme

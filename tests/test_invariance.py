@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from moe_models import CONFIGS, random_moe
 from test_learner import VOCABULARY, batch_of, make_learner, masters_of, random_model
 
+from configs.schema.run import ConfigError
 from learner.batching import Batch, micro_batches
 from learner.logprobs import packs, token_logprobs
-from qarl.config import ConfigError
 from quant.kernels import make_factory
 from quant.model import LowBitModel
 from quant.operators import OperatorError

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch
 from learner.objectives import OBJECTIVES
-from qarl.config import ConfigError
-from qarl.config_learner import LearnerConfig
 from quant.kernels import make_factory
 from quant.model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from configs.schema.learner import OptimizerConfig
 from learner.advantages import group_advantages
 from learner.batching import Batch, make_batch, micro_batches, mini_batches
 from learner.mismatch import measure_mismatch
 from learner.optim import MasterOptimizer, lr_factor
 from learner.precision import LossScale
-from qarl.config_learner import OptimizerConfig
 from rollout.types import Completion, Group, Prompt
 
 

@@ -13,9 +13,9 @@ from test_learner import all_equal, batch_of, make_learner, masters_of, random_m
 from test_linear import dequantized_activation, dequantized_weight, heavy, make_linear, normal, relative_error
 from torch import nn
 
+from configs.schema.lora import LoraConfig
+from configs.schema.run import ConfigError
 from learner.learner import Learner
-from qarl.config import ConfigError
-from qarl.config_lora import LoraConfig
 from quant.adapter import Adapter
 from quant.kernels import make_factory
 from quant.linear import fuse_scales

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
 from learner.aggregation import Totals, over_tokens
 from learner.corrections import correction
 from learner.kl import kl_estimate
@@ -18,8 +20,6 @@ from learner.loss import LossInput, policy_loss
 from learner.objectives import OBJECTIVES, ObjectiveInput
 from learner.ratio_fix import shadowed
 from learner.ratios import sequence_log_ratio, sequence_mean
-from qarl.config_learner import LearnerConfig
-from qarl.config_objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
 
 Rows = Sequence[Sequence[float]]
 CORRECTIONS = [name for section in get_args(AnyCorrection) for name in section.names()]

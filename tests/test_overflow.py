@@ -9,11 +9,11 @@ import torch
 from test_learner import all_equal, batch_of, make_learner, masters_of, poison
 from torch import nn
 
+from configs.schema.learner import OptimizerConfig
 from learner.learner import Learner
 from learner.optim import MasterOptimizer
 from learner.overflow import first_fault
 from learner.precision import MOST_SKIPPED, LossScale, PrecisionError
-from qarl.config_learner import OptimizerConfig
 
 
 def scaled(dtype: torch.dtype, factors: dict[str, float], scheme: str = "bf16", **config: Any) -> Learner:

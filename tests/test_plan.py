@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from qarl.config import ConfigError, LayerRule, load_config
+from configs.schema.run import ConfigError, LayerRule, load_config
 from quant.kernels import make_factory
 from quant.materialize import materialize
 from quant.model import LayerReport, LowBitModel

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl.config import load_config
+from configs.schema.run import load_config
 from quant.kernels import make_factory
 from quant.load import load_masters
 from quant.model import LowBitModel

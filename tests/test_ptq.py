@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from configs.schema.run import ConfigError, config_from_tree
 from qarl.bench.ptq import Deployed, PtqOptions, measure, table
 from qarl.cli import main
-from qarl.config import ConfigError, config_from_tree
 from qarl.ptq.compressor import CompressorError, Job, _batches, compress
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.layout import checkpoint_layout, read_as

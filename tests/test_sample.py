@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from configs.schema.run import RunConfig
 from learner.processes import Processes
-from qarl.config import RunConfig
 from qarl.metrics import Stopwatch, batch_metrics
 from qarl.sample import sample_step, step_seed
 from qarl.tasks.base import stable_hash

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from configs.schema.run import RunConfig
 from qarl.cli import main
-from qarl.config import RunConfig
 from qarl.schemes import scheme_rows
 from qarl.session import check_input
 from quant import support as support_module

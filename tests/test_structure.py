@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = ("quant", "rollout", "learner", "sync", "qarl")
 MAY_IMPORT = {
-    "quant": {"qarl.config", "qarl.config_lora"},
-    "rollout": {"qarl.config", "quant"},
-    "learner": {"qarl.config", "qarl.config_learner", "qarl.config_objectives", "quant", "rollout.types"},
-    "sync": {"qarl.config", "quant", "rollout", "learner"},
+    "quant": {"configs.schema.run", "configs.schema.lora"},
+    "rollout": {"configs.schema.run", "quant"},
+    "learner": {"configs.schema.run", "configs.schema.learner", "configs.schema.objectives", "quant", "rollout.types"},
+    "sync": {"configs.schema.run", "quant", "rollout", "learner"},
 }
 
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
+from configs.schema.run import ConfigError, RunConfig
 from qarl.checkpoint import list_checkpoints, load_checkpoint
-from qarl.config import ConfigError, RunConfig
 from qarl.launch import check_count
 from qarl.metrics import read_metrics
 from qarl.session import check_input

@@ -17,13 +17,13 @@ from moe_models import CONFIGS, random_moe
 from test_learner import batch_of, make_learner, masters_of, random_model
 from zero_worker import SHAPES, gradient_of
 
+from configs.schema.learner import LearnerConfig, OptimizerConfig
+from configs.schema.lora import LoraConfig
+from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.learner import Learner
 from learner.optim import MasterOptimizer
 from qarl.checkpoint import save_checkpoint
-from qarl.config import ConfigError
-from qarl.config_learner import LearnerConfig, OptimizerConfig
-from qarl.config_lora import LoraConfig
 from quant.kernels import make_factory
 from quant.load import load_masters
 from quant.lora import add_adapters

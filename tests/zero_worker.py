@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from test_learner import batch_of
 
+from configs.schema.learner import LearnerConfig, OptimizerConfig
+from configs.schema.lora import LoraConfig
 from learner.backends.partition import partitioned_loading
 from learner.backends.partitioned_muon import PartitionedMuon, Piece
 from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
 from qarl.checkpoint import CheckpointError, load_checkpoint, merge_states
-from qarl.config_learner import LearnerConfig, OptimizerConfig
-from qarl.config_lora import LoraConfig
 from quant.kernels import make_factory
 from quant.load import load_masters
 from quant.lora import add_adapters

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.run import ConfigError
 from learner.backends.zero_config import deepspeed_config
 from learner.optim import Step
 from learner.processes import Processes
-from qarl.config import ConfigError
-from qarl.config_learner import LearnerConfig
 from quant.model import LowBitModel
 
 

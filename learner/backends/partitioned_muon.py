@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from configs.schema.learner import OptimizerConfig
 from learner.master_step import muon
 from learner.optim import flat_span, matrices_of
 from learner.processes import Processes
-from qarl.config_learner import OptimizerConfig
 from quant.partitioned import whole_shape
 
 MOMENTUM = "momentum_buffer"

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from configs.schema.learner import LearnerConfig
 from learner.optim import MasterOptimizer, Step
-from qarl.config_learner import LearnerConfig
 from quant.model import LowBitModel
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.run import ConfigError
 from learner.backends.partitioned_muon import MOMENTUM, PartitionedMuon, pieces_of
 from learner.backends.zero_config import deepspeed_config
 from learner.master_step import adamw
 from learner.optim import MasterOptimizer, Step, matrices_of, require_same_masters
 from learner.processes import Processes
-from qarl.config import ConfigError
-from qarl.config_learner import LearnerConfig
 from quant.model import LowBitModel
 from quant.partitioned import gathered, whole_shape
 

@@ -7,9 +7,9 @@ REINFORCE with a group baseline (Williams, 1992); the value is reported as -w A.
 
 import torch
 
+from configs.schema.objectives import OnPolicyConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
 from learner.ratios import score
-from qarl.config_objectives import OnPolicyConfig
 
 
 def on_policy(given: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:

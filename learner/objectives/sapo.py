@@ -9,9 +9,9 @@ Source: SAPO (arXiv 2511.20347).
 
 import torch
 
+from configs.schema.objectives import SapoConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
 from learner.objectives.clipping import token_ratio
-from qarl.config_objectives import SapoConfig
 
 
 def sapo(given: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:

@@ -12,9 +12,9 @@ cannot be pushed without bound. `gspo_dual_clip` with c = 1 + δ_h is the same f
 
 import torch
 
+from configs.schema.objectives import TbpoConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
 from learner.objectives.clipping import sequence_ratio
-from qarl.config_objectives import TbpoConfig
 
 
 def tbpo(given: ObjectiveInput, config: TbpoConfig) -> ObjectiveResult:

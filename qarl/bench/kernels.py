@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from qarl.config import ConfigError
+from configs.schema.run import ConfigError
 from quant.kernels import KernelError, make_factory
 from quant.kernels.select import Product, ProductFactory
 from quant.materialize import materialize

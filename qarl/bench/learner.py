@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 import qarl
+from configs.schema.run import ConfigError
 from qarl.bench.learner_batch import MODELS, BenchModel, digest, draw_sequences, write_model
 from qarl.bench.learner_job import Job, Steps
 from qarl.bench.trl_worker import SETTINGS
-from qarl.config import ConfigError
 from quant.compiled import compiler_missing
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from quant.support import require_support

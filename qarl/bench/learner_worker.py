@@ -20,9 +20,9 @@ def run(job: Job) -> Steps:
     sequences = Sequences.load(Path(job.batch))
     import torch
 
+    from configs.schema.learner import LearnerConfig
     from learner.batching import make_batch
     from learner.learner import Learner
-    from qarl.config_learner import LearnerConfig
     from quant.kernels import make_factory
     from quant.load import load_masters
     from quant.model import LowBitModel

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from configs.schema.run import ConfigError
 from learner.batching import make_batch
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
-from qarl.config import ConfigError
 from qarl.session import model_folder
 from qarl.tiny import RECIPES, ensure_recipe
 from quant.kernels import make_factory

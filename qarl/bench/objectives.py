@@ -15,13 +15,13 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Column, Table
 
+from configs.schema.objectives import AnyObjective
+from configs.schema.run import ConfigError, RunConfig, load_config
+from configs.shipped import default_config
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
-from qarl.config import ConfigError, RunConfig, load_config
-from qarl.config_objectives import AnyObjective
 from qarl.metrics import read_metrics
 from qarl.run_folder import RunFolder
 from qarl.session import check_input
-from qarl.shipped import default_config
 
 OBJECTIVES = tuple(name for section in get_args(AnyObjective) for name in section.names())
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
+from configs.schema.learner import LearnerConfig
+from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from qarl.bench.learner_batch import MODELS, PAD, draw_sequences, write_model
 from qarl.bench.learner_worker import groups_of
-from qarl.config import ConfigError
-from qarl.config_learner import LearnerConfig
 from quant.flips import FlipCount
 from quant.kernels import make_factory
 from quant.load import load_masters

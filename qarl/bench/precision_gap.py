@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from configs.schema.run import ConfigError, RunConfig, load_config
+from configs.shipped import config_file
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
-from qarl.config import ConfigError, RunConfig, load_config
 from qarl.metrics import read_metrics
 from qarl.run_folder import RunFolder
 from qarl.session import check_input
-from qarl.shipped import config_file
 
 _UNALIGNED = {"scheme": "w4a16", "learner.aligned": "false"}
 PAIRINGS: dict[str, dict[str, str]] = {

@@ -14,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from configs.schema.run import ConfigError, RunConfig, load_config
+from configs.shipped import default_config
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
-from qarl.config import ConfigError, RunConfig, load_config
 from qarl.evaluate import heldout_accuracy
 from qarl.prompts import Prompter
 from qarl.ptq.export import check_request, quantize, verify
@@ -23,7 +24,6 @@ from qarl.ptq.methods import METHODS, methods_for
 from qarl.ptq.source import open_source
 from qarl.run_folder import RunFolder
 from qarl.session import check_input, engine_options
-from qarl.shipped import default_config
 from qarl.tasks import load_task
 from quant.schemes import get_scheme
 from rollout.engine import Engine

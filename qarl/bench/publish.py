@@ -17,8 +17,8 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
+from configs.schema.run import ConfigError
 from qarl.bench.memory import PeakMemory
-from qarl.config import ConfigError
 from quant.kernels import make_factory
 from quant.load import empty_model
 from quant.materialize import materialize

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from configs.schema.run import ConfigError, RunConfig
 from learner.processes import Processes
 from qarl.checkpoint import list_checkpoints
-from qarl.config import ConfigError, RunConfig
 from qarl.progress import Dashboard
 from qarl.run_folder import RunFolder
 from qarl.train import train

@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.config import ConfigError, RunConfig
+from configs.schema.run import ConfigError, RunConfig
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
 from qarl.ptq.layout import read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method

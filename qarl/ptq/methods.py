@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qarl.config import ConfigError, RunConfig
+from configs.schema.run import ConfigError, RunConfig
 from quant.schemes import Scheme, is_integer
 
 CALIBRATION = 256

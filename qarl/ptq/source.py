@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.schema.run import RunConfig
 from qarl.checkpoint import load_checkpoint
-from qarl.config import RunConfig
 from qarl.ptq.layout import Layout, checkpoint_layout
 from qarl.run_folder import RunFolder
 from qarl.session import canary_sequences, engine_options, open_policy

@@ -4,9 +4,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from qarl.config_base import Dtype, Section
-from qarl.config_lora import LoraChoice, NoLora
-from qarl.config_objectives import (
+from configs.schema.base import Dtype, Section
+from configs.schema.lora import LoraChoice, NoLora
+from configs.schema.objectives import (
     AggregationChoice,
     AnyObjective,
     CorrectionChoice,

@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-from qarl.config import ConfigError
+from configs.schema.run import ConfigError
 
 _EMBEDDED = "tiny-"
 

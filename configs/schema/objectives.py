@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from qarl.config_base import Choice, chooser
+from configs.schema.base import Choice, chooser
 
 _WHAT = "what is maximized; the default is the QaRL paper's tbpo"
 _WEIGHT = "weight for the gap between sampler and learner; the default is the objective's own"

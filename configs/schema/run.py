@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from qarl.config_base import Choice, ConfigError, Dtype, Section, alternatives, pattern_fault
-from qarl.config_learner import LearnerConfig
+from configs.schema.base import Choice, ConfigError, Dtype, Section, alternatives, pattern_fault
+from configs.schema.learner import LearnerConfig
 
 
 class TaskConfig(Section):

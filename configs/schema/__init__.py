@@ -1,0 +1,1 @@
+"""What a run may say: typed sections. Imports neither torch nor vllm."""
