@@ -7,7 +7,7 @@ its low-bit code did not.
     flipped_codes   of all low-bit codes, the share that a materialization changed
 """
 
-from quant.flips import FlipCount
+from quant.materialize.code_changes import FlipCount
 
 
 def is_due(every: int, step: int) -> bool:

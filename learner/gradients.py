@@ -3,9 +3,9 @@
 from typing import Literal
 
 from configs.schema.run import ConfigError
-from quant.backward import multiplies_natively
-from quant.compiled import compiler_missing
-from quant.model import LowBitModel
+from quant.layers.straight_through import multiplies_natively
+from quant.model.low_bit_model import LowBitModel
+from quant.runtime.compile import compiler_missing
 
 
 def rounds_weights(model: LowBitModel, asked: Literal["auto", "exact", "compute"]) -> bool:

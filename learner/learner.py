@@ -26,7 +26,7 @@ from learner.precision import LossScale
 from learner.processes import Processes
 from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from configs.schema.run import ConfigError
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 
 
 def load_balance_coefficient(model: LowBitModel, asked: float | None) -> float:

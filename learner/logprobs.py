@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema.run import ConfigError
-from quant.model import LowBitModel
-from quant.row_blocks import row_blocks
+from quant.model.low_bit_model import LowBitModel
+from quant.runtime.cpu_blocks import row_blocks
 
 CHUNK_TOKENS = 512
 

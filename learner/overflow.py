@@ -15,7 +15,7 @@ from torch import nn
 from learner.batching import Batch
 from learner.logprobs import token_logprobs
 from learner.precision import PrecisionError, short_name
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _finite(tensors: list[torch.Tensor]) -> bool:
 
 
 def _readable(name: str) -> str:
-    """A parameter's compute-dtype copy under the parameter's own name (`quant.copies.detach_copy`)."""
+    """A parameter's compute-dtype copy under the parameter's own name (`quant.layers.compute_copy.detach_copy`)."""
     return re.sub(r"\.?parametrizations\.(\w+)\.0$", r".\1", name) or "the model"
 
 

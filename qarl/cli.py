@@ -60,10 +60,10 @@ def _expected(error: Exception) -> str | None:
     from qarl.checkpoint import CheckpointError
     from qarl.ptq.compressor import CompressorError
     from qarl.tasks import RewardError, TaskError
+    from quant.checkpoint.load import ModelError
     from quant.kernels import KernelError
-    from quant.load import ModelError
-    from quant.lora import LoraError
-    from quant.operators import OperatorError
+    from quant.model.add_lora import LoraError
+    from quant.operators.decoder import OperatorError
     from quant.schemes import SchemeError
     from rollout.engine import EngineError
     from sync.audit import AuditError

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from quant.load import empty_model, load_config
+from quant.checkpoint.load import empty_model, load_config
+from quant.checkpoint.shapes import expert_modules, weight_shapes
+from quant.kernels.supported import Support, support
 from quant.materialize.size import stored_bytes
 from quant.schemes import (
     COMPUTE_DTYPES,
@@ -20,8 +22,6 @@ from quant.schemes import (
     describe_weights,
     get_scheme,
 )
-from quant.support import Support, support
-from quant.weights import expert_modules, weight_shapes
 from rollout.vllm_engine import VllmOptions, prepare_environment
 
 REFERENCE_SHAPE = (4096, 4096)

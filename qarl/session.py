@@ -18,13 +18,13 @@ from learner.processes import Processes
 from qarl.prompts import Prompter
 from qarl.run_folder import RunFolder
 from qarl.tasks import Task, load_task
+from quant.checkpoint.load import load_masters, model_skeleton, resolve_model
+from quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
 from quant.kernels import make_factory
-from quant.load import load_masters, model_skeleton, resolve_model
-from quant.lora import adapted_weights, add_adapters, describe_adapters
-from quant.model import LowBitModel
+from quant.kernels.supported import require_support
+from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
-from quant.support import require_support
-from quant.weights import expert_modules, plan_layers, weight_shapes
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quant.model import LayerReport, LowBitTensor
+from quant.model.low_bit_model import LayerReport, LowBitTensor
 from rollout.types import Completion, Prompt, Sampling
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quant.model import LayerReport
+from quant.model.low_bit_model import LayerReport
 
 
 class AuditError(RuntimeError):

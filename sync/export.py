@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from quant.model import LowBitModel
-from rollout.digest import StreamDigest
+from quant.digest import StreamDigest
+from quant.model.low_bit_model import LowBitModel
 from sync.transports.directory import write_checkpoint
 
 

@@ -14,8 +14,8 @@ import torch
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.processes import Processes
-from quant.model import LowBitModel, LowBitTensor
-from rollout.digest import StreamDigest
+from quant.digest import StreamDigest
+from quant.model.low_bit_model import LowBitModel, LowBitTensor
 from rollout.engine import Engine
 
 

@@ -1,4 +1,4 @@
-"""Small random mixtures of experts of every layout known to quant/layout.py, for the tests."""
+"""Small random mixtures of experts of every layout known to quant/checkpoint/families.py, for the tests."""
 
 import shutil
 from pathlib import Path

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.activations import quantize_activation
+from quant.materialize.activations import quantize_activation
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 
 on_cpu_builds = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's CPU operators are in its CPU build only")

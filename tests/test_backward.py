@@ -11,8 +11,8 @@ from test_linear import heavy, layer_gradients, make_linear, normal
 from configs.schema.run import ConfigError
 from learner.gradients import compiles, rounds_weights
 from learner.logprobs import token_logprobs
-from quant.backward import add_weight_gradient, input_gradient, multiplies_natively
-from quant.gradients import Gradients
+from quant.layers.gradients import Gradients
+from quant.layers.straight_through import add_weight_gradient, input_gradient, multiplies_natively
 
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 

@@ -15,9 +15,9 @@ from configs.schema.learner import LearnerConfig
 from configs.schema.run import ConfigError, config_from_tree
 from learner.learner import Learner
 from learner.precision import PrecisionError
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SchemeError, get_scheme
 from sync.publisher import Publisher
 

@@ -17,10 +17,10 @@ from learner.learner import Learner
 from learner.optim import MasterOptimizer
 from qarl.metrics import StepMetrics
 from quant import flips
-from quant.flips import FlipCount, changed_codes
 from quant.kernels import make_factory
 from quant.materialize import materialize
-from quant.model import LowBitModel
+from quant.materialize.code_changes import FlipCount, changed_codes
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 
 QUANTIZED = [name for name in SCHEMES if name != "bf16"]

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_materialize import as_bytes, library
 
-from quant.expert_weights import LowBitExperts, materialize_experts
-from quant.layout import expert_layout
+from quant.checkpoint.families import expert_layout
 from quant.materialize import materialize
+from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quant.activations import quantize_activation
-from quant.experts import RoutedLowBitExperts
+from quant.checkpoint.families import ExpertsShape, expert_layout
 from quant.kernels import make_factory
-from quant.layout import ExpertsShape, expert_layout
+from quant.layers.experts import RoutedLowBitExperts
 from quant.materialize import LowBitWeight
+from quant.materialize.activations import quantize_activation
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 
 LAYER = "model.layers.1.mlp.experts"

@@ -11,10 +11,10 @@ from test_experts import heavy, routed
 from test_publish import SEQUENCES, disturb, start_engine
 
 from configs.schema.run import load_config
-from quant.experts import RoutedLowBitExperts
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.model import LowBitModel, LowBitTensor
+from quant.layers.experts import RoutedLowBitExperts
+from quant.model.low_bit_model import LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, SchemeError, get_scheme
 from rollout.engine import EngineError
 from rollout.vllm_engine import VllmEngine

@@ -18,7 +18,7 @@ from torch import nn
 from configs.schema.learner import OptimizerConfig
 from learner.optim import MasterOptimizer, matrices_of
 from quant.kernels import make_factory
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 
 

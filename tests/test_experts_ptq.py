@@ -10,9 +10,9 @@ from test_ptq import SMALL, as_bytes, qarl
 
 from qarl.ptq.compressor import Job, compress
 from qarl.ptq.layout import checkpoint_layout, read_as
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 from sync.export import export_checkpoint
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from quant.experts import RoutedLowBitExperts
+from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.kernels import make_factory
-from quant.layout import ExpertLayout, ExpertsShape
-from quant.linear import LowBitLinear
+from quant.kernels.supported import why_not
+from quant.layers.experts import RoutedLowBitExperts
+from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
-from quant.support import why_not
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,7 +126,7 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str
 ):
     """Audit, five publishes of changing weights, log-probs bit for bit those of an engine loaded afresh."""
-    from quant.load import load_masters
+    from quant.checkpoint.load import load_masters
     from rollout.vllm_engine import VllmEngine, VllmOptions
     from sync.audit import audit, require_agreement
     from sync.export import export_checkpoint

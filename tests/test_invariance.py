@@ -17,8 +17,8 @@ from configs.schema.run import ConfigError
 from learner.batching import Batch, micro_batches
 from learner.logprobs import packs, token_logprobs
 from quant.kernels import make_factory
-from quant.model import LowBitModel
-from quant.operators import OperatorError
+from quant.model.low_bit_model import LowBitModel
+from quant.operators.decoder import OperatorError
 from quant.schemes import get_scheme
 
 BFLOAT16 = torch.bfloat16

@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
 from qarl.schemes import _bytes
+from quant.checkpoint.families import _LAYOUTS
+from quant.checkpoint.load import ModelError, load_masters, model_skeleton
+from quant.checkpoint.shapes import plan_layers, weight_shapes
 from quant.kernels import make_factory
-from quant.layout import _LAYOUTS
-from quant.load import ModelError, load_masters, model_skeleton
 from quant.materialize import materialize
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, SchemeError, get_scheme
-from quant.weights import plan_layers, weight_shapes
 
 kinds = pytest.mark.parametrize("kind", CONFIGS)
 

@@ -7,9 +7,9 @@ import torch
 from test_linear import heavy, normal
 from torch import nn
 
-from quant.compiled import compiler_missing
-from quant.gradients import Gradients
-from quant.lean import Gated, RMSNorm, Rotate
+from quant.layers.gradients import Gradients
+from quant.operators.autograd import Gated, RMSNorm, Rotate
+from quant.runtime.compile import compiler_missing
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 Operator = Callable[..., torch.Tensor]

@@ -18,7 +18,7 @@ from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch
 from learner.objectives import OBJECTIVES
 from quant.kernels import make_factory
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 from rollout.types import Completion, Group, Prompt
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from quant.activations import quantize_activation
 from quant.kernels import KernelError, make_factory
-from quant.linear import LowBitLinear
+from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
+from quant.materialize.activations import quantize_activation
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 
 TORCH_KERNELS = {

@@ -16,14 +16,14 @@ from torch import nn
 from configs.schema.lora import LoraConfig
 from configs.schema.run import ConfigError
 from learner.learner import Learner
-from quant.adapter import Adapter
+from quant.checkpoint.shapes import weight_shapes
 from quant.kernels import make_factory
-from quant.linear import fuse_scales
-from quant.lora import LoraError, adapted_weights, add_adapters, describe_adapters
+from quant.layers.linear import fuse_scales
+from quant.layers.lora import Adapter
 from quant.materialize import materialize
-from quant.model import LowBitModel
+from quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
-from quant.weights import weight_shapes
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 

@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.linear import LowBitLinear, fuse_scales
+from quant.layers.linear import LowBitLinear, fuse_scales
 from quant.materialize import LowBitWeight, fp4, integer, materialize
 from quant.materialize.size import stored_bytes
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args

@@ -28,10 +28,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from quant.gradients import Gradients
 from quant.kernels import make_factory
-from quant.model import LayerReport, LowBitModel
-from quant.operators import OperatorError, install_engine_operators, why_not
+from quant.layers.gradients import Gradients
+from quant.model.low_bit_model import LayerReport, LowBitModel
+from quant.operators.decoder import OperatorError, install_engine_operators, why_not
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 
 VOCABULARY = 96

@@ -14,12 +14,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema.run import ConfigError, LayerRule, load_config
+from quant.checkpoint.plan import Plan, make_plan
+from quant.checkpoint.shapes import plan_layers
 from quant.kernels import make_factory
 from quant.materialize import materialize
-from quant.model import LayerReport, LowBitModel
-from quant.plan import Plan, make_plan
+from quant.model.low_bit_model import LayerReport, LowBitModel
 from quant.schemes import SchemeError, get_scheme, scheme_of_args
-from quant.weights import plan_layers
 from sync.audit import AuditError, audit, require_agreement
 
 LAYERS, EXPERTS = 3, 2

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from configs.schema.run import load_config
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 from rollout.vllm_engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement

@@ -25,10 +25,10 @@ from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calib
 from qarl.ptq.source import Source, open_source
 from qarl.run_folder import RunFolder
 from qarl.session import engine_options
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
 from quant.materialize import materialize
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from rollout.vllm_engine import VllmEngine
 from sync.audit import AuditError

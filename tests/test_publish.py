@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from quant.checkpoint.load import load_masters
+from quant.digest import StreamDigest
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.model import LowBitModel, LowBitTensor
+from quant.model.low_bit_model import LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from rollout.digest import StreamDigest
 from rollout.engine import Engine, EngineError
 from rollout.vllm_engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement

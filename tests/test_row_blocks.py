@@ -9,10 +9,10 @@ from test_linear import heavy, normal
 from learner.logprobs import _Normalized
 from quant import backward
 from quant import row_blocks as blocks
-from quant.activations import quantize_activation
-from quant.backward import add_weight_gradient
-from quant.gradients import Gradients
-from quant.row_blocks import row_blocks
+from quant.layers.gradients import Gradients
+from quant.layers.straight_through import add_weight_gradient
+from quant.materialize.activations import quantize_activation
+from quant.runtime.cpu_blocks import row_blocks
 from quant.schemes import get_scheme
 
 

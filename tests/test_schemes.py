@@ -16,9 +16,9 @@ from qarl.schemes import scheme_rows
 from qarl.session import check_input
 from quant import support as support_module
 from quant.kernels import KERNELS, make_factory
-from quant.model import LowBitModel
+from quant.kernels.supported import Support, require_support, support, why_not
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
-from quant.support import Support, require_support, support, why_not
 from sync.export import export_checkpoint
 
 on_plain_cpus = pytest.mark.skipif(

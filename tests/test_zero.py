@@ -24,10 +24,10 @@ from learner.backends.single import SingleProcess
 from learner.learner import Learner
 from learner.optim import MasterOptimizer
 from qarl.checkpoint import save_checkpoint
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.lora import add_adapters
-from quant.model import LowBitModel
+from quant.model.add_lora import add_adapters
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 
 BATCHES = 10

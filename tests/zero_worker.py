@@ -19,10 +19,10 @@ from learner.backends.partitioned_muon import PartitionedMuon, Piece
 from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
 from qarl.checkpoint import CheckpointError, load_checkpoint, merge_states
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.lora import add_adapters
-from quant.model import LowBitModel
+from quant.model.add_lora import add_adapters
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import MASTER_DTYPES, get_scheme
 
 

@@ -13,7 +13,7 @@ from configs.schema.run import ConfigError
 from learner.backends.zero_config import deepspeed_config
 from learner.optim import Step
 from learner.processes import Processes
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 
 
 class Backend(Protocol):

@@ -20,7 +20,7 @@ from configs.schema.learner import OptimizerConfig
 from learner.master_step import muon
 from learner.optim import flat_span, matrices_of
 from learner.processes import Processes
-from quant.partitioned import whole_shape
+from quant.runtime.zero3 import whole_shape
 
 MOMENTUM = "momentum_buffer"
 

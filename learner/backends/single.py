@@ -6,7 +6,7 @@ import torch
 
 from configs.schema.learner import LearnerConfig
 from learner.optim import MasterOptimizer, Step
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 
 
 class SingleProcess:

@@ -24,8 +24,8 @@ from learner.backends.zero_config import deepspeed_config
 from learner.master_step import adamw
 from learner.optim import MasterOptimizer, Step, matrices_of, require_same_masters
 from learner.processes import Processes
-from quant.model import LowBitModel
-from quant.partitioned import gathered, whole_shape
+from quant.model.low_bit_model import LowBitModel
+from quant.runtime.zero3 import gathered, whole_shape
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

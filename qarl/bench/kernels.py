@@ -16,10 +16,10 @@ from rich.text import Text
 
 from configs.schema.run import ConfigError
 from quant.kernels import KernelError, make_factory
-from quant.kernels.select import Product, ProductFactory
+from quant.kernels.choose import Product, ProductFactory
+from quant.kernels.supported import why_not
 from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
-from quant.support import why_not
 
 MODEL_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "qwen2.5-1.5b": ((1536, 1536), (8960, 1536), (1536, 8960)),

@@ -21,9 +21,9 @@ from configs.schema.run import ConfigError
 from qarl.bench.learner_batch import MODELS, BenchModel, digest, draw_sequences, write_model
 from qarl.bench.learner_job import Job, Steps
 from qarl.bench.trl_worker import SETTINGS
-from quant.compiled import compiler_missing
+from quant.kernels.supported import require_support
+from quant.runtime.compile import compiler_missing
 from quant.schemes import COMPUTE_DTYPES, get_scheme
-from quant.support import require_support
 
 VARIANTS = ("checkpointing", "compile")
 """Options of QaRL's learner that its schemes are measured with besides; a setting is a scheme and one of them, or none:

@@ -23,9 +23,9 @@ def run(job: Job) -> Steps:
     from configs.schema.learner import LearnerConfig
     from learner.batching import make_batch
     from learner.learner import Learner
+    from quant.checkpoint.load import load_masters
     from quant.kernels import make_factory
-    from quant.load import load_masters
-    from quant.model import LowBitModel
+    from quant.model.low_bit_model import LowBitModel
     from quant.schemes import COMPUTE_DTYPES, get_scheme
     from rollout.vllm_engine import VllmOptions, prepare_environment
 

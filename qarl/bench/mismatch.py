@@ -21,9 +21,9 @@ from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
 from qarl.session import model_folder
 from qarl.tiny import RECIPES, ensure_recipe
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.types import Group, Prompt, Sampling
 from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment

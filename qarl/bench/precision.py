@@ -23,12 +23,12 @@ from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from qarl.bench.learner_batch import MODELS, PAD, draw_sequences, write_model
 from qarl.bench.learner_worker import groups_of
-from quant.flips import FlipCount
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.load import load_masters
-from quant.model import LowBitModel
+from quant.kernels.supported import require_support
+from quant.materialize.code_changes import FlipCount
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
-from quant.support import require_support
 
 MASTERS = (
     ("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "kahan"),

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from configs.schema.run import ConfigError
 from qarl.bench.memory import PeakMemory
+from quant.checkpoint.load import empty_model
+from quant.digest import StreamDigest
 from quant.kernels import make_factory
-from quant.load import empty_model
 from quant.materialize import materialize
-from quant.model import LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
-from rollout.digest import StreamDigest
 
 _COPIED_BYTES = 1 << 29
 _RANDOM_VALUES = 1 << 22

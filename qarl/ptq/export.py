@@ -12,8 +12,8 @@ from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
 from qarl.run_folder import RunFolder
 from qarl.session import engine_options
+from quant.digest import StreamDigest
 from quant.schemes import get_scheme
-from rollout.digest import StreamDigest
 from rollout.engine import Engine
 from rollout.vllm_engine import VllmEngine
 from sync.audit import audit, require_agreement

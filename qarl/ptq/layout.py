@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from quant.checkpoint.families import ExpertLayout, expert_layout
+from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.layout import ExpertLayout, expert_layout
-from quant.load import load_masters
-from quant.model import LayerReport, LowBitModel, LowBitTensor
+from quant.model.low_bit_model import LayerReport, LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from sync.export import checkpoint_config
 from sync.transports.directory import ExportError

@@ -6,6 +6,6 @@
 `plain`      the master cast to the compute dtype, nothing quantized (the unaligned baseline)
 """
 
-from quant.kernels.select import KERNELS, KernelError, Product, ProductFactory, make_factory
+from quant.kernels.choose import KERNELS, KernelError, Product, ProductFactory, make_factory
 
 __all__ = ["KERNELS", "KernelError", "Product", "ProductFactory", "make_factory"]

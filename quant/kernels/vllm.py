@@ -20,11 +20,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from quant.expert_weights import LowBitExperts
-from quant.kernels.describe import kernel_name
+from quant.checkpoint.families import ExpertsShape
 from quant.kernels.vllm_experts import VllmExpertsProduct, vllm_experts
-from quant.layout import ExpertsShape
+from quant.kernels.vllm_names import kernel_name
 from quant.materialize import LowBitWeight
+from quant.materialize.experts import LowBitExperts
 from quant.schemes import Scheme
 
 

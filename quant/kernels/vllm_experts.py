@@ -19,9 +19,9 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from quant.expert_weights import LowBitExperts
-from quant.kernels.describe import kernel_name
-from quant.layout import ExpertsShape
+from quant.checkpoint.families import ExpertsShape
+from quant.kernels.vllm_names import kernel_name
+from quant.materialize.experts import LowBitExperts
 
 
 class VllmExpertsProduct:

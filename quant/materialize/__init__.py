@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
-from quant.compiled import compiled
 from quant.materialize import fp4, fp8, integer
-from quant.materialize.fused import materializer, quantize_on_cpu
+from quant.materialize.cpu_dispatch import materializer, quantize_on_cpu
 from quant.materialize.scales import check_scale, finite_absmax
 from quant.materialize.weight import LowBitWeight, empty
+from quant.runtime.compile import compiled
 from quant.schemes import Scheme, is_integer
 
 __all__ = ["LowBitWeight", "materialize", "materializer"]
@@ -40,7 +40,7 @@ def materialize(
 
     weight: fp32, bf16 or fp16 [O, I]. dtype: compute dtype, the one scales of integer and fp8 codes are stored in.
     layer: name for error messages. fused: masters of the layers the engine multiplies together with this one
-    (`quant.linear.fuse_scales`); a scheme with a tensor-wide scale computes it over all of them.
+    (`quant.layers.linear.fuse_scales`); a scheme with a tensor-wide scale computes it over all of them.
     out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
     views and every stream that was made of them then hold the new weight.
     Raises `SchemeError` for a shape the scheme cannot hold and for fp4 from fp16 masters, `ValueError` for weights that

@@ -29,10 +29,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from quant.kernels.describe import kernel_name
-from quant.model import LayerReport, LowBitTensor
+from quant.digest import StreamDigest
+from quant.kernels.vllm_names import kernel_name
+from quant.model.low_bit_model import LayerReport, LowBitTensor
 from quant.schemes import scheme_of_args
-from rollout.digest import StreamDigest
 from rollout.engine import LoadReport
 
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)

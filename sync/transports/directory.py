@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quant.model import LowBitTensor
-from rollout.digest import StreamDigest
+from quant.digest import StreamDigest
+from quant.model.low_bit_model import LowBitTensor
 
 _SHARD_BYTES = 4 * 2**30
 _COMPANIONS = (

@@ -2,7 +2,7 @@
 
 Forward:  y = kernel(x, codes(W)), the codes being those that are published.
 Backward: gradients through the dequantized weight and activation actually used,
-          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity (`quant.backward`: in what precision).
+          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity (`quant.layers.straight_through`: in what precision).
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.activations import LowBitActivation, quantize_activation
-from quant.adapter import Adapter
-from quant.backward import add_weight_gradient, input_gradient
-from quant.gradients import Gradients
-from quant.kernels.select import Product, ProductFactory
-from quant.layout import FUSED_IN_ENGINE
+from quant.checkpoint.families import FUSED_IN_ENGINE
+from quant.kernels.choose import Product, ProductFactory
+from quant.layers.gradients import Gradients
+from quant.layers.lora import Adapter
+from quant.layers.straight_through import add_weight_gradient, input_gradient
 from quant.materialize import LowBitWeight, materialize
+from quant.materialize.activations import LowBitActivation, quantize_activation
 from quant.schemes import Scheme
 
 
@@ -30,8 +30,8 @@ class LowBitLinear(nn.Module):
     quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
     compute_dtype: what an unaligned forward computes in, set by the model where it is not `dtype`, the engine's.
     fused: the layers the engine multiplies together with this one; see `fuse_scales`.
-    adapter: None, or what is trained instead of the master (`quant.lora.add_adapters`).
-    gradients: the model's (`quant.gradients`).
+    adapter: None, or what is trained instead of the master (`quant.model.add_lora.add_adapters`).
+    gradients: the model's (`quant.layers.gradients`).
     """
 
     def __init__(

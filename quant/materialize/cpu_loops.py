@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from quant.materialize.llvmlite_repair import repair
+from quant.runtime.llvmlite_repair import repair
 
 repair()
 F = np.float32

@@ -17,21 +17,21 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.schema.run import LayerRule
-from quant.adapter import digest
-from quant.copies import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
-from quant.experts import RoutedLowBitExperts
-from quant.flips import FlipCount
-from quant.gradients import Gradients
+from quant.checkpoint.families import ExpertsShape, expert_layout, fused_experts
+from quant.checkpoint.plan import Plan
+from quant.checkpoint.shapes import plan_layers, router_names, weight_shapes
 from quant.kernels import ProductFactory
-from quant.layout import ExpertsShape, expert_layout, fused_experts
-from quant.linear import LowBitLinear, fuse_scales
+from quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
+from quant.layers.experts import RoutedLowBitExperts
+from quant.layers.gradients import Gradients
+from quant.layers.linear import LowBitLinear, fuse_scales
+from quant.layers.lora import digest
 from quant.materialize import materializer
-from quant.moe_operators import EngineMoeBlock
-from quant.operators import EngineDecoderLayer, OperatorError, install_engine_operators, packed_forward, why_not
-from quant.partitioned import gathered, whole_shape
-from quant.plan import Plan
+from quant.materialize.code_changes import FlipCount
+from quant.operators.decoder import EngineDecoderLayer, OperatorError, install_engine_operators, packed_forward, why_not
+from quant.operators.moe import EngineMoeBlock
+from quant.runtime.zero3 import gathered, whole_shape
 from quant.schemes import Scheme, SchemeError
-from quant.weights import plan_layers, router_names, weight_shapes
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class LowBitModel(nn.Module):
     model: transformers causal LM whose parameters become the masters. dtype: the engine's compute dtype, of
     activations, embeddings and norms. compute_dtype: what an unaligned learner computes in instead; None: the same.
     factory: kernel family of the learner's products. aligned: see `LowBitLinear`.
-    operators: "engine" (`quant.operators`), "transformers", or "auto": the engine's for aligned models they fit.
+    operators: "engine" (`quant.operators.decoder`), "transformers", or "auto": the engine's for aligned models they fit.
     rules: layers in other schemes than `scheme`; `plan` says what each layer takes.
-    shapes: checkpoint layer name → (O, I) of its weight (`quant.weights.weight_shapes`).
+    shapes: checkpoint layer name → (O, I) of its weight (`quant.checkpoint.shapes.weight_shapes`).
     forward_dtype: what the forward computes in now, see `published_forward`.
     gradients: how the backward makes them.
     loaded: every parameter the model came with, by name; masters: those that are trained, all of them unless
-    `quant.lora.add_adapters` has frozen them and put the factors of adapters here. adapted: the weights that have one.
+    `quant.model.add_lora.add_adapters` has frozen them and put the factors of adapters here. adapted: the weights that have one.
     Raises the `SchemeError`s of `plan_layers`, before anything is changed.
     """
 

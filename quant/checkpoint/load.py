@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from quant.completeness import expert_faults
+from quant.checkpoint.missing_experts import expert_faults
 from quant.schemes import SchemeError
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from quant.layout import expert_layout, fused_experts
-from quant.weights import weight_shapes
+from quant.checkpoint.families import expert_layout, fused_experts
+from quant.checkpoint.shapes import weight_shapes
 
 
 def expert_faults(folder: Path, model: PreTrainedModel) -> list[str]:

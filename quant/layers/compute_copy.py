@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from quant.gradients import Gradients
-from quant.partitioned import whole_shape
+from quant.layers.gradients import Gradients
+from quant.runtime.zero3 import whole_shape
 
 
 class MasterCopy:

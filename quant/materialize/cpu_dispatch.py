@@ -15,10 +15,10 @@ import functools
 import numpy as np
 import torch
 
-from quant.compiled import compiler_missing
 from quant.materialize.weight import LowBitWeight
+from quant.runtime.compile import compiler_missing
+from quant.runtime.thread_pool import in_threads
 from quant.schemes import FP8_MAX, Scheme, is_integer
-from quant.threads import in_threads
 
 _MASTER_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
 _STORED = {torch.float32: (32, torch.uint32), torch.bfloat16: (0, torch.uint16), torch.float16: (16, torch.uint16)}
@@ -49,7 +49,7 @@ def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> s
 def numba_missing() -> str | None:
     """Why the compiled CPU loops cannot be used; None where they can. Imports numba, half a second."""
     try:
-        import quant.materialize.fused_cpu  # noqa: F401
+        import quant.materialize.cpu_loops  # noqa: F401
     except ImportError as error:  # not installed, or not for this numpy
         return f"numba cannot be imported: {error}"
     return None
@@ -60,7 +60,7 @@ def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype
 
     Returns False, with the buffers partly written, where a weight is not finite or a scale is beyond `dtype`.
     """
-    from quant.materialize.fused_cpu import quantize_rows
+    from quant.materialize.cpu_loops import quantize_rows
 
     assert into.scale is not None
     args, (rows, columns) = into.scheme.weights, into.shape

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from quant.partitioned import gathered, whole_shape
-from quant.threads import in_threads
+from quant.runtime.thread_pool import in_threads
+from quant.runtime.zero3 import gathered, whole_shape
 
 
 class Adapter(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.layout import ExpertLayout
+from quant.checkpoint.families import ExpertLayout
 from quant.materialize import LowBitWeight, materialize
 from quant.schemes import Scheme
 

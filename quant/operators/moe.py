@@ -11,7 +11,7 @@ Axes: B sequences, T tokens, N = B·T, K experts a token, E experts, H hidden co
 import torch
 from torch import nn
 
-from quant.partitioned import whole_shape
+from quant.runtime.zero3 import whole_shape
 
 
 class EngineMoeBlock(nn.Module):

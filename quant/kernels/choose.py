@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from quant.expert_weights import LowBitExperts
-from quant.layout import ExpertsShape
+from quant.checkpoint.families import ExpertsShape
 from quant.materialize import LowBitWeight
+from quant.materialize.experts import LowBitExperts
 
 KERNELS = ("auto", "vllm", "torch", "reference")
 
@@ -70,8 +70,8 @@ class TorchFactory:
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsProduct:
         """See `ProductFactory.experts`."""
+        from quant.kernels.experts_loop import per_expert_product
         from quant.kernels.grouped import grouped_product
-        from quant.kernels.per_expert import per_expert_product
 
         grouped = grouped_product(shape, weights) if self.grouped else None
         return grouped or per_expert_product(self, layer, shape, weights)
@@ -88,11 +88,11 @@ def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
 
         return VllmProductFactory(dtype)
     if kernel == "torch":
-        from quant.kernels.torch import torch_product
+        from quant.kernels.torch_ops import torch_product
 
         return TorchFactory(torch_product, grouped=True)
     if kernel == "reference":
-        from quant.kernels.reference import ReferenceProductFactory
+        from quant.kernels.dequantized import ReferenceProductFactory
 
         return TorchFactory(ReferenceProductFactory(dtype))
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

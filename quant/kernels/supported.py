@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.expert_weights import materialize_experts
+from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.kernels import KernelError, make_factory
-from quant.layout import ExpertLayout, ExpertsShape
 from quant.materialize import materialize
+from quant.materialize.experts import materialize_experts
 from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
 _LAYER, _EXPERTS = "a small layer", "small.experts"

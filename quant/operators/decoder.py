@@ -9,7 +9,7 @@ compute dtype and vLLM does not:
 - vLLM's CPU attention keeps scores and probabilities in fp32.
 
 Here a pre-norm decoder's modules are replaced by ones that do as vLLM does, with backwards of their own that keep
-little (`quant.lean`).
+little (`quant.operators.autograd`).
 
 Sequences may also be packed: one row of N tokens holds one after the other, and attention stays within each.
 
@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from quant.gradients import Gradients
-from quant.lean import GatedMLP, RMSNorm, Rotate
-from quant.moe_operators import EngineMoeBlock
+from quant.layers.gradients import Gradients
+from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
+from quant.operators.moe import EngineMoeBlock
 
 OPERATORS = ("auto", "engine", "transformers")
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")

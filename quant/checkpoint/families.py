@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.partitioned import whole_shape
+from quant.runtime.zero3 import whole_shape
 from quant.schemes import SchemeError
 
 FUSED_IN_ENGINE = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

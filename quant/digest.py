@@ -9,8 +9,8 @@ import hashlib
 
 import torch
 
-from quant.model import LowBitTensor
-from quant.threads import in_threads
+from quant.model.low_bit_model import LowBitTensor
+from quant.runtime.thread_pool import in_threads
 
 _PIECE = 1 << 17
 _PIECES_A_THREAD = 2

@@ -13,8 +13,8 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
 from configs.schema.run import LayerRule
-from quant.layout import FUSED_IN_ENGINE
-from quant.patterns import matching, nearest_names
+from quant.checkpoint.families import FUSED_IN_ENGINE
+from quant.checkpoint.patterns import matching, nearest_names
 from quant.schemes import Scheme, SchemeError, get_scheme
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")

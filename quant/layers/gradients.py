@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from quant.compiled import compiled
-from quant.row_blocks import row_blocks
+from quant.runtime.compile import compiled
+from quant.runtime.cpu_blocks import row_blocks
 
 
 class Gradients:
@@ -16,7 +16,7 @@ class Gradients:
     it where it is made, in fp32. So masters never see scaled gradients, whoever accumulates, reduces and clips them.
     in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they otherwise go
     through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this off.
-    exact_inputs: gradients of a product's input are computed in fp32 (see `quant.backward.input_gradient`).
+    exact_inputs: gradients of a product's input are computed in fp32 (see `quant.layers.straight_through.input_gradient`).
     compiled: passes over rows go through torch.compile, which makes one of what torch's operators do in several.
     """
 

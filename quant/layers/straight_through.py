@@ -8,8 +8,8 @@ Axes: N tokens, O output rows, I input columns.
 
 import torch
 
-from quant.activations import LowBitActivation
-from quant.gradients import Gradients
+from quant.layers.gradients import Gradients
+from quant.materialize.activations import LowBitActivation
 
 _BLOCK = 1 << 20
 _TOKENS = 1024

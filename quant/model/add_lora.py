@@ -3,7 +3,7 @@
 The base (every weight the model came with) is frozen; the factors A and B of the targeted layers' adapters become the
 model's masters, named "model.layers.0.self_attn.q_proj.lora_A". Fused experts get a factor pair an expert over gate and
 up together, and one over down: "model.layers.0.mlp.experts.gate_up_proj.lora_A". Embeddings, norms, biases, the output
-head and routers stay frozen. `quant.adapter` has the arithmetic.
+head and routers stay frozen. `quant.layers.lora` has the arithmetic.
 """
 
 import re
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from configs.schema.lora import LoraConfig
-from quant.adapter import Adapter
-from quant.layout import expert_layout
-from quant.model import LowBitModel
-from quant.partitioned import whole_shape
-from quant.patterns import matching, nearest_names
+from quant.checkpoint.families import expert_layout
+from quant.checkpoint.patterns import matching, nearest_names
+from quant.layers.lora import Adapter
+from quant.model.low_bit_model import LowBitModel
+from quant.runtime.zero3 import whole_shape
 from quant.schemes import is_protected
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.([^.]+)$")
@@ -31,7 +31,7 @@ def adapted_weights(shapes: Mapping[str, tuple[int, int]], model_type: str, conf
     """The weights that get an adapter, in the model's order: names of linear layers, and "….experts.gate_up_proj" or
     "….experts.down_proj" for all experts of a layer.
 
-    shapes: see `quant.weights.weight_shapes`. Raises `LoraError` for a target that matches nothing, one that names a
+    shapes: see `quant.checkpoint.shapes.weight_shapes`. Raises `LoraError` for a target that matches nothing, one that names a
     layer which stays frozen, targets that take part of a layer's experts, and a rank beyond a weight's smaller
     dimension.
     """

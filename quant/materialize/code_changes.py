@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from quant.expert_weights import LowBitExperts
 from quant.materialize import LowBitWeight
+from quant.materialize.experts import LowBitExperts
 
 _CHUNK_BYTES = 1 << 20
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from quant.expert_weights import LowBitExperts
-from quant.kernels.select import Product, ProductFactory
-from quant.layout import ExpertsShape
+from quant.checkpoint.families import ExpertsShape
+from quant.kernels.choose import Product, ProductFactory
+from quant.materialize.experts import LowBitExperts
 
 
 class PerExpertProduct:

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from configs.schema.run import LayerRule
-from quant.layout import expert_layout, fused_experts
-from quant.partitioned import whole_shape
-from quant.plan import Plan, make_plan
+from quant.checkpoint.families import expert_layout, fused_experts
+from quant.checkpoint.plan import Plan, make_plan
+from quant.runtime.zero3 import whole_shape
 from quant.schemes import Scheme, SchemeError
 
 _UNQUANTIZED_ROUTERS = ("mixtral",)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.gradients import Gradients
+from quant.layers.gradients import Gradients
 
 
 def _contiguous(like: torch.Tensor) -> torch.Tensor:

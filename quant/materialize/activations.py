@@ -12,7 +12,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
 from quant.materialize import fp4
-from quant.row_blocks import row_blocks
+from quant.runtime.cpu_blocks import row_blocks
 from quant.schemes import FP4_MAX, FP8_MAX, Scheme, is_integer
 
 _FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from quant.activations import LowBitActivation, quantize_activation
-from quant.adapter import Adapter
-from quant.backward import add_weight_gradient
-from quant.expert_weights import LowBitExperts, materialize_experts
-from quant.gradients import Gradients
-from quant.kernels.per_expert import PerExpertProduct
-from quant.kernels.select import ExpertsProduct, ProductFactory
-from quant.layout import ExpertsShape
-from quant.linear import PlainProduct
+from quant.checkpoint.families import ExpertsShape
+from quant.kernels.choose import ExpertsProduct, ProductFactory
+from quant.kernels.experts_loop import PerExpertProduct
+from quant.layers.gradients import Gradients
+from quant.layers.linear import PlainProduct
+from quant.layers.lora import Adapter
+from quant.layers.straight_through import add_weight_gradient
+from quant.materialize.activations import LowBitActivation, quantize_activation
+from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import Scheme
 
 
@@ -32,7 +32,7 @@ class RoutedLowBitExperts(nn.Module):
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
     first. scheme, dtype, compute_dtype, aligned, gradients: as of `LowBitLinear`. gate_up_adapter, down_adapter:
-    what is trained instead of the masters (`quant.lora.add_adapters`), or None.
+    what is trained instead of the masters (`quant.model.add_lora.add_adapters`), or None.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quant.activations import LowBitActivation, quantize_activation
-from quant.kernels.select import KernelError
+from quant.kernels.choose import KernelError
 from quant.materialize import LowBitWeight
+from quant.materialize.activations import LowBitActivation, quantize_activation
 from quant.schemes import is_integer
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]

@@ -1,0 +1,1 @@
+"""Low-bit layers with a straight-through backward, and what they share."""

@@ -1,0 +1,1 @@
+"""A transformers model whose layers multiply low-bit tensors."""

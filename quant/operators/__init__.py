@@ -1,0 +1,1 @@
+"""Norms, rotary embedding, attention, gates and routers, rounded as the engine rounds them."""

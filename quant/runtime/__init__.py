@@ -1,0 +1,1 @@
+"""How work is spread over threads, compiled and partitioned, whatever is computed."""
