@@ -188,7 +188,7 @@ def _add_precision(names: Any) -> None:
 
 def _precision(known: argparse.Namespace, _console: Console) -> _Measured:
     from qarl.bench import precision
-    from rollout.vllm_engine import VllmOptions, prepare_environment
+    from rollout.vllm.engine import VllmOptions, prepare_environment
 
     prepare_environment(VllmOptions())
     options = precision.PrecisionOptions(
@@ -233,7 +233,7 @@ def _kernels(known: argparse.Namespace, _console: Console) -> _Measured:
     import torch
 
     from qarl.bench import kernels
-    from rollout.vllm_engine import VllmOptions, prepare_environment
+    from rollout.vllm.engine import VllmOptions, prepare_environment
 
     prepare_environment(VllmOptions())
     default = "1,16,256,4096,32768" if torch.cuda.is_available() else "1,16,256"
@@ -274,7 +274,7 @@ def _add_learner(names: Any) -> None:
 
 def _learner(known: argparse.Namespace, console: Console) -> _Measured:
     from qarl.bench import learner, learner_table
-    from rollout.vllm_engine import VllmOptions, prepare_environment
+    from rollout.vllm.engine import VllmOptions, prepare_environment
 
     for name in ("trl_settings", "trl_python"):
         if not known.against and getattr(known, name) is not None:

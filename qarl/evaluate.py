@@ -42,7 +42,7 @@ def evaluate_target(
     """
     from qarl.run_folder import RunFolder
     from qarl.session import engine_options, model_folder
-    from rollout.vllm_engine import VllmEngine, VllmOptions
+    from rollout.vllm.engine import VllmEngine, VllmOptions
 
     if (Path(target) / "config.yaml").is_file():
         folder = RunFolder.open(Path(target))

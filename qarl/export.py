@@ -7,7 +7,7 @@ from learner.mismatch import Mismatch
 from qarl.checkpoint import load_checkpoint
 from qarl.run_folder import RunFolder
 from qarl.session import canary_sequences, engine_options, open_policy, require_schemes
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 from sync.export import export_checkpoint
 from sync.publisher import Publisher
 

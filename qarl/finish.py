@@ -8,7 +8,7 @@ from configs.schema.run import RunConfig
 from qarl.evaluate import heldout_accuracy
 from qarl.run_folder import RunFolder
 from qarl.session import Session, canary_sequences, engine_options
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 from sync.export import export_checkpoint
 from sync.transports.directory import ExportError
 

@@ -22,7 +22,7 @@ from quant.schemes import (
     describe_weights,
     get_scheme,
 )
-from rollout.vllm_engine import VllmOptions, prepare_environment
+from rollout.vllm.engine import VllmOptions, prepare_environment
 
 REFERENCE_SHAPE = (4096, 4096)
 """Output rows and input columns of the layer that stands for a model where none is given."""

@@ -25,7 +25,7 @@ from quant.kernels.supported import require_support
 from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
-from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
+from rollout.vllm.engine import VllmEngine, VllmOptions, prepare_environment
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
 from sync.gate import require_same_policy

@@ -12,7 +12,7 @@ from qarl.quiet import quiet_libraries
 quiet_libraries()
 
 from qarl.tiny import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
-from rollout.vllm_engine import VllmOptions, prepare_environment  # noqa: E402
+from rollout.vllm.engine import VllmOptions, prepare_environment  # noqa: E402
 
 # Examples are not timed: machines are shared, and first calls compile.
 settings.register_profile("untimed", deadline=None)

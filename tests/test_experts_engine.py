@@ -17,7 +17,7 @@ from quant.layers.experts import RoutedLowBitExperts
 from quant.model.low_bit_model import LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, SchemeError, get_scheme
 from rollout.engine import EngineError
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 from sync.audit import AuditError, audit, require_agreement
 from sync.publisher import Publisher, PublishError
 

@@ -127,7 +127,7 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
 ):
     """Audit, five publishes of changing weights, log-probs bit for bit those of an engine loaded afresh."""
     from quant.checkpoint.load import load_masters
-    from rollout.vllm_engine import VllmEngine, VllmOptions
+    from rollout.vllm.engine import VllmEngine, VllmOptions
     from sync.audit import audit, require_agreement
     from sync.export import export_checkpoint
     from sync.publisher import Publisher

@@ -15,7 +15,7 @@ from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
-from rollout.vllm_engine import VllmEngine, VllmOptions
+from rollout.vllm.engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement
 from sync.export import export_checkpoint
 from sync.publisher import Publisher

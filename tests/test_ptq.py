@@ -30,7 +30,7 @@ from quant.kernels import make_factory
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 from sync.audit import AuditError
 from sync.export import export_checkpoint
 from sync.transports.directory import ExportError

@@ -14,7 +14,7 @@ from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from rollout.engine import Engine, EngineError
-from rollout.vllm_engine import VllmEngine, VllmOptions
+from rollout.vllm.engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement
 from sync.export import export_checkpoint
 from sync.publisher import Publisher, PublishError

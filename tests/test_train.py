@@ -171,7 +171,7 @@ FAULT = """
 import sys, importlib.abc, importlib.util
 class Break(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "rollout.vllm_plugin.worker":
+        if name != "rollout.vllm.worker":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

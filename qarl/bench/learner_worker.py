@@ -27,7 +27,7 @@ def run(job: Job) -> Steps:
     from quant.kernels import make_factory
     from quant.model.low_bit_model import LowBitModel
     from quant.schemes import COMPUTE_DTYPES, get_scheme
-    from rollout.vllm_engine import VllmOptions, prepare_environment
+    from rollout.vllm.engine import VllmOptions, prepare_environment
 
     prepare_environment(VllmOptions(compile=job.variant == "compile"))
     cuda = torch.cuda.is_available()

@@ -26,7 +26,7 @@ from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.types import Group, Prompt, Sampling
-from rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment
+from rollout.vllm.engine import VllmEngine, VllmOptions, prepare_environment
 from sync.export import export_checkpoint
 
 

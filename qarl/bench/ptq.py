@@ -27,7 +27,7 @@ from qarl.session import check_input, engine_options
 from qarl.tasks import load_task
 from quant.schemes import get_scheme
 from rollout.engine import Engine
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 
 UNQUANTIZED = "bf16"
 _CHOSEN_HERE = ("scheme", "seed", "output", "export")

@@ -15,7 +15,7 @@ from qarl.session import engine_options
 from quant.digest import StreamDigest
 from quant.schemes import get_scheme
 from rollout.engine import Engine
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 from sync.audit import audit, require_agreement
 from sync.transports.directory import ExportError, write_checkpoint
 

@@ -12,7 +12,7 @@ from qarl.session import canary_sequences, engine_options, open_policy
 from qarl.tasks.base import stable_hash
 from rollout.engine import Engine
 from rollout.types import Prompt, Sampling
-from rollout.vllm_engine import VllmEngine
+from rollout.vllm.engine import VllmEngine
 from sync.export import export_checkpoint
 
 

@@ -10,6 +10,6 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
-        from rollout.vllm_plugin.experts import register_per_expert_products
+        from rollout.vllm.cpu_experts import register_per_expert_products
 
         register_per_expert_products()

@@ -13,7 +13,7 @@ from quant.model.low_bit_model import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.types import Completion, Prompt, Sampling
 
-_WORKER_EXTENSION = "rollout.vllm_plugin.worker.WorkerExtension"
+_WORKER_EXTENSION = "rollout.vllm.worker.WorkerExtension"
 
 
 @dataclass(frozen=True)
