@@ -12,31 +12,31 @@ import torch
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import KlConfig
 from configs.schema.run import ConfigError
-from learner.aggregation import Totals
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
-from learner.diagnostics import Diagnosis
 from learner.gradients import compiles, rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
-from learner.loss import LossInput, policy_loss
+from learner.loss.aggregation import Totals
+from learner.loss.loss import LossInput, policy_loss
+from learner.loss.ratio_fix import shadowed
+from learner.lost_updates import Diagnosis
 from learner.mismatch import Mismatch, measure_mismatch
+from learner.optim.loss_scale import LossScale
 from learner.overflow import require_finite_logprobs, require_finite_sampler
-from learner.precision import LossScale
 from learner.processes import Processes
-from learner.ratio_fix import shadowed
 from learner.stopwatch import Stopwatch
 from quant.model.low_bit_model import LowBitModel
 
 
 @dataclass(frozen=True)
 class LearnStats:
-    """loss, grad_norm, clipped, phantom_clipped, corrected, kl (see `learner.loss.LossShare`), update_log_ratio (mean
+    """loss, grad_norm, clipped, phantom_clipped, corrected, kl (see `learner.loss.loss.LossShare`), update_log_ratio (mean
     |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0 without)
     are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients were not
     finite. loss_scale: after the batch. seconds: wall time of the phases old (log-probs before the update), forward
     (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA. lost_updates,
-    flipped_codes: see `learner.diagnostics`, None where they were not measured."""
+    flipped_codes: see `learner.lost_updates`, None where they were not measured."""
 
     mismatch: Mismatch
     loss: float
@@ -156,7 +156,7 @@ class Learner:
         """Step over the batch in shuffled mini-batches (by `seed`), materializing a weight version after each.
 
         gate: called with the batch's mismatch before anything is updated; it may raise. lr_factor: of the learning
-        rate, see `learner.optim.lr_factor`. diagnose: measure lost updates and flipped codes. A mini-batch with a
+        rate, see `learner.optim.optimizer.lr_factor`. diagnose: measure lost updates and flipped codes. A mini-batch with a
         non-finite gradient is skipped and counted; masters then stay as they were.
         """
         everything = torch.arange(len(batch.tokens))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.ratios import sequence_log_ratio
+from learner.objectives.ratios import sequence_log_ratio
 
 
 @dataclass(frozen=True)

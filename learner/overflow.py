@@ -14,7 +14,7 @@ from torch import nn
 
 from learner.batching import Batch
 from learner.logprobs import token_logprobs
-from learner.precision import PrecisionError, short_name
+from learner.optim.loss_scale import PrecisionError, short_name
 from quant.model.low_bit_model import LowBitModel
 
 

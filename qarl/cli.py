@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def _expected(error: Exception) -> str | None:
     """A heading for errors whose message says all a user needs, "" for those another process tells of; None for the
     rest, which keep their traceback."""
-    from learner.precision import PrecisionError
+    from learner.optim.loss_scale import PrecisionError
     from learner.processes import FailedElsewhereError, is_lost_process
     from qarl.bench.learner import LearnerBenchError
     from qarl.checkpoint import CheckpointError

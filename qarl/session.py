@@ -10,7 +10,7 @@ import torch
 from configs.schema.lora import LoraConfig
 from configs.schema.run import ConfigError, RunConfig
 from learner.backends import check_backend
-from learner.backends.partition import partitioned_loading
+from learner.backends.zero_loading import partitioned_loading
 from learner.gradients import require_compiler
 from learner.learner import Learner
 from learner.mismatch import Mismatch

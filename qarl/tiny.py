@@ -36,7 +36,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from learner.optim import MatrixView, matrices_of
+from learner.optim.optimizer import MatrixView, matrices_of
 from qarl.tasks import Problem, load_task
 
 Progress = Callable[[str], None]

@@ -2,8 +2,8 @@
 
 from configs.schema.run import RunConfig
 from learner.batching import make_batch
-from learner.diagnostics import is_due
-from learner.optim import lr_factor
+from learner.lost_updates import is_due
+from learner.optim.optimizer import lr_factor
 from learner.processes import Processes
 from qarl.checkpoint import load_checkpoint, save_checkpoint
 from qarl.evaluate import heldout_accuracy

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from configs.schema.learner import LearnerConfig
 from configs.schema.run import ConfigError, config_from_tree
 from learner.learner import Learner
-from learner.precision import PrecisionError
+from learner.optim.loss_scale import PrecisionError
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel

@@ -12,9 +12,9 @@ from test_learner import all_equal, batch_of, make_learner, masters_of
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
-from learner.diagnostics import Diagnosis, is_due
 from learner.learner import Learner
-from learner.optim import MasterOptimizer
+from learner.lost_updates import Diagnosis, is_due
+from learner.optim.optimizer import MasterOptimizer
 from qarl.metrics import StepMetrics
 from quant import flips
 from quant.kernels import make_factory

@@ -16,7 +16,7 @@ from test_train import ROOT, command, lines, qarl, wait_for_lines
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
-from learner.optim import MasterOptimizer, matrices_of
+from learner.optim.optimizer import MasterOptimizer, matrices_of
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme

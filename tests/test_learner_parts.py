@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
-from learner.advantages import group_advantages
 from learner.batching import Batch, make_batch, micro_batches, mini_batches
 from learner.mismatch import measure_mismatch
-from learner.optim import MasterOptimizer, lr_factor
-from learner.precision import LossScale
+from learner.objectives.advantages import group_advantages
+from learner.optim.loss_scale import LossScale
+from learner.optim.optimizer import MasterOptimizer, lr_factor
 from rollout.types import Completion, Group, Prompt
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
-from learner.aggregation import Totals, over_tokens
-from learner.corrections import correction
-from learner.kl import kl_estimate
-from learner.loss import LossInput, policy_loss
+from learner.loss.aggregation import Totals, over_tokens
+from learner.loss.corrections import correction
+from learner.loss.kl import kl_estimate
+from learner.loss.loss import LossInput, policy_loss
+from learner.loss.ratio_fix import shadowed
 from learner.objectives import OBJECTIVES, ObjectiveInput
-from learner.ratio_fix import shadowed
-from learner.ratios import sequence_log_ratio, sequence_mean
+from learner.objectives.ratios import sequence_log_ratio, sequence_mean
 
 Rows = Sequence[Sequence[float]]
 CORRECTIONS = [name for section in get_args(AnyCorrection) for name in section.names()]

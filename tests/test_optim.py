@@ -12,9 +12,9 @@ from torch import nn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.run import ConfigError, config_from_tree
 from learner import rounding
-from learner.master_step import MasterStep
-from learner.optim import MasterOptimizer, matrices_of
-from learner.rounding import split, stochastic_round
+from learner.optim.master_step import MasterStep
+from learner.optim.optimizer import MasterOptimizer, matrices_of
+from learner.optim.rounding import split, stochastic_round
 
 NARROW = (torch.bfloat16, torch.float16)
 narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)

@@ -11,9 +11,9 @@ from torch import nn
 
 from configs.schema.learner import OptimizerConfig
 from learner.learner import Learner
-from learner.optim import MasterOptimizer
+from learner.optim.loss_scale import MOST_SKIPPED, LossScale, PrecisionError
+from learner.optim.optimizer import MasterOptimizer
 from learner.overflow import first_fault
-from learner.precision import MOST_SKIPPED, LossScale, PrecisionError
 
 
 def scaled(dtype: torch.dtype, factors: dict[str, float], scheme: str = "bf16", **config: Any) -> Learner:

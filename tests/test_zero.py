@@ -22,7 +22,7 @@ from configs.schema.lora import LoraConfig
 from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.learner import Learner
-from learner.optim import MasterOptimizer
+from learner.optim.optimizer import MasterOptimizer
 from qarl.checkpoint import save_checkpoint
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory

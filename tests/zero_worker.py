@@ -14,8 +14,8 @@ from test_learner import batch_of
 
 from configs.schema.learner import LearnerConfig, OptimizerConfig
 from configs.schema.lora import LoraConfig
-from learner.backends.partition import partitioned_loading
 from learner.backends.partitioned_muon import PartitionedMuon, Piece
+from learner.backends.zero_loading import partitioned_loading
 from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
 from qarl.checkpoint import CheckpointError, load_checkpoint, merge_states

@@ -11,7 +11,7 @@ import torch
 from configs.schema.learner import LearnerConfig
 from configs.schema.run import ConfigError
 from learner.backends.zero_config import deepspeed_config
-from learner.optim import Step
+from learner.optim.optimizer import Step
 from learner.processes import Processes
 from quant.model.low_bit_model import LowBitModel
 

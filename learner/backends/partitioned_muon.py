@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
-from learner.master_step import muon
-from learner.optim import flat_span, matrices_of
+from learner.optim.master_step import muon
+from learner.optim.optimizer import flat_span, matrices_of
 from learner.processes import Processes
 from quant.runtime.zero3 import whole_shape
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from configs.schema.learner import LearnerConfig
-from learner.optim import MasterOptimizer, Step
+from learner.optim.optimizer import MasterOptimizer, Step
 from quant.model.low_bit_model import LowBitModel
 
 

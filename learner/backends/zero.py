@@ -21,8 +21,8 @@ from configs.schema.learner import LearnerConfig
 from configs.schema.run import ConfigError
 from learner.backends.partitioned_muon import MOMENTUM, PartitionedMuon, pieces_of
 from learner.backends.zero_config import deepspeed_config
-from learner.master_step import adamw
-from learner.optim import MasterOptimizer, Step, matrices_of, require_same_masters
+from learner.optim.master_step import adamw
+from learner.optim.optimizer import MasterOptimizer, Step, matrices_of, require_same_masters
 from learner.processes import Processes
 from quant.model.low_bit_model import LowBitModel
 from quant.runtime.zero3 import gathered, whole_shape

@@ -21,7 +21,7 @@ class ObjectiveInput:
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """loss: fp32, of each token [B, T], or [B, 1] where a response's tokens share it; `learner.aggregation` sums it.
+    """loss: fp32, of each token [B, T], or [B, 1] where a response's tokens share it; `learner.loss.aggregation` sums it.
     clipped: bool [B, T] or [B, 1], where a bound was reached."""
 
     loss: torch.Tensor

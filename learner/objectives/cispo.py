@@ -9,7 +9,7 @@ Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5; without a lower bound, as use
 from configs.schema.objectives import CispoConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
 from learner.objectives.clipping import token_ratio
-from learner.ratios import score
+from learner.objectives.ratios import score
 
 
 def cispo(given: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:

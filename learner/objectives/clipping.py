@@ -3,7 +3,7 @@
 import torch
 
 from learner.objectives.base import ObjectiveInput
-from learner.ratios import sequence_log_ratio
+from learner.objectives.ratios import sequence_log_ratio
 
 
 def token_ratio(given: ObjectiveInput) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from configs.schema.objectives import OnPolicyConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.ratios import score
+from learner.objectives.ratios import score
 
 
 def on_policy(given: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:

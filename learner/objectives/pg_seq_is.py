@@ -9,7 +9,7 @@ truncated and masked variants up to the drift within a batch. log W is held with
 
 from configs.schema.objectives import PgSeqIsConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.ratios import score
+from learner.objectives.ratios import score
 
 _LOG_BOUND = 20.0
 

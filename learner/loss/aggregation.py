@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.schema.objectives import AnyAggregation, SeqSumAggregation
-from learner.ratios import sequence_mean
+from learner.objectives.ratios import sequence_mean
 
 
 @dataclass(frozen=True)

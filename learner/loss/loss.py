@@ -9,12 +9,12 @@ import torch
 
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import KlConfig, ratio_from
-from learner.aggregation import Totals, aggregate, over_tokens
-from learner.corrections import correction
-from learner.kl import kl_estimate
+from learner.loss.aggregation import Totals, aggregate, over_tokens
+from learner.loss.corrections import correction
+from learner.loss.kl import kl_estimate
+from learner.loss.ratio_fix import detached
 from learner.objectives import OBJECTIVES, ObjectiveInput
-from learner.ratio_fix import detached
-from learner.ratios import sequence_log_ratio
+from learner.objectives.ratios import sequence_log_ratio
 
 
 @dataclass(frozen=True)

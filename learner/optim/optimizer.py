@@ -1,6 +1,6 @@
 """Optimizers over the masters: AdamW, or Muon for the matrices of linear layers and AdamW for the rest.
 
-Masters are stepped one after another (`learner.master_step`), each by a torch optimizer of its own.
+Masters are stepped one after another (`learner.optim.master_step`), each by a torch optimizer of its own.
 """
 
 import math
@@ -13,8 +13,8 @@ from torch import nn
 
 from configs.schema.learner import OptimizerConfig
 from configs.schema.run import ConfigError
-from learner.master_step import Index, Lost, MasterStep
-from learner.precision import PrecisionError, short_name
+from learner.optim.loss_scale import PrecisionError, short_name
+from learner.optim.master_step import Index, Lost, MasterStep
 
 
 @dataclass(frozen=True)

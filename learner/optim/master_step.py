@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
-from learner.rounding import Rounding, split, stochastic_round
+from learner.optim.rounding import Rounding, split, stochastic_round
 
 Index = tuple[int | slice, ...]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.schema.objectives import AnyCorrection, SequenceMisConfig, TokenMisConfig, TruncatedConfig
-from learner.ratios import sequence_log_ratio
+from learner.objectives.ratios import sequence_log_ratio
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ Axes: B sequences, T tokens.
 
 import torch
 
-from learner.aggregation import is_shared
+from learner.loss.aggregation import is_shared
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.ratios import score, sequence_mean
+from learner.objectives.ratios import score, sequence_mean
 
 
 def shadowed(current: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:

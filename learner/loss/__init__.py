@@ -1,0 +1,1 @@
+"""Token log-probs → one number to descend, with corrections, KL and remedies for clipping."""

@@ -1,0 +1,1 @@
+"""Masters and their optimizers: steps, rounding and loss scaling."""
