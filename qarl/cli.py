@@ -67,9 +67,9 @@ def _expected(error: Exception) -> str | None:
     from quant.schemes import SchemeError
     from rollout.engine import EngineError
     from sync.audit import AuditError
+    from sync.checkpoint_folder import ExportError
     from sync.gate import GateError
     from sync.publisher import PublishError
-    from sync.transports.directory import ExportError
 
     if isinstance(error, FailedElsewhereError):
         return ""

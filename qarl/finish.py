@@ -9,8 +9,8 @@ from qarl.evaluate import heldout_accuracy
 from qarl.run_folder import RunFolder
 from qarl.session import Session, canary_sequences, engine_options
 from rollout.vllm.engine import VllmEngine
+from sync.checkpoint_folder import ExportError
 from sync.export import export_checkpoint
-from sync.transports.directory import ExportError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from quant.digest import StreamDigest
 from quant.model.low_bit_model import LowBitModel
-from sync.transports.directory import write_checkpoint
+from sync.checkpoint_folder import write_checkpoint
 
 
 def export_checkpoint(model: LowBitModel, source: Path, folder: Path) -> StreamDigest:

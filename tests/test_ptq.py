@@ -32,8 +32,8 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from rollout.vllm.engine import VllmEngine
 from sync.audit import AuditError
+from sync.checkpoint_folder import ExportError
 from sync.export import export_checkpoint
-from sync.transports.directory import ExportError
 
 ROOT = Path(__file__).parent.parent
 BF16 = config_from_tree({"scheme": "bf16"})

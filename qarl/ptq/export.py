@@ -17,7 +17,7 @@ from quant.schemes import get_scheme
 from rollout.engine import Engine
 from rollout.vllm.engine import VllmEngine
 from sync.audit import audit, require_agreement
-from sync.transports.directory import ExportError, write_checkpoint
+from sync.checkpoint_folder import ExportError, write_checkpoint
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LayerReport, LowBitModel, LowBitTensor
 from quant.schemes import COMPUTE_DTYPES, get_scheme
+from sync.checkpoint_folder import ExportError
 from sync.export import checkpoint_config
-from sync.transports.directory import ExportError
 
 _EXPERT = re.compile(rf"(\.experts\.\d+\.)({'|'.join(ExpertLayout().projections)})(?=\.)")
 
