@@ -5,15 +5,15 @@ from learner.batching import make_batch
 from learner.lost_updates import is_due
 from learner.optim.optimizer import lr_factor
 from learner.processes import Processes
-from qarl.checkpoint import load_checkpoint, save_checkpoint
-from qarl.evaluate import heldout_accuracy
-from qarl.finish import Outcome, finish
-from qarl.interrupt import deferred_interrupt
-from qarl.metrics import MetricsWriter, StepMetrics, Stopwatch, batch_metrics
-from qarl.progress import Dashboard
-from qarl.run_folder import RunFolder
-from qarl.sample import sample_step, step_seed
-from qarl.session import Position, Session, open_policy, open_session, trained_part
+from qarl.report.dashboard import Dashboard
+from qarl.report.metrics import MetricsWriter, StepMetrics, Stopwatch, batch_metrics
+from qarl.report.run_folder import RunFolder
+from qarl.run.checkpoint import load_checkpoint, save_checkpoint
+from qarl.run.evaluate import heldout_accuracy
+from qarl.run.interrupt import deferred_interrupt
+from qarl.run.rollout_step import sample_step, step_seed
+from qarl.run.session import Position, Session, open_policy, open_session, trained_part
+from qarl.run.verify_export import Outcome, finish
 from rollout.types import Group
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from learner.learner import LearnStats
 from learner.mismatch import Mismatch
-from qarl.metrics import StepMetrics, read_metrics
-from qarl.progress import Dashboard
-from qarl.run_folder import RunFolder
+from qarl.report.dashboard import Dashboard
+from qarl.report.metrics import StepMetrics, read_metrics
+from qarl.report.run_folder import RunFolder
 
 
 def restored(flat: dict[str, Any]) -> StepMetrics:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from qarl.quiet import quiet_libraries
+from qarl.cli.environment import quiet_libraries
 
 quiet_libraries()
 
-from qarl.tiny import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
+from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
 from rollout.vllm.engine import VllmOptions, prepare_environment  # noqa: E402
 
 # Examples are not timed: machines are shared, and first calls compile.

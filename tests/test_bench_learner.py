@@ -11,12 +11,12 @@ import torch
 from configs.schema.run import ConfigError
 from learner.batching import make_batch
 from qarl.bench import learner, learner_table
-from qarl.bench.learner_batch import MODELS, PAD, BenchModel, Sequences, digest, draw_sequences, write_model
-from qarl.bench.learner_job import Job, Steps
-from qarl.bench.learner_worker import groups_of, learner_options, run
-from qarl.bench.step_memory import StepMemory
-from qarl.bench.trl_worker import arguments, rows_a_forward
-from qarl.cli import main
+from qarl.bench.learner.batch import MODELS, PAD, BenchModel, Sequences, digest, draw_sequences, write_model
+from qarl.bench.learner.job import Job, Steps
+from qarl.bench.learner.step_memory import StepMemory
+from qarl.bench.learner.trl_worker import arguments, rows_a_forward
+from qarl.bench.learner.worker import groups_of, learner_options, run
+from qarl.cli.main import main
 from quant.schemes import SchemeError
 
 ROOT = Path(__file__).parent.parent

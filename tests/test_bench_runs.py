@@ -10,8 +10,8 @@ import pytest
 from configs.schema.objectives import TbpoConfig
 from configs.schema.run import RunConfig
 from qarl.bench import objectives, precision_gap
-from qarl.cli import main
-from qarl.run_folder import RunFolder
+from qarl.cli.main import main
+from qarl.report.run_folder import RunFolder
 from qarl.tasks import Problem, short_reward
 
 

@@ -6,7 +6,7 @@ import torch
 
 from configs.schema.run import ConfigError
 from qarl.bench import kernels, publish
-from qarl.bench.memory import PeakMemory
+from qarl.bench.learner.memory import PeakMemory
 from quant.materialize.size import stored_bytes
 from quant.schemes import SchemeError, get_scheme
 

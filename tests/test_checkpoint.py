@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from configs.schema.run import ConfigError
-from qarl.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
-from qarl.metrics import _drop_after
+from qarl.report.metrics import _drop_after
+from qarl.run.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 
 
 def test_newest_are_kept_and_read_back(tmp_path: Path):
@@ -43,7 +43,7 @@ def test_a_file_size_limit_leaves_the_old_checkpoint(tmp_path: Path):
     code = f"""
 import resource, signal, torch
 from pathlib import Path
-from qarl.checkpoint import *
+from qarl.run.checkpoint import *
 folder = Path({str(tmp_path)!r})
 save_checkpoint(folder, 1, {{"x": torch.ones(10)}}, keep=1)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

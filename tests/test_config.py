@@ -9,8 +9,8 @@ import yaml
 from configs.schema.objectives import AnyObjective
 from configs.schema.run import ConfigError, RunConfig, field_paths, load_config
 from configs.shipped import config_file, default_config, shipped_names
-from qarl.cli import main
-from qarl.run_folder import FIXED_FIELDS, resumed_config
+from qarl.cli.main import main
+from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -15,7 +15,7 @@ from configs.schema.learner import OptimizerConfig
 from learner.learner import Learner
 from learner.lost_updates import Diagnosis, is_due
 from learner.optim.optimizer import MasterOptimizer
-from qarl.metrics import StepMetrics
+from qarl.report.metrics import StepMetrics
 from quant import flips
 from quant.kernels import make_factory
 from quant.materialize import materialize

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qarl.error_tokens import IMPROBABLE, LONGEST_PERIOD, REPEATS, count_error_tokens, repeated_tokens
+from qarl.report.error_tokens import IMPROBABLE, LONGEST_PERIOD, REPEATS, count_error_tokens, repeated_tokens
 from rollout.types import Completion, Group, Prompt
 
 SURE = math.log(0.5)

@@ -9,7 +9,7 @@ from moe_models import with_tokenizer
 from test_ptq import SMALL, as_bytes, qarl
 
 from qarl.ptq.compressor import Job, compress
-from qarl.ptq.layout import checkpoint_layout, read_as
+from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel

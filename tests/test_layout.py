@@ -8,7 +8,7 @@ from moe_models import CONFIGS, SIZES, random_moe
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
-from qarl.schemes import _bytes
+from qarl.cli.schemes import _bytes
 from quant.checkpoint.families import _LAYOUTS
 from quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from quant.checkpoint.shapes import plan_layers, weight_shapes

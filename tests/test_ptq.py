@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from configs.schema.run import ConfigError, config_from_tree
 from qarl.bench.ptq import Deployed, PtqOptions, measure, table
-from qarl.cli import main
+from qarl.cli.main import main
 from qarl.ptq.compressor import CompressorError, Job, _batches, compress
+from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
 from qarl.ptq.export import check_request, quantize, verify
-from qarl.ptq.layout import checkpoint_layout, read_as
 from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, methods_for
 from qarl.ptq.source import Source, open_source
-from qarl.run_folder import RunFolder
-from qarl.session import engine_options
+from qarl.report.run_folder import RunFolder
+from qarl.run.session import engine_options
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.materialize import materialize

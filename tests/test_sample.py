@@ -7,8 +7,8 @@ import pytest
 
 from configs.schema.run import RunConfig
 from learner.processes import Processes
-from qarl.metrics import Stopwatch, batch_metrics
-from qarl.sample import sample_step, step_seed
+from qarl.report.metrics import Stopwatch, batch_metrics
+from qarl.run.rollout_step import sample_step, step_seed
 from qarl.tasks.base import stable_hash
 from rollout.types import Completion, Prompt
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema.run import RunConfig
-from qarl.cli import main
-from qarl.schemes import scheme_rows
-from qarl.session import check_input
+from qarl.cli.main import main
+from qarl.cli.schemes import scheme_rows
+from qarl.run.session import check_input
 from quant import support as support_module
 from quant.kernels import KERNELS, make_factory
 from quant.kernels.supported import Support, require_support, support, why_not

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from qarl.tasks import load_task
-from qarl.tiny import (
+from qarl.embedded.recipe import (
     IGNORED,
     MANIFEST,
     RECIPES,
@@ -27,6 +26,7 @@ from qarl.tiny import (
     find_faults,
     tiny_names,
 )
+from qarl.tasks import load_task
 
 SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)
 

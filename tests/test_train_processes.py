@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from configs.schema.run import ConfigError, RunConfig
-from qarl.checkpoint import list_checkpoints, load_checkpoint
-from qarl.launch import check_count
-from qarl.metrics import read_metrics
-from qarl.session import check_input
+from qarl.cli.launch import check_count
+from qarl.report.metrics import read_metrics
+from qarl.run.checkpoint import list_checkpoints, load_checkpoint
+from qarl.run.session import check_input
 
 SMALL = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
 

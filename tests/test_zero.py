@@ -23,7 +23,7 @@ from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.learner import Learner
 from learner.optim.optimizer import MasterOptimizer
-from qarl.checkpoint import save_checkpoint
+from qarl.run.checkpoint import save_checkpoint
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.add_lora import add_adapters

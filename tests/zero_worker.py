@@ -18,7 +18,7 @@ from learner.backends.partitioned_muon import PartitionedMuon, Piece
 from learner.backends.zero_loading import partitioned_loading
 from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
-from qarl.checkpoint import CheckpointError, load_checkpoint, merge_states
+from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.add_lora import add_adapters

@@ -19,8 +19,8 @@ from configs.schema.run import ConfigError
 from learner.batching import make_batch
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
-from qarl.session import model_folder
-from qarl.tiny import RECIPES, ensure_recipe
+from qarl.embedded.recipe import RECIPES, ensure_recipe
+from qarl.run.session import model_folder
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel

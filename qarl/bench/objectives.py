@@ -19,9 +19,9 @@ from configs.schema.objectives import AnyObjective
 from configs.schema.run import ConfigError, RunConfig, load_config
 from configs.shipped import default_config
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
-from qarl.metrics import read_metrics
-from qarl.run_folder import RunFolder
-from qarl.session import check_input
+from qarl.report.metrics import read_metrics
+from qarl.report.run_folder import RunFolder
+from qarl.run.session import check_input
 
 OBJECTIVES = tuple(name for section in get_args(AnyObjective) for name in section.names())
 
@@ -55,7 +55,7 @@ class ObjectivesOptions:
 
 @dataclass(frozen=True)
 class Trained:
-    """One run. accuracy: held-out greedy, of the last step's policy, which the export holds bit for bit (`qarl.finish`
+    """One run. accuracy: held-out greedy, of the last step's policy, which the export holds bit for bit (`qarl.run.verify_export`
     proves it). reward, error_tokens: means over the last `LAST` steps. k3: of sampler against learner, nats a token.
     update: `learn/update_log_ratio`, how far the batch's updates had moved the policy when the last of them began
     (mean |mean_t log π_cur/π_old| of a sequence). k3, update and clipped are means over all steps that learned; nan

@@ -21,8 +21,8 @@ from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
-from qarl.bench.learner_batch import MODELS, PAD, draw_sequences, write_model
-from qarl.bench.learner_worker import groups_of
+from qarl.bench.learner.batch import MODELS, PAD, draw_sequences, write_model
+from qarl.bench.learner.worker import groups_of
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.kernels.supported import require_support

@@ -17,9 +17,9 @@ from rich.table import Column, Table
 from configs.schema.run import ConfigError, RunConfig, load_config
 from configs.shipped import config_file
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
-from qarl.metrics import read_metrics
-from qarl.run_folder import RunFolder
-from qarl.session import check_input
+from qarl.report.metrics import read_metrics
+from qarl.report.run_folder import RunFolder
+from qarl.run.session import check_input
 
 _UNALIGNED = {"scheme": "w4a16", "learner.aligned": "false"}
 PAIRINGS: dict[str, dict[str, str]] = {

@@ -17,13 +17,13 @@ from rich.table import Table
 from configs.schema.run import ConfigError, RunConfig, load_config
 from configs.shipped import default_config
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
-from qarl.evaluate import heldout_accuracy
-from qarl.prompts import Prompter
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.ptq.source import open_source
-from qarl.run_folder import RunFolder
-from qarl.session import check_input, engine_options
+from qarl.report.run_folder import RunFolder
+from qarl.run.evaluate import heldout_accuracy
+from qarl.run.prompts import Prompter
+from qarl.run.session import check_input, engine_options
 from qarl.tasks import load_task
 from quant.schemes import get_scheme
 from rollout.engine import Engine

@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from configs.schema.run import ConfigError
-from qarl.bench.memory import PeakMemory
+from qarl.bench.learner.memory import PeakMemory
 from quant.checkpoint.load import empty_model
 from quant.digest import StreamDigest
 from quant.kernels import make_factory

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from configs.schema.run import ConfigError, RunConfig
 from learner.processes import Processes
-from qarl.checkpoint import list_checkpoints
-from qarl.progress import Dashboard
-from qarl.run_folder import RunFolder
+from qarl.report.dashboard import Dashboard
+from qarl.report.run_folder import RunFolder
+from qarl.run.checkpoint import list_checkpoints
 from qarl.train import train
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from configs.schema.run import ConfigError, RunConfig
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
-from qarl.ptq.layout import read_as
+from qarl.ptq.expected_checkpoint import read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
-from qarl.run_folder import RunFolder
-from qarl.session import engine_options
+from qarl.report.run_folder import RunFolder
+from qarl.run.session import engine_options
 from quant.digest import StreamDigest
 from quant.schemes import get_scheme
 from rollout.engine import Engine

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema.run import RunConfig
-from qarl.checkpoint import load_checkpoint
-from qarl.ptq.layout import Layout, checkpoint_layout
-from qarl.run_folder import RunFolder
-from qarl.session import canary_sequences, engine_options, open_policy
+from qarl.ptq.expected_checkpoint import Layout, checkpoint_layout
+from qarl.report.run_folder import RunFolder
+from qarl.run.checkpoint import load_checkpoint
+from qarl.run.session import canary_sequences, engine_options, open_policy
 from qarl.tasks.base import stable_hash
 from rollout.engine import Engine
 from rollout.types import Prompt, Sampling

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from configs.schema.run import RunConfig
 from learner.learner import LearnStats
-from qarl.metrics import StepMetrics
+from qarl.report.metrics import StepMetrics
 from sync.audit import AuditRow
 
 _SPARKS = "▁▂▃▄▅▆▇█"

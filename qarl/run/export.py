@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from learner.mismatch import Mismatch
-from qarl.checkpoint import load_checkpoint
-from qarl.run_folder import RunFolder
-from qarl.session import canary_sequences, engine_options, open_policy, require_schemes
+from qarl.report.run_folder import RunFolder
+from qarl.run.checkpoint import load_checkpoint
+from qarl.run.session import canary_sequences, engine_options, open_policy, require_schemes
 from rollout.vllm.engine import VllmEngine
 from sync.export import export_checkpoint
 from sync.publisher import Publisher

@@ -1,9 +1,9 @@
 """A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
 
 from configs.schema.run import RunConfig
-from qarl.metrics import Stopwatch
-from qarl.prompts import score_groups
-from qarl.session import Session
+from qarl.report.metrics import Stopwatch
+from qarl.run.prompts import score_groups
+from qarl.run.session import Session
 from qarl.tasks.base import stable_hash
 from rollout.types import Group, Sampling
 

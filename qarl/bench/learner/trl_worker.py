@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qarl.bench.learner_batch import Sequences, digest
-from qarl.bench.learner_job import Job, Steps
-from qarl.bench.step_memory import StepMemory
+from qarl.bench.learner.batch import Sequences, digest
+from qarl.bench.learner.job import Job, Steps
+from qarl.bench.learner.step_memory import StepMemory
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -12,8 +12,8 @@ from rich.console import Console
 from configs.schema.base import Choice
 from configs.schema.run import ConfigError, RunConfig, choice_sections, field_paths, load_config
 from configs.shipped import config_file, default_config
-from qarl.cli_bench import add_bench
-from qarl.cli_options import dotted_overrides, refuse_rest, write_json
+from qarl.cli.bench import add_bench
+from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 
 # Short flags for the common things; every field has its dotted name as well.
 _SHORT = {
@@ -56,9 +56,9 @@ def _expected(error: Exception) -> str | None:
     rest, which keep their traceback."""
     from learner.optim.loss_scale import PrecisionError
     from learner.processes import FailedElsewhereError, is_lost_process
-    from qarl.bench.learner import LearnerBenchError
-    from qarl.checkpoint import CheckpointError
+    from qarl.bench.learner.measure import LearnerBenchError
     from qarl.ptq.compressor import CompressorError
+    from qarl.run.checkpoint import CheckpointError
     from qarl.tasks import RewardError, TaskError
     from quant.checkpoint.load import ModelError
     from quant.kernels import KernelError
@@ -148,7 +148,7 @@ def _choice_help(alternatives: tuple[type[Choice], ...], leaf: str, text: str | 
 
 
 def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    from qarl.run_folder import RunFolder, resumed_config
+    from qarl.report.run_folder import RunFolder, resumed_config
 
     overrides = dotted_overrides(known, rest)
     if known.resume:
@@ -163,12 +163,12 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     if known.dry_run:
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
         return 0
-    from qarl.quiet import quiet_libraries
+    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
     from learner.processes import join_processes, launched, leave_processes
-    from qarl.launch import check_count, launch
-    from qarl.session import check_input, check_processes
+    from qarl.cli.launch import check_count, launch
+    from qarl.run.session import check_input, check_processes
 
     if known.processes is not None and not launched():
         check_count(known.processes)
@@ -189,7 +189,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 
 
 def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:
-    from qarl.progress import Dashboard
+    from qarl.report.dashboard import Dashboard
     from qarl.train import train
 
     console.print(f"run folder: {folder.path}", soft_wrap=True)
@@ -244,7 +244,7 @@ def _add_export(commands: Any) -> None:
 
 def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
-    from qarl.quiet import quiet_libraries
+    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
     if known.ptq:
@@ -252,7 +252,7 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
     for option in ("scheme", "calibration"):
         if getattr(known, option) is not None:
             raise ConfigError(f"--{option} goes with --ptq; without it a run is exported in the scheme it has")
-    from qarl.export import export_run
+    from qarl.run.export import export_run
 
     exported = export_run(Path(known.folder), Path(known.output))
     console.print(
@@ -295,10 +295,10 @@ def _add_eval(commands: Any) -> None:
 
 def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
-    from qarl.quiet import quiet_libraries
+    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
-    from qarl.evaluate import evaluate_target
+    from qarl.run.evaluate import evaluate_target
 
     result = evaluate_target(known.target, known.task, known.problems, known.max_new_tokens, known.dtype)
     console.print(f"{result['accuracy']:.1%} of {result['problems']} held-out {result['task']} problems, greedy")
@@ -321,10 +321,10 @@ def _add_schemes(commands: Any) -> None:
 
 def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
-    from qarl.quiet import quiet_libraries
+    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
-    from qarl.schemes import print_schemes, rows_as_data, scheme_rows
+    from qarl.cli.schemes import print_schemes, rows_as_data, scheme_rows
 
     rows = scheme_rows(known.model, known.dtype, known.kernel)
     print_schemes(console, rows, known.model)

@@ -63,7 +63,7 @@ def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[Sch
 
 
 def _architecture(name: str) -> Any:
-    from qarl.tiny import RECIPES, recipe_config, tiny_names
+    from qarl.embedded.recipe import RECIPES, recipe_config, tiny_names
 
     return recipe_config(RECIPES[name]) if name in tiny_names() else load_config(name)
 

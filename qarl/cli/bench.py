@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.schema.run import ConfigError
-from qarl.cli_options import dotted_overrides, refuse_rest, write_json
+from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 
 _Measured = tuple[Table, Any]
 """What a benchmark returns: the table for a person, and the same JSON-ready."""
@@ -39,7 +39,7 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
         if not fields:
             refuse_rest(rest)
         overrides = (dotted_overrides(known, rest),) if fields else ()
-        from qarl.quiet import quiet_libraries
+        from qarl.cli.environment import quiet_libraries
 
         quiet_libraries()
         table, data = measure(known, console, *overrides)

@@ -15,8 +15,8 @@ from learner.gradients import require_compiler
 from learner.learner import Learner
 from learner.mismatch import Mismatch
 from learner.processes import Processes
-from qarl.prompts import Prompter
-from qarl.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder
+from qarl.run.prompts import Prompter
 from qarl.tasks import Task, load_task
 from quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
@@ -36,7 +36,7 @@ _CANARY_SEQUENCES = 8
 
 def model_folder(name: str) -> Path:
     """The folder of an embedded policy (built now if needed), a local model, or a hub snapshot."""
-    from qarl.tiny import ensure_tiny, tiny_names
+    from qarl.embedded.recipe import ensure_tiny, tiny_names
 
     return ensure_tiny(name) if name in tiny_names() else resolve_model(name)
 

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from qarl.bench.learner_batch import PAD, Sequences, digest
-from qarl.bench.learner_job import Job, Steps
-from qarl.bench.step_memory import StepMemory
+from qarl.bench.learner.batch import PAD, Sequences, digest
+from qarl.bench.learner.job import Job, Steps
+from qarl.bench.learner.step_memory import StepMemory
 
 
 def run(job: Job) -> Steps:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema.run import RunConfig
-from qarl.evaluate import heldout_accuracy
-from qarl.run_folder import RunFolder
-from qarl.session import Session, canary_sequences, engine_options
+from qarl.report.run_folder import RunFolder
+from qarl.run.evaluate import heldout_accuracy
+from qarl.run.session import Session, canary_sequences, engine_options
 from rollout.vllm.engine import VllmEngine
 from sync.checkpoint_folder import ExportError
 from sync.export import export_checkpoint

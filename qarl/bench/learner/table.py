@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from qarl.bench.learner import PHASES, Row
+from qarl.bench.learner.measure import PHASES, Row
 
 MATERIALIZE_AT_MOST = 0.03
 MEMORY_AT_MOST = 0.40

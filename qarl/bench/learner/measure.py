@@ -18,9 +18,9 @@ import torch
 
 import qarl
 from configs.schema.run import ConfigError
-from qarl.bench.learner_batch import MODELS, BenchModel, digest, draw_sequences, write_model
-from qarl.bench.learner_job import Job, Steps
-from qarl.bench.trl_worker import SETTINGS
+from qarl.bench.learner.batch import MODELS, BenchModel, digest, draw_sequences, write_model
+from qarl.bench.learner.job import Job, Steps
+from qarl.bench.learner.trl_worker import SETTINGS
 from quant.kernels.supported import require_support
 from quant.runtime.compile import compiler_missing
 from quant.schemes import COMPUTE_DTYPES, get_scheme

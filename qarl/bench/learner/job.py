@@ -11,7 +11,7 @@ _MARK = "QARL-STEPS "
 class Job:
     """model: folder. batch: file of `Sequences`. setting: QaRL's scheme, or one of TRL's settings. updates: optimizer
     steps a batch. micro_batch_tokens: padded tokens a forward. steps: to time. memory: whether to take the memory of
-    one more. kernel: QaRL's kernel family. variant: one of QaRL's (`qarl.bench.learner.VARIANTS`), or none."""
+    one more. kernel: QaRL's kernel family. variant: one of QaRL's (`qarl.bench.learner.measure.VARIANTS`), or none."""
 
     model: str
     batch: str

@@ -5,7 +5,7 @@ from typing import Any
 
 from configs.schema.run import ConfigError
 from learner.processes import Processes
-from qarl.prompts import Prompter
+from qarl.run.prompts import Prompter
 from qarl.tasks import Task, load_task
 from rollout.engine import Engine
 from rollout.types import Sampling
@@ -40,8 +40,8 @@ def evaluate_target(
     (bfloat16 where that is float32 and nothing is quantized: masters). Returns accuracy in [0, 1] with what it was
     measured on.
     """
-    from qarl.run_folder import RunFolder
-    from qarl.session import engine_options, model_folder
+    from qarl.report.run_folder import RunFolder
+    from qarl.run.session import engine_options, model_folder
     from rollout.vllm.engine import VllmEngine, VllmOptions
 
     if (Path(target) / "config.yaml").is_file():

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from learner.learner import LearnStats
-from qarl.error_tokens import count_error_tokens
-from qarl.run_folder import RunFolder
+from qarl.report.error_tokens import count_error_tokens
+from qarl.report.run_folder import RunFolder
 from rollout.types import Group
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """One step. prompts: sampled; reward, response_tokens: means over all their completions. distinct: share of groups
-    whose rewards differ (the others teach nothing). error_tokens and the four that split it: `qarl.error_tokens`.
+    whose rewards differ (the others teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`.
     accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were equal. seconds: wall time
     by phase, and tokens_per_second of sampling; the only fields that two equal runs differ in.
     """

@@ -1,0 +1,1 @@
+"""`qarl bench learner`: a step's seconds and memory, per scheme and against TRL."""

@@ -1,0 +1,1 @@
+"""The embedded policies: recipe and build."""

@@ -1,0 +1,1 @@
+"""What a run is made of: session, sampling, evaluation, checkpoints, export."""
