@@ -53,7 +53,8 @@ class Batch:
 
 
 def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo") -> Batch:
-    """Every completion of every group as one row, in order. advantage: estimator, see `learner.objectives.advantages`."""
+    """Every completion of every group as one row, in order. advantage: estimator, see
+    `learner.objectives.advantages`."""
     rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float32)
     advantages = group_advantages(rewards, advantage).flatten()
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]

@@ -31,12 +31,12 @@ from quant.model.low_bit_model import LowBitModel
 
 @dataclass(frozen=True)
 class LearnStats:
-    """loss, grad_norm, clipped, phantom_clipped, corrected, kl (see `learner.loss.loss.LossShare`), update_log_ratio (mean
-    |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0 without)
-    are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients were not
-    finite. loss_scale: after the batch. seconds: wall time of the phases old (log-probs before the update), forward
-    (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA. lost_updates,
-    flipped_codes: see `learner.lost_updates`, None where they were not measured."""
+    """loss, grad_norm, clipped, phantom_clipped, corrected, kl (see `learner.loss.loss.LossShare`), update_log_ratio
+    (mean |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0
+    without) are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients
+    were not finite. loss_scale: after the batch. seconds: wall time of the phases old (log-probs before the update),
+    forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA.
+    lost_updates, flipped_codes: see `learner.lost_updates`, None where they were not measured."""
 
     mismatch: Mismatch
     loss: float
@@ -156,8 +156,8 @@ class Learner:
         """Step over the batch in shuffled mini-batches (by `seed`), materializing a weight version after each.
 
         gate: called with the batch's mismatch before anything is updated; it may raise. lr_factor: of the learning
-        rate, see `learner.optim.optimizer.lr_factor`. diagnose: measure lost updates and flipped codes. A mini-batch with a
-        non-finite gradient is skipped and counted; masters then stay as they were.
+        rate, see `learner.optim.optimizer.lr_factor`. diagnose: measure lost updates and flipped codes. A mini-batch
+        with a non-finite gradient is skipped and counted; masters then stay as they were.
         """
         everything = torch.arange(len(batch.tokens))
         self._diagnosis = Diagnosis() if diagnose else None

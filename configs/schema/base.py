@@ -70,8 +70,8 @@ def chooser(kind: str, union: Any, default: str | None = None) -> Callable[[Any]
 
 
 def pattern_fault(pattern: str) -> str | None:
-    """What is wrong with a pattern over layer names (`quant.checkpoint.patterns.matching`), to follow its quotation; None if
-    nothing."""
+    """What is wrong with a pattern over layer names (`quant.checkpoint.patterns.matching`), to follow its quotation;
+    None if nothing."""
     kind, _, count = pattern.partition(":")
     if not pattern:
         return "is empty; write a layer's name, a shell pattern, re:EXPRESSION, first:K or last:K"

@@ -21,8 +21,8 @@ class ObjectiveInput:
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """loss: fp32, of each token [B, T], or [B, 1] where a response's tokens share it; `learner.loss.aggregation` sums it.
-    clipped: bool [B, T] or [B, 1], where a bound was reached."""
+    """loss: fp32, of each token [B, T], or [B, 1] where a response's tokens share it; `learner.loss.aggregation` sums
+    it. clipped: bool [B, T] or [B, 1], where a bound was reached."""
 
     loss: torch.Tensor
     clipped: torch.Tensor

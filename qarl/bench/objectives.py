@@ -55,11 +55,11 @@ class ObjectivesOptions:
 
 @dataclass(frozen=True)
 class Trained:
-    """One run. accuracy: held-out greedy, of the last step's policy, which the export holds bit for bit (`qarl.run.verify_export`
-    proves it). reward, error_tokens: means over the last `LAST` steps. k3: of sampler against learner, nats a token.
-    update: `learn/update_log_ratio`, how far the batch's updates had moved the policy when the last of them began
-    (mean |mean_t log π_cur/π_old| of a sequence). k3, update and clipped are means over all steps that learned; nan
-    where none did. rewards: of every step."""
+    """One run. accuracy: held-out greedy, of the last step's policy, which the export holds bit for bit
+    (`qarl.run.verify_export` proves it). reward, error_tokens: means over the last `LAST` steps. k3: of sampler against
+    learner, nats a token. update: `learn/update_log_ratio`, how far the batch's updates had moved the policy when the
+    last of them began (mean |mean_t log π_cur/π_old| of a sequence). k3, update and clipped are means over all steps
+    that learned; nan where none did. rewards: of every step."""
 
     objective: str
     seed: int

@@ -18,9 +18,10 @@ from rollout.types import Group
 @dataclass(frozen=True)
 class StepMetrics:
     """One step. prompts: sampled; reward, response_tokens: means over all their completions. distinct: share of groups
-    whose rewards differ (the others teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`.
-    accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were equal. seconds: wall time
-    by phase, and tokens_per_second of sampling; the only fields that two equal runs differ in.
+    whose rewards differ (the others teach nothing). error_tokens and the four that split it:
+    `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were
+    equal. seconds: wall time by phase, and tokens_per_second of sampling; the only fields that two equal runs differ
+    in.
     """
 
     step: int

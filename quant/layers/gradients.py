@@ -12,12 +12,13 @@ from quant.runtime.cpu_blocks import row_blocks
 class Gradients:
     """One object a model, which everything with a backward of its own asks.
 
-    scale: what the loss was multiplied with (`learner.optim.loss_scale.LossScale`). Every gradient of a master is divided by
-    it where it is made, in fp32. So masters never see scaled gradients, whoever accumulates, reduces and clips them.
-    in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they otherwise go
-    through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this off.
-    exact_inputs: gradients of a product's input are computed in fp32 (see `quant.layers.straight_through.input_gradient`).
-    compiled: passes over rows go through torch.compile, which makes one of what torch's operators do in several.
+    scale: what the loss was multiplied with (`learner.optim.loss_scale.LossScale`). Every gradient of a master is
+    divided by it where it is made, in fp32. So masters never see scaled gradients, whoever accumulates, reduces and
+    clips them. in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they
+    otherwise go through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this
+    off. exact_inputs: gradients of a product's input are computed in fp32 (see
+    `quant.layers.straight_through.input_gradient`). compiled: passes over rows go through torch.compile, which makes
+    one of what torch's operators do in several.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,8 @@
 
 Forward:  y = kernel(x, codes(W)), the codes being those that are published.
 Backward: gradients through the dequantized weight and activation actually used,
-          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity (`quant.layers.straight_through`: in what precision).
+          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity (`quant.layers.straight_through`: in
+          what precision).
 
 Axes: N tokens, O output rows, I input columns.
 """

@@ -31,8 +31,8 @@ def adapted_weights(shapes: Mapping[str, tuple[int, int]], model_type: str, conf
     """The weights that get an adapter, in the model's order: names of linear layers, and "….experts.gate_up_proj" or
     "….experts.down_proj" for all experts of a layer.
 
-    shapes: see `quant.checkpoint.shapes.weight_shapes`. Raises `LoraError` for a target that matches nothing, one that names a
-    layer which stays frozen, targets that take part of a layer's experts, and a rank beyond a weight's smaller
+    shapes: see `quant.checkpoint.shapes.weight_shapes`. Raises `LoraError` for a target that matches nothing, one that
+    names a layer which stays frozen, targets that take part of a layer's experts, and a rank beyond a weight's smaller
     dimension.
     """
     chosen = set(_matched(config.targets, list(shapes)))

@@ -60,14 +60,13 @@ class LowBitModel(nn.Module):
     model: transformers causal LM whose parameters become the masters. dtype: the engine's compute dtype, of
     activations, embeddings and norms. compute_dtype: what an unaligned learner computes in instead; None: the same.
     factory: kernel family of the learner's products. aligned: see `LowBitLinear`.
-    operators: "engine" (`quant.operators.decoder`), "transformers", or "auto": the engine's for aligned models they fit.
-    rules: layers in other schemes than `scheme`; `plan` says what each layer takes.
-    shapes: checkpoint layer name → (O, I) of its weight (`quant.checkpoint.shapes.weight_shapes`).
-    forward_dtype: what the forward computes in now, see `published_forward`.
-    gradients: how the backward makes them.
-    loaded: every parameter the model came with, by name; masters: those that are trained, all of them unless
-    `quant.model.add_lora.add_adapters` has frozen them and put the factors of adapters here. adapted: the weights that have one.
-    Raises the `SchemeError`s of `plan_layers`, before anything is changed.
+    operators: "engine" (`quant.operators.decoder`), "transformers", or "auto": the engine's for aligned models they
+    fit. rules: layers in other schemes than `scheme`; `plan` says what each layer takes. shapes: checkpoint layer name
+    → (O, I) of its weight (`quant.checkpoint.shapes.weight_shapes`). forward_dtype: what the forward computes in now,
+    see `published_forward`. gradients: how the backward makes them. loaded: every parameter the model came with, by
+    name; masters: those that are trained, all of them unless `quant.model.add_lora.add_adapters` has frozen them and
+    put the factors of adapters here. adapted: the weights that have one. Raises the `SchemeError`s of `plan_layers`,
+    before anything is changed.
     """
 
     def __init__(
