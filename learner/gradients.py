@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from quant.layers.straight_through import multiplies_natively
 from quant.model.low_bit_model import LowBitModel
 from quant.runtime.compile import compiler_missing

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import KlConfig
-from configs.schema.run import ConfigError
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
 from learner.gradients import compiles, rounds_weights

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from quant.model.low_bit_model import LowBitModel
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from quant.model.low_bit_model import LowBitModel
 from quant.runtime.cpu_blocks import row_blocks
 

@@ -13,11 +13,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from configs.errors import QarlError
+
 T = TypeVar("T")
 
 
-class FailedElsewhereError(RuntimeError):
+class FailedElsewhereError(QarlError):
     """Another process failed in what was its to do; there is nothing to add here."""
+
+    heading = ""
+
+
+class LostProcessError(QarlError):
+    """A collective failed because another process is gone."""
+
+    heading = "another process of this run is gone, and says why"
 
 
 @dataclass(frozen=True)

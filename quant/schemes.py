@@ -23,6 +23,8 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 
+from configs.errors import InputError
+
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,8 +47,10 @@ Learner and engine do the same, so training sees, and learns around, what that c
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
-class SchemeError(ValueError):
+class SchemeError(InputError):
     """A scheme that is unknown, or that a layer of the model cannot take."""
+
+    heading = "scheme"
 
 
 @dataclass(frozen=True)

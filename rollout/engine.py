@@ -4,12 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from configs.errors import QarlError
 from quant.model.low_bit_model import LayerReport, LowBitTensor
 from rollout.types import Completion, Prompt, Sampling
 
 
-class EngineError(RuntimeError):
+class EngineError(QarlError):
     """The engine could not start, died, or refused what it was given."""
+
+    heading = "engine"
 
 
 @dataclass(frozen=True)

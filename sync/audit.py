@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
+from configs.errors import QarlError
 from quant.model.low_bit_model import LayerReport
 
 
-class AuditError(RuntimeError):
+class AuditError(QarlError):
     """Learner and engine disagree about a layer; training would optimize another policy than it samples."""
+
+    heading = "audit"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from configs.errors import QarlError
 from quant.digest import StreamDigest
 from quant.model.low_bit_model import LowBitTensor
 
@@ -20,8 +21,10 @@ _COMPANIONS = (
 )  # fmt: skip
 
 
-class ExportError(RuntimeError):
+class ExportError(QarlError):
     """A checkpoint folder that could not be written, or does not hold what was published."""
+
+    heading = "export"
 
 
 def write_checkpoint(

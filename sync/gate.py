@@ -1,10 +1,13 @@
 """The step-0 gate: on the first batch, before any update, learner and sampler must be the same policy."""
 
+from configs.errors import QarlError
 from learner.mismatch import Mismatch
 
 
-class GateError(RuntimeError):
+class GateError(QarlError):
     """The first batch shows two policies; training would start off-policy."""
+
+    heading = "gate"
 
 
 def require_same_policy(found: Mismatch, bound: float, k3_bound: float) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from configs.errors import QarlError
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.processes import Processes
@@ -19,8 +20,10 @@ from quant.model.low_bit_model import LowBitModel, LowBitTensor
 from rollout.engine import Engine
 
 
-class PublishError(RuntimeError):
+class PublishError(QarlError):
     """The engine does not hold what was published."""
+
+    heading = "publish"
 
 
 @dataclass(frozen=True)

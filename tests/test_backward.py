@@ -8,7 +8,7 @@ import torch
 from test_invariance import drift, experts_policy, gradients, policy, random_batch
 from test_linear import heavy, layer_gradients, make_linear, normal
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from learner.gradients import compiles, rounds_weights
 from learner.logprobs import token_logprobs
 from quant.layers.gradients import Gradients

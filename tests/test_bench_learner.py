@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from learner.batching import make_batch
-from qarl.bench import learner, learner_table
+from qarl.bench.learner import measure as learner
+from qarl.bench.learner import table as learner_table
 from qarl.bench.learner.batch import MODELS, PAD, BenchModel, Sequences, digest, draw_sequences, write_model
 from qarl.bench.learner.job import Job, Steps
 from qarl.bench.learner.step_memory import StepMemory

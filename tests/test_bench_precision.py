@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from qarl.bench.precision import PrecisionOptions, as_data, measure, table
 from quant.schemes import SchemeError
 

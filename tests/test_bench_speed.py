@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from qarl.bench import kernels, publish
 from qarl.bench.learner.memory import PeakMemory
 from quant.materialize.size import stored_bytes

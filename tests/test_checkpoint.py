@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from qarl.report.metrics import _drop_after
 from qarl.run.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 

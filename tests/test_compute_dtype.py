@@ -11,8 +11,9 @@ from test_model import VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, 
 from test_publish import SEQUENCES, start_engine
 from transformers import PreTrainedModel
 
+from configs.errors import ConfigError
+from configs.load import config_from_tree
 from configs.schema.learner import LearnerConfig
-from configs.schema.run import ConfigError, config_from_tree
 from learner.learner import Learner
 from learner.optim.loss_scale import PrecisionError
 from quant.checkpoint.load import load_masters

@@ -6,9 +6,10 @@ from typing import get_args
 import pytest
 import yaml
 
+from configs.errors import ConfigError
+from configs.load import config_file, default_config, field_paths, load_config, shipped_names
 from configs.schema.objectives import AnyObjective
-from configs.schema.run import ConfigError, RunConfig, field_paths, load_config
-from configs.shipped import config_file, default_config, shipped_names
+from configs.schema.run import RunConfig
 from qarl.cli.main import main
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 

@@ -16,8 +16,8 @@ from learner.learner import Learner
 from learner.lost_updates import Diagnosis, is_due
 from learner.optim.optimizer import MasterOptimizer
 from qarl.report.metrics import StepMetrics
-from quant import flips
 from quant.kernels import make_factory
+from quant.materialize import code_changes as flips
 from quant.materialize import materialize
 from quant.materialize.code_changes import FlipCount, changed_codes
 from quant.model.low_bit_model import LowBitModel

@@ -10,7 +10,7 @@ from moe_models import CONFIGS, random_moe, with_tokenizer
 from test_experts import heavy, routed
 from test_publish import SEQUENCES, disturb, start_engine
 
-from configs.schema.run import load_config
+from configs.load import load_config
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.layers.experts import RoutedLowBitExperts

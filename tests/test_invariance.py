@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_models import CONFIGS, random_moe
 from test_learner import VOCABULARY, batch_of, make_learner, masters_of, random_model
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from learner.batching import Batch, micro_batches
 from learner.logprobs import packs, token_logprobs
 from quant.kernels import make_factory

@@ -13,8 +13,8 @@ from test_learner import all_equal, batch_of, make_learner, masters_of, random_m
 from test_linear import dequantized_activation, dequantized_weight, heavy, make_linear, normal, relative_error
 from torch import nn
 
+from configs.errors import ConfigError
 from configs.schema.lora import LoraConfig
-from configs.schema.run import ConfigError
 from learner.learner import Learner
 from quant.checkpoint.shapes import weight_shapes
 from quant.kernels import make_factory

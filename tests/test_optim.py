@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from configs.errors import ConfigError
+from configs.load import config_from_tree
 from configs.schema.learner import OptimizerConfig
-from configs.schema.run import ConfigError, config_from_tree
-from learner import rounding
+from learner.optim import rounding
 from learner.optim.master_step import MasterStep
 from learner.optim.optimizer import MasterOptimizer, matrices_of
 from learner.optim.rounding import split, stochastic_round

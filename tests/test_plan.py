@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from configs.schema.run import ConfigError, LayerRule, load_config
+from configs.errors import ConfigError
+from configs.load import load_config
+from configs.schema.run import LayerRule
 from quant.checkpoint.plan import Plan, make_plan
 from quant.checkpoint.shapes import plan_layers
 from quant.kernels import make_factory

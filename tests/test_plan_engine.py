@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema.run import load_config
+from configs.load import load_config
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from configs.schema.run import ConfigError, config_from_tree
+from configs.errors import ConfigError
+from configs.load import config_from_tree
 from qarl.bench.ptq import Deployed, PtqOptions, measure, table
 from qarl.cli.main import main
 from qarl.ptq.compressor import CompressorError, Job, _batches, compress

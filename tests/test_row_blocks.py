@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from test_linear import heavy, normal
 
 from learner.logprobs import _Normalized
-from quant import backward
-from quant import row_blocks as blocks
+from quant.layers import straight_through as backward
 from quant.layers.gradients import Gradients
 from quant.layers.straight_through import add_weight_gradient
 from quant.materialize.activations import quantize_activation
+from quant.runtime import cpu_blocks as blocks
 from quant.runtime.cpu_blocks import row_blocks
 from quant.schemes import get_scheme
 

@@ -14,8 +14,8 @@ from configs.schema.run import RunConfig
 from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
 from qarl.run.session import check_input
-from quant import support as support_module
 from quant.kernels import KERNELS, make_factory
+from quant.kernels import supported as support_module
 from quant.kernels.supported import Support, require_support, support, why_not
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme

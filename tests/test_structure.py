@@ -8,24 +8,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("quant", "rollout", "learner", "sync", "qarl")
 MAY_IMPORT = {
-    "quant": {"configs.schema.run", "configs.schema.lora"},
-    "rollout": {"configs.schema.run", "quant"},
-    "learner": {"configs.schema.run", "configs.schema.learner", "configs.schema.objectives", "quant", "rollout.types"},
-    "sync": {"configs.schema.run", "quant", "rollout", "learner"},
+    "configs": set[str](),
+    "quant": {"configs"},
+    "rollout": {"configs", "quant"},
+    "learner": {"configs", "quant", "rollout.types"},
+    "sync": {"configs", "quant", "rollout.engine", "rollout.types", "learner"},
+    "qarl": {"configs", "quant", "rollout", "learner", "sync"},
+}
+ROOMS = tuple(MAY_IMPORT)
+
+
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for room in ROOMS
+    for file in (ROOT / room).rglob("*.py")
 }
 
 
 def imports(file: Path) -> set[str]:
+    """Modules of ours that a file imports, wherever in it; `from folder import module` is the module's import."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{file}: relative import"
-            found.add(node.module)
-    return {name for name in found if name.split(".")[0] in ROOMS}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else node.module for name in names}
+    return found & FILES.keys()
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -34,6 +45,48 @@ def test_imports_follow_the_arrows(room: str):
     for file in (ROOT / room).rglob("*.py"):
         for name in imports(file):
             assert any(name == a or name.startswith(a + ".") for a in allowed), f"{file} imports {name}"
+
+
+def modules() -> dict[str, set[str]]:
+    """Every module of ours → those of ours that it imports, wherever in the file."""
+    return {name: imports(file) for name, file in FILES.items()}
+
+
+def folder(module: str) -> str:
+    """`quant.kernels` of `quant.kernels.vllm`; files of a room's top are rooms of their own (`quant.schemes`)."""
+    parts = module.split(".")
+    return module if len(parts) <= 2 else ".".join(parts[:2])
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """One circle among the arrows, its first name repeated at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(arrows.get(name, ())):
+            if found := walk(other, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(arrows) if (found := walk(name, []))), [])
+
+
+def test_no_module_imports_in_a_circle():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert circle(modules()) == []
+
+
+def test_no_room_imports_in_a_circle():
+    """Folders of quant, learner and qarl among each other: one way too."""
+    arrows: dict[str, set[str]] = {}
+    for name, used in modules().items():
+        arrows.setdefault(folder(name), set()).update(folder(other) for other in used)
+    assert circle({name: used - {name} for name, used in arrows.items()}) == []
 
 
 def test_the_loop_fits_a_page():
@@ -45,10 +98,7 @@ def test_the_loop_fits_a_page():
 
 
 def test_configuration_imports_neither_torch_nor_vllm():
-    code = (
-        "import sys, qarl.config, qarl.shipped; "
-        "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
-    )
+    code = "import sys, configs.load; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "[]"
 

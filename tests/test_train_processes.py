@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from configs.schema.run import ConfigError, RunConfig
+from configs.errors import ConfigError
+from configs.schema.run import RunConfig
 from qarl.cli.launch import check_count
 from qarl.report.metrics import read_metrics
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint

@@ -17,9 +17,9 @@ from moe_models import CONFIGS, random_moe
 from test_learner import batch_of, make_learner, masters_of, random_model
 from zero_worker import SHAPES, gradient_of
 
+from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig, OptimizerConfig
 from configs.schema.lora import LoraConfig
-from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.learner import Learner
 from learner.optim.optimizer import MasterOptimizer

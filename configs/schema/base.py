@@ -10,10 +10,6 @@ from pydantic import BaseModel, ConfigDict
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message quotes the value, what is allowed and the remedy."""
-
-
 class Section(BaseModel):
     """A frozen group of fields; unknown keys are errors."""
 

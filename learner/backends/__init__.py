@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
-from configs.schema.run import ConfigError
 from learner.backends.zero_config import deepspeed_config
 from learner.optim.optimizer import Step
 from learner.processes import Processes

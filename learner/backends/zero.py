@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
-from configs.schema.run import ConfigError
 from learner.backends.partitioned_muon import MOMENTUM, PartitionedMuon, pieces_of
 from learner.backends.zero_config import deepspeed_config
 from learner.optim.master_step import adamw

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.errors import ConfigError
 from configs.schema.learner import OptimizerConfig
-from configs.schema.run import ConfigError
 from learner.optim.loss_scale import PrecisionError, short_name
 from learner.optim.master_step import Index, Lost, MasterStep
 

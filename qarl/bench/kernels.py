@@ -14,9 +14,9 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from quant.kernels import KernelError, make_factory
-from quant.kernels.choose import Product, ProductFactory
+from quant.kernels.base import Product, ProductFactory
 from quant.kernels.supported import why_not
 from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from learner.batching import make_batch
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch

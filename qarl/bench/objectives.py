@@ -15,9 +15,10 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Column, Table
 
+from configs.errors import ConfigError
+from configs.load import default_config, load_config
 from configs.schema.objectives import AnyObjective
-from configs.schema.run import ConfigError, RunConfig, load_config
-from configs.shipped import default_config
+from configs.schema.run import RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
+from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
-from configs.schema.run import ConfigError
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
 from learner.learner import Learner

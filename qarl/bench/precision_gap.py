@@ -14,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from configs.schema.run import ConfigError, RunConfig, load_config
-from configs.shipped import config_file
+from configs.errors import ConfigError
+from configs.load import config_file, load_config
+from configs.schema.run import RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder

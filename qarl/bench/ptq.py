@@ -14,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from configs.schema.run import ConfigError, RunConfig, load_config
-from configs.shipped import default_config
+from configs.errors import ConfigError
+from configs.load import default_config, load_config
+from configs.schema.run import RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import METHODS, methods_for

@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from qarl.bench.learner.memory import PeakMemory
 from quant.checkpoint.load import empty_model
 from quant.digest import StreamDigest

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from configs.schema.run import ConfigError, RunConfig
+from configs.errors import ConfigError
+from configs.schema.run import RunConfig
 from learner.processes import Processes
 from qarl.report.dashboard import Dashboard
 from qarl.report.run_folder import RunFolder

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 
 _Measured = tuple[Table, Any]
@@ -273,7 +273,8 @@ def _add_learner(names: Any) -> None:
 
 
 def _learner(known: argparse.Namespace, console: Console) -> _Measured:
-    from qarl.bench import learner, learner_table
+    from qarl.bench.learner import measure as learner
+    from qarl.bench.learner import table as learner_table
     from rollout.vllm.engine import VllmOptions, prepare_environment
 
     for name in ("trl_settings", "trl_python"):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 
 _PATIENCE = 20.0
 """Seconds the others have to stop after one process died, before they are killed."""

@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from configs.errors import ConfigError, QarlError
+from configs.load import choice_sections, config_file, default_config, field_paths, load_config
 from configs.schema.base import Choice
-from configs.schema.run import ConfigError, RunConfig, choice_sections, field_paths, load_config
-from configs.shipped import config_file, default_config
+from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 
@@ -39,50 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("interrupted")
         return 130
-    except Exception as error:
-        kind = _expected(error)
-        if kind is None:
-            raise
-        if kind == "":
-            return 1
-        rank = os.environ.get("RANK", "0")
-        errors.print(f"[bold red]{'' if rank == '0' else f'process {rank}: '}{kind}:[/] ", end="")
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, ValueError) else 1
-
-
-def _expected(error: Exception) -> str | None:
-    """A heading for errors whose message says all a user needs, "" for those another process tells of; None for the
-    rest, which keep their traceback."""
-    from learner.optim.loss_scale import PrecisionError
-    from learner.processes import FailedElsewhereError, is_lost_process
-    from qarl.bench.learner.measure import LearnerBenchError
-    from qarl.ptq.compressor import CompressorError
-    from qarl.run.checkpoint import CheckpointError
-    from qarl.tasks import RewardError, TaskError
-    from quant.checkpoint.load import ModelError
-    from quant.kernels import KernelError
-    from quant.model.add_lora import LoraError
-    from quant.operators.decoder import OperatorError
-    from quant.schemes import SchemeError
-    from rollout.engine import EngineError
-    from sync.audit import AuditError
-    from sync.checkpoint_folder import ExportError
-    from sync.gate import GateError
-    from sync.publisher import PublishError
-
-    if isinstance(error, FailedElsewhereError):
-        return ""
-    if is_lost_process(error):
-        return "another process of this run is gone, and says why"
-    headings: dict[type[Exception], str] = {
-        ConfigError: "configuration", TaskError: "task", RewardError: "reward", SchemeError: "scheme",
-        LoraError: "LoRA", ModelError: "model", OperatorError: "operators", KernelError: "kernel",
-        EngineError: "engine", AuditError: "audit", GateError: "gate", PublishError: "publish", ExportError: "export",
-        CheckpointError: "checkpoint", CompressorError: "llmcompressor",
-        LearnerBenchError: "bench", PrecisionError: "precision",
-    }  # fmt: skip
-    return next((heading for kind, heading in headings.items() if isinstance(error, kind)), None)
+    except QarlError as error:
+        if error.heading:
+            rank = os.environ.get("RANK", "0")
+            process = "" if rank == "0" else f"process {rank}: "
+            errors.print(f"[bold red]{process}{error.heading}:[/] ", end="")
+            errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        return error.exit_status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -166,7 +130,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
-    from learner.processes import join_processes, launched, leave_processes
+    from learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
     from qarl.cli.launch import check_count, launch
     from qarl.run.session import check_input, check_processes
 
@@ -183,7 +147,12 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     processes.first_does(lambda: check_input(config, processes.world))
     if not known.resume:
         folder = processes.first_does(lambda: RunFolder.create(config))
-    status = _run(config, folder, bool(known.resume), console, processes)
+    try:
+        status = _run(config, folder, bool(known.resume), console, processes)
+    except RuntimeError as error:
+        if is_lost_process(error):
+            raise LostProcessError(str(error)) from error
+        raise
     leave_processes()
     return status
 
@@ -196,8 +165,8 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
     try:
         with Dashboard(config, console) as dashboard:
             outcome = train(config, folder, dashboard, processes, resume)
-    except Exception as error:
-        if _expected(error) is not None and any(folder.checkpoints.glob("step-*")):
+    except QarlError:
+        if any(folder.checkpoints.glob("step-*")):
             console.print(f"the last checkpoint is intact: qarl train --resume {folder.path}", soft_wrap=True)
         raise
     if outcome.steps < config.steps:

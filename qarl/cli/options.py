@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:

@@ -15,12 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from configs.errors import QarlError
+
 _BATCH_ROWS = 16
 _LOG_TAIL = 12
 
 
-class CompressorError(RuntimeError):
+class CompressorError(QarlError):
     """llmcompressor is missing, or failed; the message ends with the last lines it wrote."""
+
+    heading = "llmcompressor"
 
 
 @dataclass(frozen=True)

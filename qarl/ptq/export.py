@@ -5,7 +5,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.schema.run import ConfigError, RunConfig
+from configs.errors import ConfigError
+from configs.schema.run import RunConfig
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
 from qarl.ptq.expected_checkpoint import read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from configs.schema.run import ConfigError, RunConfig
+from configs.errors import ConfigError
+from configs.schema.run import RunConfig
 from quant.schemes import Scheme, is_integer
 
 CALIBRATION = 256

@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
-from configs.schema.run import ConfigError, RunConfig, config_from_tree
+from configs.errors import ConfigError
+from configs.load import config_from_tree
+from configs.schema.run import RunConfig
 
 _PACKAGES = (
     "qarl",

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from configs.schema.run import ConfigError
-from learner.processes import Processes
+from configs.errors import ConfigError, QarlError
+from learner.processes import FailedElsewhereError, Processes
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(QarlError):
     """A checkpoint that could not be written or does not read back."""
+
+    heading = "checkpoint"
 
 
 def save_checkpoint(
@@ -35,7 +37,7 @@ def save_checkpoint(
     try:
         together.first_does(lambda: _make_anew(building))
         _write(state, file)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, FailedElsewhereError) as error:
         failure = error
     written = together.gathered((file.name, _sha256(file) if failure is None else None, str(failure)))
     if all(digest for _, digest, _ in written):
@@ -43,7 +45,7 @@ def save_checkpoint(
             manifest = {"step": step, "sha256": {name: digest for name, digest, _ in written}}
             together.first_does(lambda: _name(building, target, manifest, keep))
             return target
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, FailedElsewhereError) as error:
             failure = error
     shutil.rmtree(building, ignore_errors=True)
     reason = failure or next(told for _, digest, told in written if not digest)

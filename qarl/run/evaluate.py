@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from learner.processes import Processes
 from qarl.run.prompts import Prompter
 from qarl.tasks import Task, load_task

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError
 from qarl.tasks import Problem, Task, checked_score
 from rollout.types import Completion, Group, Prompt
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from configs.errors import ConfigError
 from configs.schema.lora import LoraConfig
-from configs.schema.run import ConfigError, RunConfig
+from configs.schema.run import RunConfig
 from learner.backends import check_backend
 from learner.backends.zero_loading import partitioned_loading
 from learner.gradients import require_compiler

@@ -7,18 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
+from configs.errors import InputError, QarlError
+
 Split = Literal["train", "heldout"]
 
 HELDOUT_ONE_IN = 8
 """One question in this many (by hash of its text) is set aside for evaluation."""
 
 
-class TaskError(ValueError):
+class TaskError(InputError):
     """A task that cannot be loaded or asked for problems as described; the message says what to change."""
 
+    heading = "task"
 
-class RewardError(RuntimeError):
+
+class RewardError(QarlError):
     """A reward function raised, or returned something that is not a finite number."""
+
+    heading = "reward"
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from configs.errors import InputError
 from quant.checkpoint.missing_experts import expert_faults
 from quant.schemes import SchemeError
 
 
-class ModelError(ValueError):
+class ModelError(InputError):
     """A model that is missing, incomplete, already quantized, or of a kind that cannot be trained."""
+
+    heading = "model"
 
 
 def resolve_model(name: str) -> Path:

@@ -6,6 +6,7 @@
 `plain`      the master cast to the compute dtype, nothing quantized (the unaligned baseline)
 """
 
-from quant.kernels.choose import KERNELS, KernelError, Product, ProductFactory, make_factory
+from quant.kernels.base import KernelError, Product, ProductFactory
+from quant.kernels.choose import KERNELS, make_factory
 
 __all__ = ["KERNELS", "KernelError", "Product", "ProductFactory", "make_factory"]

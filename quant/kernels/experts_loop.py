@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.choose import Product, ProductFactory
+from quant.kernels.base import Product, ProductFactory
 from quant.materialize.experts import LowBitExperts
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quant.kernels.choose import KernelError
+from quant.kernels.base import KernelError
 from quant.materialize import LowBitWeight
 from quant.materialize.activations import LowBitActivation, quantize_activation
 from quant.schemes import is_integer

@@ -13,7 +13,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from quant.kernels.choose import KernelError
+from quant.kernels.base import KernelError
 from quant.materialize import LowBitWeight
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.choose import ExpertsProduct, ProductFactory
+from quant.kernels.base import ExpertsProduct, ProductFactory
 from quant.kernels.experts_loop import PerExpertProduct
 from quant.layers.gradients import Gradients
 from quant.layers.linear import PlainProduct

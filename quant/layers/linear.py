@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quant.checkpoint.families import FUSED_IN_ENGINE
-from quant.kernels.choose import Product, ProductFactory
+from quant.kernels.base import Product, ProductFactory
 from quant.layers.gradients import Gradients
 from quant.layers.lora import Adapter
 from quant.layers.straight_through import add_weight_gradient, input_gradient

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from configs.errors import InputError
 from configs.schema.lora import LoraConfig
 from quant.checkpoint.families import expert_layout
 from quant.checkpoint.patterns import matching, nearest_names
@@ -23,8 +24,10 @@ from quant.schemes import is_protected
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.([^.]+)$")
 
 
-class LoraError(ValueError):
+class LoraError(InputError):
     """LoRA targets or a rank that do not fit the model."""
+
+    heading = "LoRA"
 
 
 def adapted_weights(shapes: Mapping[str, tuple[int, int]], model_type: str, config: LoraConfig) -> list[str]:

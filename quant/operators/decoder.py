@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from configs.errors import InputError
 from quant.layers.gradients import Gradients
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
 from quant.operators.moe import EngineMoeBlock
@@ -32,8 +33,10 @@ OPERATORS = ("auto", "engine", "transformers")
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
-class OperatorError(ValueError):
+class OperatorError(InputError):
     """Engine operators were asked for a model they are not written for."""
+
+    heading = "operators"
 
 
 class EngineRMSNorm(nn.Module):

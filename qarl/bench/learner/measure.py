@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import qarl
-from configs.schema.run import ConfigError
+from configs.errors import ConfigError, QarlError
 from qarl.bench.learner.batch import MODELS, BenchModel, digest, draw_sequences, write_model
 from qarl.bench.learner.job import Job, Steps
 from qarl.bench.learner.trl_worker import SETTINGS
@@ -32,8 +32,10 @@ VARIANTS = ("checkpointing", "compile")
 PHASES = ("old", "forward", "backward", "optimizer", "materialize")
 
 
-class LearnerBenchError(RuntimeError):
+class LearnerBenchError(QarlError):
     """A trainer's process failed, or trained on something else."""
+
+    heading = "bench"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""Errors whose message says all a person needs: the value, what is allowed, the remedy. Imports nothing heavy, so that
+naming an error costs nothing."""
+
+from typing import ClassVar
+
+
+class QarlError(Exception):
+    """Base of every error a person can cause or mend; shown as `heading: message`, without a traceback.
+
+    heading: what kind it is, in a word or two. exit_status: of the command, 2 for unusable input, 1 for a run that
+    failed.
+    """
+
+    heading: ClassVar[str] = "error"
+    exit_status: ClassVar[int] = 1
+
+
+class InputError(QarlError, ValueError):
+    """Something that was given cannot be used; found before anything is changed."""
+
+    heading: ClassVar[str] = "input"
+    exit_status: ClassVar[int] = 2
+
+
+class ConfigError(InputError):
+    """A configuration that cannot be used."""
+
+    heading: ClassVar[str] = "configuration"

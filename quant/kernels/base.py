@@ -1,0 +1,57 @@
+"""What every kernel family provides: protocols of a layer's prepared product, and the error where one cannot run.
+
+Axes: N tokens, O output rows, I input columns, H hidden columns, K experts a token.
+"""
+
+from typing import Protocol
+
+import torch
+
+from configs.errors import QarlError
+from quant.checkpoint.families import ExpertsShape
+from quant.materialize import LowBitWeight
+from quant.materialize.experts import LowBitExperts
+
+
+class KernelError(QarlError):
+    """The requested kernel family cannot run here, or not for this scheme."""
+
+    heading = "kernel"
+
+
+class Product(Protocol):
+    """One layer's prepared product. Holds whatever layout its kernel needs; never changes the low-bit tensors."""
+
+    @property
+    def name(self) -> str:
+        """Which kernel multiplies."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [N, I] → compute dtype [N, O], bias included."""
+        ...
+
+
+class ExpertsProduct(Protocol):
+    """One layer's routed experts, prepared. Never changes the low-bit tensors."""
+
+    @property
+    def name(self) -> str:
+        """Which kernel multiplies."""
+        ...
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [N, H]; weights: fp32 [N, K]; index: integer [N, K], experts → compute dtype [N, H]."""
+        ...
+
+
+class ProductFactory(Protocol):
+    """Makes the products of a model's layers from their low-bit weights."""
+
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> Product:
+        """layer: checkpoint name. bias: compute dtype [O] or None."""
+        ...
+
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsProduct:
+        """layer: checkpoint name of the experts' module, without the number of one."""
+        ...
