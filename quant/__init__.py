@@ -1,1 +1,1 @@
-"""Low-bit tensors: which layers, which codes and scales, and how they multiply. Imports only `configs.schema.run`."""
+"""Low-bit tensors: which layers, which codes and scales, and how they multiply."""

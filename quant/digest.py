@@ -1,4 +1,4 @@
-"""SHA-256 over a stream of named tensors: name, dtype, shape and bytes of each, in order.
+"""SHA-256 over named tensors, a stream of them or a model's parameters: name, dtype, shape and bytes of each, in order.
 
 Bytes are hashed in pieces of a fixed size, so that all of the machine's cores can share a tensor: the digest of a
 stream is SHA-256 of, tensor after tensor, its header and the SHA-256 of each of its pieces. It does not depend on how
@@ -6,11 +6,14 @@ many threads there were.
 """
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
-from quant.model.low_bit_model import LowBitTensor
 from quant.runtime.thread_pool import in_threads
+from quant.runtime.zero3 import gathered
+from quant.types import LowBitTensor
 
 _PIECE = 1 << 17
 _PIECES_A_THREAD = 2
@@ -38,6 +41,15 @@ class StreamDigest:
     def hexdigest(self) -> str:
         """Hex SHA-256 of everything fed so far."""
         return self._hash.hexdigest()
+
+
+def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Hex digest of a model's parameters as a stream, each gathered whole while it is read."""
+    digest = StreamDigest()
+    for name, parameter in parameters.items():
+        with gathered([parameter]):
+            digest.update(LowBitTensor(name, parameter))
+    return digest.hexdigest()
 
 
 def _digests(data: memoryview) -> list[bytes]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from configs.errors import QarlError
-from quant.model.low_bit_model import LayerReport, LowBitTensor
+from quant.types import LayerReport, LowBitTensor
 from rollout.types import Completion, Prompt, Sampling
 
 

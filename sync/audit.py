@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from configs.errors import QarlError
-from quant.model.low_bit_model import LayerReport
+from quant.types import LayerReport
 
 
 class AuditError(QarlError):

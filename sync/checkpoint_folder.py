@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from configs.errors import QarlError
 from quant.digest import StreamDigest
-from quant.model.low_bit_model import LowBitTensor
+from quant.types import LowBitTensor
 
 _SHARD_BYTES = 4 * 2**30
 _COMPANIONS = (

@@ -16,7 +16,8 @@ from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.processes import Processes
 from quant.digest import StreamDigest
-from quant.model.low_bit_model import LowBitModel, LowBitTensor
+from quant.model.low_bit_model import LowBitModel
+from quant.types import LowBitTensor
 from rollout.engine import Engine
 
 

@@ -14,8 +14,9 @@ from configs.load import load_config
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.layers.experts import RoutedLowBitExperts
-from quant.model.low_bit_model import LowBitModel, LowBitTensor
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SchemeError, get_scheme
+from quant.types import LowBitTensor
 from rollout.engine import EngineError
 from rollout.vllm.engine import VllmEngine
 from sync.audit import AuditError, audit, require_agreement

@@ -17,9 +17,9 @@ from quant.materialize import _quantize as by_operators
 from quant.materialize.cpu_dispatch import numba_missing, quantize_on_cpu
 from quant.materialize.experts import materialize_experts
 from quant.materialize.weight import empty
-from quant.model.low_bit_model import LowBitTensor
 from quant.runtime.thread_pool import in_threads
 from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
+from quant.types import LowBitTensor
 
 FUSED = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8", "w4afp8", "fp8")
 EAGER = ("fp8-block", "nvfp4a16", "mxfp4a16")

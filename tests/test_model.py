@@ -30,9 +30,10 @@ from transformers import (
 
 from quant.kernels import make_factory
 from quant.layers.gradients import Gradients
-from quant.model.low_bit_model import LayerReport, LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.operators.decoder import OperatorError, install_engine_operators, why_not
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from quant.types import LayerReport
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {

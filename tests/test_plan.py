@@ -20,8 +20,9 @@ from quant.checkpoint.plan import Plan, make_plan
 from quant.checkpoint.shapes import plan_layers
 from quant.kernels import make_factory
 from quant.materialize import materialize
-from quant.model.low_bit_model import LayerReport, LowBitModel
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SchemeError, get_scheme, scheme_of_args
+from quant.types import LayerReport
 from sync.audit import AuditError, audit, require_agreement
 
 LAYERS, EXPERTS = 3, 2

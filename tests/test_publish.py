@@ -11,8 +11,9 @@ from safetensors import safe_open
 from quant.checkpoint.load import load_masters
 from quant.digest import StreamDigest
 from quant.kernels import make_factory
-from quant.model.low_bit_model import LowBitModel, LowBitTensor
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from quant.types import LowBitTensor
 from rollout.engine import Engine, EngineError
 from rollout.vllm.engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement

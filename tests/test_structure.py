@@ -110,3 +110,9 @@ def test_only_schemes_state_bits_and_ranges():
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Constant) and node.value in (127, 127.5, 7.5, 448, 448.0):
                     raise AssertionError(f"{file}:{node.lineno} states {node.value}")
+
+
+def test_hand_overs_of_quant_import_neither_torch_nor_transformers():
+    code = "import sys, quant.types; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from quant.checkpoint.families import ExpertLayout, expert_layout
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
-from quant.model.low_bit_model import LayerReport, LowBitModel, LowBitTensor
+from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
+from quant.types import LayerReport, LowBitTensor
 from sync.checkpoint_folder import ExportError
 from sync.export import checkpoint_config
 

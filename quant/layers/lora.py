@@ -8,15 +8,12 @@ rounding counted as identity, dW = dyᵀ x̂ reaches the factors as dB = s · dW
 Axes: N tokens, O output rows, I input columns, R rank, E experts.
 """
 
-import hashlib
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from quant.runtime.thread_pool import in_threads
-from quant.runtime.zero3 import gathered, whole_shape
+from quant.runtime.zero3 import whole_shape
 
 
 class Adapter(nn.Module):
@@ -67,27 +64,3 @@ class Adapter(nn.Module):
     def _factors(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = self.lora_A.detach(), self.lora_B.detach()
         return (a, b) if expert is None else (a[expert], b[expert])
-
-
-def digest(tensors: Mapping[str, nn.Parameter]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, in order; hashed in threads, tensor by tensor, but one
-    after another where they are partitioned."""
-    items = list(tensors.items())
-    if any(hasattr(tensor, "ds_id") for tensor in tensors.values()):
-        return hashlib.sha256(b"".join(_gathered_hash(name, tensor) for name, tensor in items)).hexdigest()
-
-    def some(start: int, stop: int) -> bytes:
-        return b"".join(_hash(name, tensor) for name, tensor in items[start:stop])
-
-    return hashlib.sha256(b"".join(in_threads(some, len(items), at_least=1))).hexdigest()
-
-
-def _gathered_hash(name: str, parameter: nn.Parameter) -> bytes:
-    with gathered([parameter]):
-        return _hash(name, parameter)
-
-
-def _hash(name: str, tensor: torch.Tensor) -> bytes:
-    found = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-    found.update(memoryview(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    return found.digest()

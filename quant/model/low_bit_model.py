@@ -8,7 +8,6 @@ version; forward, publish and export all read what it made.
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,38 +19,19 @@ from configs.schema.run import LayerRule
 from quant.checkpoint.families import ExpertsShape, expert_layout, fused_experts
 from quant.checkpoint.plan import Plan
 from quant.checkpoint.shapes import plan_layers, router_names, weight_shapes
+from quant.digest import parameters_digest
 from quant.kernels import ProductFactory
 from quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.gradients import Gradients
 from quant.layers.linear import LowBitLinear, fuse_scales
-from quant.layers.lora import digest
 from quant.materialize import materializer
 from quant.materialize.code_changes import FlipCount
 from quant.operators.decoder import EngineDecoderLayer, OperatorError, install_engine_operators, packed_forward, why_not
 from quant.operators.moe import EngineMoeBlock
 from quant.runtime.zero3 import gathered, whole_shape
 from quant.schemes import Scheme, SchemeError
-
-
-@dataclass(frozen=True)
-class LowBitTensor:
-    """One tensor of the published stream. name: as in the checkpoint; tensor: what the forward used."""
-
-    name: str
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One linear layer, or all experts of one layer, as one side of the audit sees it. group_size None: a scale per
-    row, or unquantized."""
-
-    name: str
-    scheme: str
-    group_size: int | None
-    dtype: str
-    kernel: str
+from quant.types import LayerReport, LowBitTensor
 
 
 class LowBitModel(nn.Module):
@@ -368,7 +348,7 @@ class LowBitModel(nn.Module):
     def base_digest(self) -> str | None:
         """SHA-256 of the frozen weights under adapters, which no checkpoint of the adapters holds; None where every
         master is trained."""
-        return digest(self.loaded) if self.adapted else None
+        return parameters_digest(self.loaded) if self.adapted else None
 
 
 def _refuse_quantized_routers(plan: Plan, routers: Iterable[str]) -> None:

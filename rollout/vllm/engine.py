@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quant.model.low_bit_model import LayerReport, LowBitTensor
+from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.types import Completion, Prompt, Sampling
 

@@ -31,8 +31,8 @@ from vllm.platforms import current_platform
 
 from quant.digest import StreamDigest
 from quant.kernels.vllm_names import kernel_name
-from quant.model.low_bit_model import LayerReport, LowBitTensor
 from quant.schemes import scheme_of_args
+from quant.types import LayerReport, LowBitTensor
 from rollout.engine import LoadReport
 
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)

@@ -1,0 +1,27 @@
+"""What `quant` hands to other rooms: light, so that a protocol that names it imports neither torch nor transformers."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class LowBitTensor:
+    """One tensor of the published stream. name: as in the checkpoint; tensor: what the forward used."""
+
+    name: str
+    tensor: "torch.Tensor"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One linear layer, or all experts of one layer, as one side of the audit sees it. group_size None: a scale per
+    row, or unquantized."""
+
+    name: str
+    scheme: str
+    group_size: int | None
+    dtype: str
+    kernel: str
