@@ -1,6 +1,9 @@
-"""Fixtures: small random policies, built once a session."""
+"""What every test runs under, and fixtures: small random policies, built once a session."""
 
 import dataclasses
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,9 @@ from hypothesis import settings
 from qarl.cli.environment import quiet_libraries
 
 quiet_libraries()
+# Models of these sizes gain nothing from a second thread, and several processes lose by spinning. Read at import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
 from rollout.vllm.engine import VllmOptions, prepare_environment  # noqa: E402
@@ -17,6 +23,15 @@ from rollout.vllm.engine import VllmOptions, prepare_environment  # noqa: E402
 # Examples are not timed: machines are shared, and first calls compile.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Embedded policies of this session are built in a folder of its own, not taken from the user's cache."""
+    if "QARL_TEST_CACHE" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="qarl-tests-")
+        os.environ["QARL_TEST_CACHE"] = os.environ["QARL_CACHE"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
 
 # Before any test imports vLLM: it reads these once.
 prepare_environment(VllmOptions())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quant.materialize.activations import quantize_activation
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from tests.support.tensors import as_bytes
 
 on_cpu_builds = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's CPU operators are in its CPU build only")
 
@@ -35,10 +36,6 @@ def activations(draw: st.DrawFn, exponents: tuple[int, int] = (-30, 30), multipl
     x[torch.rand(tokens, generator=generator) < draw(st.sampled_from((0.0, 0.4)))] = 0.0
     largest = torch.finfo(dtype).max * 0.99
     return x.clamp(-largest, largest).to(dtype)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 @on_cpu_builds

@@ -5,14 +5,15 @@ Axes: N tokens, O output rows, I input columns.
 
 import pytest
 import torch
-from test_invariance import drift, experts_policy, gradients, policy, random_batch
-from test_linear import heavy, layer_gradients, make_linear, normal
 
 from configs.errors import ConfigError
 from learner.gradients import compiles, rounds_weights
 from learner.logprobs import token_logprobs
 from quant.layers.gradients import Gradients
 from quant.layers.straight_through import add_weight_gradient, input_gradient, multiplies_natively
+from tests.support.layers import layer_gradients, make_linear
+from tests.support.learners import drift, experts_policy, logprob_gradients, policy, random_batch
+from tests.support.tensors import heavy, normal
 
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
@@ -119,7 +120,7 @@ def test_gradients_added_in_place_are_autograds(scheme: str, loss_scale: float):
         totals: dict[str, torch.Tensor] = {}
         for lengths in ([9, 4], [17]):
             batch = random_batch(lengths, model.config.vocab_size)
-            _, part = gradients(model, batch, length=batch.length)
+            _, part = logprob_gradients(model, batch, length=batch.length)
             totals = {n: g + totals[n] if totals else g for n, g in part.items()}
         found.append(totals)
     assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in found[1].values())
@@ -132,7 +133,7 @@ def test_experts_gradients_added_in_place_are_autograds():
         model = experts_policy(BFLOAT16)
         model.gradients.in_place = in_place
         batch = random_batch([7, 12, 3], model.config.vocab_size)
-        found.append(gradients(model, batch, length=batch.length)[1])
+        found.append(logprob_gradients(model, batch, length=batch.length)[1])
     assert drift(found[1], found[0])[1] <= 1e-5
 
 
@@ -144,9 +145,9 @@ def test_hooks_of_a_master_see_its_gradient():
     master = model.masters["model.layers.0.mlp.down_proj.weight"]
     handle = master.register_hook(seen.append)
     batch = random_batch([6, 3], model.config.vocab_size)
-    _, hooked = gradients(model, batch, length=batch.length)
+    _, hooked = logprob_gradients(model, batch, length=batch.length)
     handle.remove()
-    _, found = gradients(model, batch, length=batch.length)
+    _, found = logprob_gradients(model, batch, length=batch.length)
     assert len(seen) == 1 and torch.equal(seen[0], hooked["model.layers.0.mlp.down_proj.weight"])
     assert drift(found, hooked)[1] <= 1e-6
 
@@ -156,7 +157,7 @@ def test_gradients_in_place_add_up_over_backwards():
     model = policy("w4a16")
     model.gradients.in_place = True
     batch = random_batch([6, 3], model.config.vocab_size)
-    _, once = gradients(model, batch, length=batch.length)
+    _, once = logprob_gradients(model, batch, length=batch.length)
     for master in model.masters.values():
         master.grad = None
     for _ in range(2):

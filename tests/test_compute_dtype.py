@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_models import CONFIGS, random_moe
-from test_model import VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, some_tokens
-from test_publish import SEQUENCES, start_engine
 from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
@@ -21,6 +18,10 @@ from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SchemeError, get_scheme
 from sync.publisher import Publisher
+from tests.support.engines import SEQUENCES, start_engine
+from tests.support.learners import batch_of
+from tests.support.models import VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, some_tokens
+from tests.support.moe_models import CONFIGS, random_moe
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 operators_of = pytest.mark.parametrize("operators", ["transformers", "engine"])
@@ -99,8 +100,6 @@ def test_the_loss_scale_follows_the_learners_dtype(dtype: str, compute: str, act
 
 def test_an_overflow_is_told_of_the_dtype_it_happened_in():
     """The norm's weight is beyond float16 and within bfloat16: the float16 learner is at fault, not its engine."""
-    from test_learner import batch_of
-
     model = wrap(qwen3(vocab_size=VOCABULARY), "bf16", torch.bfloat16, torch.float16)
     with torch.no_grad():
         model.masters["model.norm.weight"].mul_(1e6)

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_models import CONFIGS, random_moe
-from test_learner import all_equal, batch_of, make_learner, masters_of
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
@@ -22,6 +20,8 @@ from quant.materialize import materialize
 from quant.materialize.code_changes import FlipCount, changed_codes
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
+from tests.support.learners import all_equal, batch_of, make_learner, masters_of
+from tests.support.moe_models import CONFIGS, random_moe
 
 QUANTIZED = [name for name in SCHEMES if name != "bf16"]
 

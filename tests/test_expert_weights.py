@@ -4,12 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_materialize import as_bytes, library
 
 from quant.checkpoint.families import expert_layout
 from quant.materialize import materialize
 from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from tests.support.library import library
+from tests.support.tensors import as_bytes
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

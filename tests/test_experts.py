@@ -8,17 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quant.checkpoint.families import ExpertsShape, expert_layout
 from quant.kernels import make_factory
 from quant.layers.experts import RoutedLowBitExperts
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import quantize_activation
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from tests.support.kernels import CPU_SCHEMES, no_cuda
+from tests.support.layers import (
+    EXPERTS,
+    SHAPE,
+    as_multiplied,
+    experts_fake_quant_gradients,
+    make_experts,
+    routed,
+    unpacked,
+)
+from tests.support.tensors import heavy, normal, relative_error
 
-LAYER = "model.layers.1.mlp.experts"
-SHAPE = ExpertsShape(5, 2, 128, 256, "silu", expert_layout("qwen3_moe"))
-CPU_SCHEMES = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
-"""Schemes vLLM runs on a CPU without AMX, with this project's plugin."""
 TORCH_SCHEMES = (*CPU_SCHEMES, "w4afp8", "fp8-block")
 
 STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8": 0.06, "nvfp4": 0.05}
@@ -27,8 +31,6 @@ STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8"
 SUMMED = (SHAPE.hidden + SHAPE.intermediate) * torch.finfo(torch.float32).eps / 2
 """Relative error allowed for two fp32 sums of I terms, one after the other: √I half units of Σ|x||w| each
 (`test_linear.summation_error`), which for terms of random sign is √I of the sum. It shows in float32 alone."""
-
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
 
 
 def runs(kernel: str, scheme: str, dtype: str) -> bool:
@@ -50,40 +52,6 @@ def products(**families: Iterable[str]) -> pytest.MarkDecorator:
             if runs(kernel, scheme, n)
         ],
     )
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def heavy(*shape: int, seed: int) -> torch.Tensor:
-    """Normal times log-normal: tails that make quantization visible."""
-    return normal(*shape, seed=seed) * normal(*shape, seed=seed + 1).exp()
-
-
-def make_experts(
-    scheme: str,
-    kernel: str = "reference",
-    dtype: torch.dtype = torch.bfloat16,
-    shape: ExpertsShape = SHAPE,
-    aligned: bool = True,
-    master_dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> RoutedLowBitExperts:
-    E, H, inner = shape.experts, shape.hidden, shape.intermediate
-    gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=seed) * 0.06).to(master_dtype))
-    down = nn.Parameter((heavy(E, H, inner, seed=seed + 2) * 0.04).to(master_dtype))
-    factory = make_factory(kernel, dtype)
-    experts = RoutedLowBitExperts(LAYER, gate_up, down, shape, get_scheme(scheme), factory, dtype, aligned)
-    experts.refresh()
-    return experts
-
-
-def routed(tokens: int, shape: ExpertsShape = SHAPE, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """weights fp32 [N, K] that sum to one, and K different experts a token, int64 [N, K]."""
-    logits = normal(tokens, shape.experts, seed=seed)
-    picked, index = logits.topk(shape.top_k, dim=-1)
-    return picked.softmax(-1), index
 
 
 ROUTINGS = {
@@ -116,7 +84,7 @@ def test_vllms_experts_are_its_dense_layers_expert_by_expert(
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, kernel, dtype, shape)
     weights, index = route()
-    x = heavy(len(index), shape.hidden, seed=9).to(dtype)
+    x = heavy(len(index), shape.hidden, seed=9, rows=False).to(dtype)
     factory, total = make_factory(kernel, dtype), torch.zeros(x.shape)
     assert experts.low_bit is not None
     with torch.no_grad():
@@ -126,32 +94,13 @@ def test_vllms_experts_are_its_dense_layers_expert_by_expert(
             rows = chosen.any(-1).nonzero()[:, 0]
             if not len(rows):
                 continue
-            merged = factory(f"{LAYER}.{e}.gate_proj", expert.gate_up, None)(x[rows])
+            merged = factory(f"{EXPERTS}.{e}.gate_proj", expert.gate_up, None)(x[rows])
             hidden = torch.empty(len(rows), shape.intermediate, dtype=dtype)
             torch.ops._C.silu_and_mul(hidden, merged)
-            out = factory(f"{LAYER}.{e}.down_proj", expert.down, None)(hidden)
+            out = factory(f"{EXPERTS}.{e}.down_proj", expert.down, None)(hidden)
             total[rows] += out.float() * (weights * chosen).sum(-1)[rows, None]
     assert y.dtype == dtype
     assert torch.equal(y, total.to(dtype))
-
-
-def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
-    """codes · scale, float64 [O, I]."""
-    codes = low_bit.unpacked().double()
-    if low_bit.scale is None:
-        return codes
-    scale = low_bit.wide_scale().double().repeat_interleave(low_bit.shape[0] // low_bit.scale.shape[0], dim=0)
-    return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
-
-
-def as_multiplied(x: torch.Tensor, experts: RoutedLowBitExperts) -> torch.Tensor:
-    """x rounded to the compute dtype and then as its scheme quantizes activations, float64."""
-    x = x.to(experts.dtype)
-    if not experts.quantizes_activations:
-        return x.double()
-    low_bit = quantize_activation(x, experts.scheme)
-    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
-    return low_bit.values().double() * scale
 
 
 def exact_output(
@@ -173,10 +122,6 @@ def exact_output(
     return y
 
 
-def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((given.double() - exact.double()).norm() / exact.double().norm())
-
-
 @pytest.mark.parametrize("routing", ["random", "one expert a token"])
 @products(vllm=CPU_SCHEMES, torch=TORCH_SCHEMES, reference=SCHEMES)
 def test_the_product_is_that_of_the_published_codes(kernel: str, scheme: str, dtype: torch.dtype, routing: str):
@@ -185,7 +130,7 @@ def test_the_product_is_that_of_the_published_codes(kernel: str, scheme: str, dt
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, kernel, dtype, shape)
     weights, index = route()
-    x = heavy(len(index), shape.hidden, seed=9).to(dtype)
+    x = heavy(len(index), shape.hidden, seed=9, rows=False).to(dtype)
     with torch.no_grad():
         y = experts(x, index, weights)
     exact, unquantized = (exact_output(experts, x, weights, index, masters) for masters in (False, True))
@@ -209,7 +154,7 @@ def test_kernels_are_vllms_own_low_bit_ones(scheme: str):
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):
     experts, fresh = make_experts(scheme, aligned=aligned), make_experts(scheme, aligned=aligned, seed=7)
-    (weights, index), x = routed(9), heavy(9, 128, seed=9).bfloat16()
+    (weights, index), x = routed(9), heavy(9, 128, seed=9, rows=False).bfloat16()
     before = experts(x, index, weights)
     with torch.no_grad():
         for master, other in zip(experts.masters, fresh.masters, strict=True):
@@ -223,7 +168,7 @@ def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):
 def test_experts_never_materialized_say_so():
     gate_up, down = nn.Parameter(torch.ones(5, 512, 128)), nn.Parameter(torch.ones(5, 128, 256))
     factory = make_factory("reference", torch.bfloat16)
-    experts = RoutedLowBitExperts(LAYER, gate_up, down, SHAPE, get_scheme("fp8"), factory, torch.bfloat16)
+    experts = RoutedLowBitExperts(EXPERTS, gate_up, down, SHAPE, get_scheme("fp8"), factory, torch.bfloat16)
     weights, index = routed(2)
     with pytest.raises(RuntimeError, match=r"'model\.layers\.1\.mlp\.experts' was never materialized.*refresh"):
         experts(torch.ones(2, 128, dtype=torch.bfloat16), index, weights)
@@ -240,7 +185,7 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str):
     assert experts.low_bit is not None
     gc.disable()
     try:
-        product = make_factory("vllm", torch.bfloat16).experts(LAYER, SHAPE, experts.low_bit)
+        product = make_factory("vllm", torch.bfloat16).experts(EXPERTS, SHAPE, experts.low_bit)
         watched = weakref.ref(product._experts)  # type: ignore[attr-defined]
         del product
         assert watched() is None
@@ -249,46 +194,6 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str):
 
 
 # --- the gradients
-
-
-def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """`used` forward, the gradient of `value` backward."""
-    return value + (used.to(value.dtype) - value).detach()
-
-
-def fake_quant_gradients(
-    experts: RoutedLowBitExperts,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    dy: torch.Tensor,
-    activations: bool = True,
-) -> list[torch.Tensor]:
-    """Of x, routing weights and both masters, by torch's autograd on float64 through the detach trick.
-
-    activations: quantize them too (else only weights, to show that it matters)."""
-    x, weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
-    gate_up, down = (master.detach().double().requires_grad_() for master in experts.masters)
-    y = torch.zeros(x.shape, dtype=torch.float64)
-
-    def used(values: torch.Tensor) -> torch.Tensor:
-        rounded = values.detach().to(experts.dtype)
-        return straight_through(values, as_multiplied(rounded, experts) if activations else rounded)
-
-    for e in range(experts.shape.experts):
-        rows, slots = (index == e).nonzero(as_tuple=True)
-        if experts.aligned:
-            assert experts.low_bit is not None
-            matrices = unpacked(experts.low_bit.experts[e].gate_up), unpacked(experts.low_bit.experts[e].down)
-        else:
-            matrices = gate_up[e].to(experts.dtype), down[e].to(experts.dtype)
-        both, out = straight_through(gate_up[e], matrices[0]), straight_through(down[e], matrices[1])
-        merged = used(x[rows]) @ both.t()
-        merged = straight_through(merged, merged.detach().to(experts.dtype))
-        gate, up = merged.chunk(2, dim=-1)
-        y = y.index_add(0, rows, used(F.silu(gate) * up) @ out.t() * weights[rows, slots, None])
-    y.backward(dy.double())
-    return [leaf.grad for leaf in (x, weights, gate_up, down) if leaf.grad is not None]
 
 
 def own_gradients(
@@ -309,9 +214,9 @@ def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, 
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, "reference", torch.float32, shape, aligned)
     weights, index = route()
-    x, dy = heavy(len(index), shape.hidden, seed=9), heavy(len(index), shape.hidden, seed=11)
+    x, dy = heavy(len(index), shape.hidden, seed=9, rows=False), heavy(len(index), shape.hidden, seed=11, rows=False)
     ours = own_gradients(experts, x, weights, index, dy)
-    theirs = fake_quant_gradients(experts, x, weights, index, dy)
+    theirs = experts_fake_quant_gradients(experts, x, weights, index, dy)
     bound = 2e-3 if experts.quantizes_activations else 1e-5
     assert len(ours) == len(theirs) == 4
     for given, expected in zip(ours, theirs, strict=True):
@@ -320,7 +225,7 @@ def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, 
     idle = [e for e in range(shape.experts) if not (index == e).any()]
     assert not ours[2][idle].any() and not ours[3][idle].any()
     if experts.quantizes_activations:
-        other = fake_quant_gradients(experts, x, weights, index, dy, activations=False)
+        other = experts_fake_quant_gradients(experts, x, weights, index, dy, activations=False)
         assert all(relative_error(o, t) > bound for o, t in zip(other[1:], theirs[1:], strict=True))
 
 
@@ -330,9 +235,9 @@ def test_gradients_in_a_low_compute_dtype(kernel: str, scheme: str, dtype: torch
     """Whatever kernel multiplied: gradients come in the dtype of what they are for, within the bound of the forward."""
     experts = make_experts(scheme, kernel, dtype, master_dtype=master_dtype)
     weights, index = routed(23)
-    x, dy = heavy(23, 128, seed=9).to(dtype), normal(23, 128, seed=11).to(dtype)
+    x, dy = heavy(23, 128, seed=9, rows=False).to(dtype), normal(23, 128, seed=11).to(dtype)
     ours = own_gradients(experts, x, weights, index, dy)
-    theirs = fake_quant_gradients(experts, x, weights, index, dy)
+    theirs = experts_fake_quant_gradients(experts, x, weights, index, dy)
     kept = (dtype, torch.float32, master_dtype, master_dtype)
     for given, expected, kind in zip(ours, theirs, kept, strict=True):
         assert given.dtype == kind
@@ -343,7 +248,7 @@ def test_gradients_in_a_low_compute_dtype(kernel: str, scheme: str, dtype: torch
 def test_gradients_only_where_they_are_needed():
     """Frozen masters and inputs without gradient: the others' gradients are the same bits."""
     weights, index = routed(9)
-    x, dy = heavy(9, 128, seed=9).bfloat16(), normal(9, 128, seed=11).bfloat16()
+    x, dy = heavy(9, 128, seed=9, rows=False).bfloat16(), normal(9, 128, seed=11).bfloat16()
     everything = own_gradients(make_experts("w8a8"), x, weights, index, dy)
     frozen = make_experts("w8a8")
     frozen.gate_up_proj.requires_grad_(False)
@@ -364,7 +269,7 @@ def test_what_is_kept_for_backward(kernel: str, scheme: str, dtype: torch.dtype)
     of the tokens inside the experts."""
     experts = make_experts(scheme, kernel, dtype)
     weights, index = routed(23)
-    x = heavy(23, 128, seed=9).to(dtype).requires_grad_()
+    x = heavy(23, 128, seed=9, rows=False).to(dtype).requires_grad_()
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

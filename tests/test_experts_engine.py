@@ -6,29 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import CONFIGS, random_moe, with_tokenizer
-from test_experts import heavy, routed
-from test_publish import SEQUENCES, disturb, start_engine
 
-from configs.load import load_config
-from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.layers.experts import RoutedLowBitExperts
 from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, SchemeError, get_scheme
+from quant.schemes import SchemeError
 from quant.types import LowBitTensor
 from rollout.engine import EngineError
 from rollout.vllm.engine import VllmEngine
 from sync.audit import AuditError, audit, require_agreement
 from sync.publisher import Publisher, PublishError
+from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
+from tests.support.layers import routed
+from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
+from tests.support.tensors import heavy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's")
-
-
-def make_model(folder: Path, scheme: str, dtype: str = "bfloat16", layers: str = "[]") -> LowBitModel:
-    compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
-    masters, factory = load_masters(folder, torch.float32), make_factory("vllm", compute)
-    return LowBitModel(masters, get_scheme(scheme), compute, factory, rules=rules)
 
 
 def call(engine: VllmEngine, function: Callable[..., Any], *args: object) -> Any:
@@ -68,7 +61,7 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
             assert torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8)), f"{name}: {key}"
         for tokens in (1, 5, 40):
             weights, index = routed(tokens, layer.shape)
-            x = heavy(tokens, layer.shape.hidden, seed=tokens).to(model.dtype)
+            x = heavy(tokens, layer.shape.hidden, seed=tokens, rows=False).to(model.dtype)
             with torch.no_grad():
                 y = call(engine, forward, name, x, weights, index)
                 assert torch.equal(layer(x, index, weights), y), f"{name}, {tokens} tokens"
@@ -212,7 +205,7 @@ def test_vllm_rotates_queries_of_several_heads_wrongly():
 
     with set_current_vllm_config(VllmConfig()):
         rope = get_rope(64, 64, False, {"rope_type": "default", "rope_theta": 10000.0}, torch.float32)
-    positions, q, k = torch.arange(9), heavy(9, 4, 64, seed=0), heavy(9, 1, 64, seed=1)
+    positions, q, k = torch.arange(9), heavy(9, 4, 64, seed=0, rows=False), heavy(9, 1, 64, seed=1, rows=False)
     right, _ = rope.forward_native(positions, q.clone(), k.clone())
     flat, _ = rope.forward_cpu(positions, q.flatten(1).clone(), k.flatten(1).clone())
     stacked, _ = rope.forward_cpu(positions, q.clone(), k.clone())

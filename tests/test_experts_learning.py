@@ -1,6 +1,5 @@
 """Learning with stacked experts: Muon on views, and runs that are killed and resumed."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -11,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_models import CONFIGS, random_moe
-from test_train import ROOT, command, lines, qarl, wait_for_lines
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
@@ -20,6 +17,8 @@ from learner.optim.optimizer import MasterOptimizer, matrices_of
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
+from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.runs import command, environment, lines, qarl, wait_for_lines
 
 
 def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
@@ -116,23 +115,22 @@ REWARD = "import hashlib\n\ndef reward(problem, text):\n    return hashlib.sha25
 def test_kill_and_resume_gives_the_uninterrupted_run(random_experts: Callable[[bool], Path], tmp_path: Path):
     """As tests/test_train.py for dense models: every metric, digests of published experts included, to the last bit."""
     (tmp_path / "hashed.py").write_text(REWARD)
-    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags = [
         "--config", "tiny-qwen3-moe", "--model", random_experts(True), "--reward", "hashed:reward", "--steps", "5",
         "--prompts", "4", "--samples", "4", "--eval.problems", "0", "--checkpoint-every", "1", "--export", "false",
     ]  # fmt: skip
-    done = qarl("train", *flags, "--output", whole, **environment)
+    done = qarl("train", *flags, "--output", whole, folders=[tmp_path])
     assert done.returncode == 0, done.stdout + done.stderr
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(
-        command("train", *flags, "--output", cut), env={**os.environ, **environment}, stdout=quiet, stderr=quiet
+        command("train", *flags, "--output", cut), env=environment(tmp_path), stdout=quiet, stderr=quiet
     )
     wait_for_lines(process, cut / "metrics.jsonl", 2)  # so step 1's checkpoint, written between them, is complete
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert len((cut / "metrics.jsonl").read_text().splitlines()) < 5
-    resumed = qarl("train", "--resume", cut, **environment)
+    resumed = qarl("train", "--resume", cut, folders=[tmp_path])
     assert resumed.returncode == 0, resumed.stderr
     assert lines(cut) == lines(whole)
     assert len({line["digest"] for line in lines(whole)}) == 5

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_models import with_tokenizer
-from test_ptq import SMALL, as_bytes, qarl
 
 from qarl.ptq.compressor import Job, compress
 from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
@@ -15,8 +13,12 @@ from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 from sync.export import export_checkpoint
+from tests.support.moe_models import with_tokenizer
+from tests.support.runs import qarl
+from tests.support.tensors import as_bytes
 
 pytestmark = pytest.mark.slow
+SMALL = ("--steps", "2", "--rollout.prompts", "8", "--rollout.samples", "4", "--eval.problems", "32")
 
 
 @pytest.mark.parametrize(
@@ -48,10 +50,8 @@ def test_rtn_is_materialize_bit_for_bit(random_experts: Callable[[bool], Path], 
 def test_a_run_is_exported_by_ptq(random_experts: Callable[[bool], Path], tmp_path: Path):
     """`qarl export --ptq rtn` of a bf16 run of a mixture of experts, audited in a fresh engine."""
     run, model = tmp_path / "run", random_experts(True)
-    done = qarl(
-        tmp_path, "train", "--config", "tiny-qwen3-moe", "--model", model, "--scheme", "bf16", "--output", run, *SMALL
-    )
+    done = qarl("train", "--config", "tiny-qwen3-moe", "--model", model, "--scheme", "bf16", "--output", run, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = qarl(tmp_path, "export", run, "-o", "out", "--ptq", "rtn", "--scheme", "w4a16")
+    done = qarl("export", run, "-o", tmp_path / "out", "--ptq", "rtn", "--scheme", "w4a16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "by rtn to w4a16" in done.stdout

@@ -20,6 +20,7 @@ from quant.materialize.weight import empty
 from quant.runtime.thread_pool import in_threads
 from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
 from quant.types import LowBitTensor
+from tests.support.tensors import as_bytes
 
 FUSED = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8", "w4afp8", "fp8")
 EAGER = ("fp8-block", "nvfp4a16", "mxfp4a16")
@@ -32,13 +33,11 @@ masters = pytest.mark.parametrize("master", [MASTER_DTYPES["float32"], MASTER_DT
 computes = pytest.mark.parametrize("dtype", COMPUTE, ids=str)
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 def same_bits(ours: LowBitWeight, theirs: LowBitWeight) -> bool:
     pairs = list(zip(ours.tensors(), theirs.tensors(), strict=True))
-    return all(a[0] == b[0] and a[1].dtype == b[1].dtype and torch.equal(raw(a[1]), raw(b[1])) for a, b in pairs)
+    return all(
+        a[0] == b[0] and a[1].dtype == b[1].dtype and torch.equal(as_bytes(a[1]), as_bytes(b[1])) for a, b in pairs
+    )
 
 
 def check(weight: torch.Tensor, name: str, dtype: torch.dtype) -> None:
@@ -135,7 +134,7 @@ def test_float32_rounds_to_e4m3_as_torch_does():
     weight = torch.cat((values, -values)).view(1, -1)
     made = materialize(weight, get_scheme("fp8"), torch.float32)
     assert made.scale is not None and made.scale.item() == 1.0
-    assert torch.equal(raw(made.codes), raw(weight.to(torch.float8_e4m3fn)))
+    assert torch.equal(as_bytes(made.codes), as_bytes(weight.to(torch.float8_e4m3fn)))
 
 
 @needs_numba
@@ -186,7 +185,7 @@ def test_a_buffer_is_written_again(name: str, master: torch.dtype):
     assert again is made
     assert addresses == [t.data_ptr() for t in (made.codes, made.scale, made.global_scale) if t is not None]
     assert same_bits(made, materialize(second, scheme, torch.bfloat16))
-    assert not torch.equal(raw(old.codes), raw(made.codes))
+    assert not torch.equal(as_bytes(old.codes), as_bytes(made.codes))
 
 
 @pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "fp8", "nvfp4a16", "mxfp4a16"])
@@ -206,9 +205,9 @@ def test_experts_buffers_are_written_again(name: str):
     fresh = list(materialize_experts(*second, scheme, torch.bfloat16, "experts").tensors(layout))
     for (key, now, before), (ours, tensor), (theirs, expected) in zip(held, again.tensors(layout), fresh, strict=True):
         assert key == ours == theirs
-        assert torch.equal(raw(tensor), raw(expected))
+        assert torch.equal(as_bytes(tensor), as_bytes(expected))
         if not key.endswith("weight_shape"):
-            assert now.data_ptr() == tensor.data_ptr() and not torch.equal(raw(now), raw(before))
+            assert now.data_ptr() == tensor.data_ptr() and not torch.equal(as_bytes(now), as_bytes(before))
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
@@ -332,7 +331,9 @@ def test_compiled_operators_give_the_operators_bits_on_cuda(name: str, master: t
         made = materialize(there, scheme, dtype)
         here = materialize(weight, scheme, dtype)
         assert made.scale is not None and here.scale is not None
-        assert torch.equal(raw(made.codes.cpu()), raw(here.codes)) and torch.equal(made.scale.cpu(), here.scale)
+        assert torch.equal(as_bytes(made.codes.cpu()), as_bytes(here.codes)) and torch.equal(
+            made.scale.cpu(), here.scale
+        )
 
 
 def test_numpy_views_share_the_buffers():
@@ -344,4 +345,4 @@ def test_numpy_views_share_the_buffers():
     ):
         tensor = torch.zeros(4, dtype=torch.uint8).view(dtype) if dtype.itemsize > 1 else torch.zeros(4).to(dtype)
         tensor.view(bits).numpy().fill(np.uint8(1))
-        assert raw(tensor).any()
+        assert as_bytes(tensor).any()

@@ -22,6 +22,7 @@ from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
+from tests.support.tensors import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,10 +45,6 @@ def need(scheme: str, family: str, experts: bool = False) -> None:
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-
-
-def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((y.double() - expected.double()).norm() / expected.double().norm())
 
 
 @schemes

@@ -10,61 +10,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_models import CONFIGS, random_moe
-from test_learner import VOCABULARY, batch_of, make_learner, masters_of, random_model
 
 from configs.errors import ConfigError
-from learner.batching import Batch, micro_batches
+from learner.batching import micro_batches
 from learner.logprobs import packs, token_logprobs
-from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.operators.decoder import OperatorError
-from quant.schemes import get_scheme
+from tests.support.learners import (
+    VOCABULARY,
+    batch_of,
+    drift,
+    experts_policy,
+    logprob_gradients,
+    make_learner,
+    masters_of,
+    policy,
+    random_batch,
+)
 
 BFLOAT16 = torch.bfloat16
-
-
-def policy(scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = BFLOAT16) -> LowBitModel:
-    factory = make_factory("reference", dtype)
-    return LowBitModel(random_model(), get_scheme(scheme), dtype, factory, operators=operators)
-
-
-def experts_policy(dtype: torch.dtype) -> LowBitModel:
-    return LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
-
-
-def gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, and gradients of their sum weighted by position and row."""
-    logprobs, _ = token_logprobs(model, batch.tokens, batch.response, batch.experts, **how)
-    weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
-    (logprobs * weights).sum().backward()
-    found = {n: p.grad.clone() for n, p in model.masters.items() if p.grad is not None}
-    for master in model.masters.values():
-        master.grad = None
-    return logprobs.detach(), found
-
-
-def drift(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Largest and mean |a - b| over all tensors, each in units of the tensor's mean |b|."""
-    assert a.keys() == b.keys()
-    off = [((a[n].double() - b[n].double()).abs() / b[n].double().abs().mean().clamp_min(1e-30)).flatten() for n in a]
-    return float(torch.cat(off).max()), float(torch.cat(off).mean())
-
-
-def random_batch(lengths: list[int], vocabulary: int, experts: tuple[int, int, int] | None = None) -> Batch:
-    """Sequences of these lengths; the first token of each is its prompt. experts: (layers, chosen, of how many)."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    longest = max(lengths)
-    length = torch.tensor(lengths)
-    tokens = torch.randint(0, vocabulary, (len(lengths), longest), generator=generator)
-    response = torch.arange(longest - 1)[None] < length[:, None] - 1
-    chosen = None
-    if experts:
-        layers, k, count = experts
-        order = torch.rand(len(lengths), longest, layers, count, generator=generator).argsort(-1)
-        chosen = order[..., :k].to(torch.int32)
-    zeros = torch.zeros(response.shape)
-    return Batch(tokens, length, response, zeros, torch.zeros(len(lengths)), torch.arange(len(lengths)), chosen)
 
 
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6))
@@ -74,8 +38,8 @@ def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: l
     gradient. Attention across sequences, or positions that do not start anew, would be off by nats."""
     model = policy("w4a16", dtype=torch.float32)
     batch = random_batch(lengths, VOCABULARY)
-    padded, expected = gradients(model, batch)
-    packed, found = gradients(model, batch, length=batch.length)
+    padded, expected = logprob_gradients(model, batch)
+    packed, found = logprob_gradients(model, batch, length=batch.length)
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-4)
     largest, mean = drift(found, expected)
     assert largest <= 1e-2 and mean <= 1e-4
@@ -105,15 +69,15 @@ def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
         [7, 12, 3], config.vocab_size, (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
     )
     model.records_router_logits = True
-    padded, expected = gradients(model, batch)
+    padded, expected = logprob_gradients(model, batch)
     of_all = [logits[batch.real().flatten()].detach() for logits in model.router_logits]
-    packed, found = gradients(model, batch, length=batch.length)
+    packed, found = logprob_gradients(model, batch, length=batch.length)
     torch.testing.assert_close(packed, padded, rtol=0, atol=0.02)  # int8 codes may flip
     assert drift(found, expected)[1] <= 0.05
     for ours, theirs in zip(model.router_logits, of_all, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=0.02)
     other = dataclasses.replace(batch, experts=batch.experts.flip(1))  # type: ignore[union-attr]
-    assert (gradients(model, other, length=other.length)[0] - packed).abs().max() > 0.05
+    assert (logprob_gradients(model, other, length=other.length)[0] - packed).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
@@ -124,8 +88,8 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
     rows on, as the head's sums are rounded to 8 bits (one row alone is another product, and may differ by one
     rounding); gradients up to the order of sums."""
     model, batch = policy(scheme, dtype=dtype), batch_of()
-    whole, expected = gradients(model, batch, chunk_tokens=10**6)
-    parts, found = gradients(model, batch, chunk_tokens=chunk)
+    whole, expected = logprob_gradients(model, batch, chunk_tokens=10**6)
+    parts, found = logprob_gradients(model, batch, chunk_tokens=chunk)
     with torch.no_grad():
         entropies = [token_logprobs(model, batch.tokens, batch.response, chunk_tokens=c)[1] for c in (10**6, chunk)]
     exact = dtype == BFLOAT16 and chunk > 1
@@ -137,7 +101,7 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
 def test_gradients_of_log_probs_are_autograds():
     """By plain autograd through `log_softmax` of the model's own logits, without chunks or a backward of ours."""
     model, batch = policy(dtype=torch.float32), batch_of()
-    _, found = gradients(model, batch, chunk_tokens=5)
+    _, found = logprob_gradients(model, batch, chunk_tokens=5)
     logits = model.logits(batch.tokens, torch.nn.functional.pad(batch.response, (0, 1)))
     picked = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:][batch.response][:, None])[:, 0]
     weights = torch.linspace(-1, 1, batch.response.numel()).view_as(batch.response)[batch.response]
@@ -150,13 +114,13 @@ def test_gradients_of_log_probs_are_autograds():
 @pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
 def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
     model, batch = policy(scheme, operators), batch_of()
-    kept, expected = gradients(model, batch)
+    kept, expected = logprob_gradients(model, batch)
     model.checkpoint_layers(True)
     calls = count_calls(model)
-    again, found = gradients(model, batch)
+    again, found = logprob_gradients(model, batch)
     assert calls[0] == 2, "the first layer's query is computed in the forward and once more in the backward"
     model.checkpoint_layers(False)
-    back, _ = gradients(model, batch)
+    back, _ = logprob_gradients(model, batch)
     assert calls[0] == 3
     assert torch.equal(again, kept) and torch.equal(back, kept)
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
@@ -178,9 +142,9 @@ def test_checkpointed_experts_count_their_routers_once():
     model = experts_policy(BFLOAT16)
     model.records_router_logits = True
     batch = random_batch([7, 12, 3], model.config.vocab_size)
-    kept, expected = gradients(model, batch, length=batch.length)
+    kept, expected = logprob_gradients(model, batch, length=batch.length)
     model.checkpoint_layers(True)
-    again, found = gradients(model, batch, length=batch.length)
+    again, found = logprob_gradients(model, batch, length=batch.length)
     assert len(model.router_logits) == len(model.experts)
     assert torch.equal(again, kept) and all(torch.equal(found[n], expected[n]) for n in expected)
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_models import CONFIGS, SIZES, random_moe
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
@@ -16,6 +15,7 @@ from quant.kernels import make_factory
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, SchemeError, get_scheme
+from tests.support.moe_models import CONFIGS, SIZES, random_moe
 
 kinds = pytest.mark.parametrize("kind", CONFIGS)
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_linear import heavy, normal
 from torch import nn
 
 from quant.layers.gradients import Gradients
 from quant.operators.autograd import Gated, RMSNorm, Rotate
 from quant.runtime.compile import compiler_missing
+from tests.support.tensors import heavy, normal
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 Operator = Callable[..., torch.Tensor]

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
@@ -20,81 +18,17 @@ from learner.objectives import OBJECTIVES
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
-from rollout.types import Completion, Group, Prompt
-
-VOCABULARY = 96
-PROMPTS, SAMPLES = 6, 4
-
-
-def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
-    """Two layers with weights large enough that logits are far from uniform."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=tied,
-    )
-    model = Qwen3ForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.12 if parameter.ndim > 1 else 1 + 0.3 * noise)
-    return model.eval()
-
-
-def make_learner(
-    scheme: str = "w4a16",
-    dtype: torch.dtype = torch.bfloat16,
-    kernel: str = "reference",
-    seed: int = 0,
-    operators: str = "auto",
-    reference: LowBitModel | None = None,
-    **config: Any,
-) -> Learner:
-    factory = make_factory(kernel, dtype)
-    aligned = config.get("aligned", True)
-    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), dtype, factory, aligned, operators)
-    optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
-    settings = LearnerConfig.model_validate({"mini_batches": 2, "optimizer": optimizer, **config})
-    return Learner(model, settings, reference)
-
-
-def make_groups(seed: int = 0) -> list[Group]:
-    """Prompts of 1–7 tokens, responses of 1–12, uneven rewards; the last group's are equal and teach nothing."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(low: int, high: int, count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(low, high, (count,), generator=generator).tolist())
-
-    groups = []
-    for p in range(PROMPTS):
-        completions = []
-        for _ in range(SAMPLES):
-            n = integers(1, 13, 1)[0]
-            logprobs = torch.rand(n, generator=generator).mul(-14).tolist()
-            completions.append(Completion(integers(0, VOCABULARY, n), tuple(logprobs), "", 0, "stop"))
-        rewards = (1.0,) * SAMPLES if p == PROMPTS - 1 else (1.0, *map(float, integers(0, 2, SAMPLES - 2)), 0.0)
-        groups.append(
-            Group(Prompt(str(p), "", integers(0, VOCABULARY, integers(1, 8, 1)[0])), tuple(completions), rewards)
-        )
-    return groups
-
-
-def batch_of(seed: int = 0) -> Batch:
-    return make_batch(make_groups(seed), pad_token=VOCABULARY - 1)
-
-
-def masters_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in learner.model.masters.items()}
-
-
-def all_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+from tests.support.learners import (
+    SAMPLES,
+    VOCABULARY,
+    all_equal,
+    batch_of,
+    make_groups,
+    make_learner,
+    masters_of,
+    poison,
+    random_model,
+)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -227,17 +161,6 @@ def test_learning_raises_what_was_rewarded(scheme: str):
     lengths = batch.response.sum(-1)
     gain = ((new - old).sum(-1) / lengths * batch.advantages).mean()
     assert gain > 0.05
-
-
-def poison(learner: Learner, name: str, value: float):
-    """One element of one master's gradient becomes `value`; returns the hook's handle."""
-
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        gradient.view(-1)[7] = value
-        return gradient
-
-    return learner.model.masters[name].register_hook(spoil)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

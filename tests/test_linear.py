@@ -10,19 +10,11 @@ from torch import nn
 from quant.kernels import KernelError, make_factory
 from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
-from quant.materialize.activations import quantize_activation
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, no_cuda
+from tests.support.layers import collected, dequantized_activation, dequantized_weight, layer_gradients, make_linear
+from tests.support.tensors import heavy, normal, relative_error
 
-TORCH_KERNELS = {
-    "bf16": "linear", "w4a16": "_weight_int4pack_mm_for_cpu", "w4a16-g64": "_weight_int4pack_mm_for_cpu",
-    "w4a16-g32": "_weight_int4pack_mm_for_cpu", "w4a16-channel": "_weight_int4pack_mm_for_cpu", "w8a8": "_int_mm",
-    "w4a8": "_dyn_quant_matmul_4bit", "w4afp8": "_scaled_mm", "fp8": "_scaled_mm", "fp8-block": "_scaled_mm",
-}  # fmt: skip
-VLLM_CPU_KERNELS = {
-    "bf16": "unquantized", "w4a16": "WNA16", "w4a16-g64": "WNA16", "w4a16-g32": "WNA16", "w4a16-channel": "WNA16",
-    "w8a8": "Int8ScaledMM", "w4a8": "Dynamic4bit", "fp8": "FP8ScaledMM",
-}  # fmt: skip
-"""Schemes each family runs on a CPU without AMX, and part of the name of the kernel."""
 BOUND = {"vllm": 1.0, "torch": 1.0, "reference": 1.5}
 """Relative Frobenius error allowed against the float64 product, in units of the compute dtype's epsilon: half a unit
 a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized weight, torch's products round again
@@ -30,7 +22,6 @@ with the bias, the reference rounds both operands."""
 
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
 activation_schemes = [name for name, scheme in SCHEMES.items() if scheme.activations is not None]
-no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
 PRODUCTS = [
     *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in VLLM_CPU_KERNELS),
     *(pytest.param("torch", scheme) for scheme in TORCH_KERNELS),
@@ -50,55 +41,6 @@ products = pytest.mark.parametrize(
 """Every kernel family with the schemes and compute dtypes it has; vLLM's int4 kernel on CPUs has no float32."""
 
 
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def heavy(*shape: int, seed: int) -> torch.Tensor:
-    """Log-normal times normal, and rows of different magnitudes: what makes quantization visible."""
-    return normal(*shape, seed=seed) * normal(*shape, seed=seed + 1).exp() * normal(shape[0], 1, seed=seed + 2).exp()
-
-
-def make_linear(
-    scheme: str,
-    kernel: str = "reference",
-    dtype: torch.dtype = torch.bfloat16,
-    shape: tuple[int, int] = (128, 256),
-    bias: bool = True,
-    seed: int = 0,
-    master_dtype: torch.dtype = torch.float32,
-    aligned: bool = True,
-) -> LowBitLinear:
-    master = nn.Parameter((heavy(*shape, seed=seed) * 0.05).to(master_dtype))
-    bias_master = nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype)) if bias else None
-    factory = make_factory(kernel, dtype)
-    linear = LowBitLinear(
-        "model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), factory, dtype, aligned
-    )
-    linear.refresh()
-    return linear
-
-
-def dequantized_weight(linear: LowBitLinear) -> torch.Tensor:
-    """codes · scale of the published tensors, float64 [O, I]."""
-    low_bit = linear.low_bit
-    assert low_bit is not None
-    codes = low_bit.unpacked().double()
-    if low_bit.scale is None:
-        return codes
-    scale = low_bit.wide_scale().double()
-    scale = scale.repeat_interleave(low_bit.shape[0] // scale.shape[0], dim=0)
-    return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
-
-
-def dequantized_activation(x: torch.Tensor, linear: LowBitLinear) -> torch.Tensor:
-    if linear.scheme.activations is None:
-        return x.double()
-    low_bit = quantize_activation(x, linear.scheme)
-    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
-    return low_bit.values().double() * scale
-
-
 def arithmetic_dtype(scheme: str, kernel: str, dtype: torch.dtype) -> torch.dtype:
     """The coarsest dtype a product's operands are rounded to: torch's w4a8 operator keeps scales in bfloat16."""
     return torch.bfloat16 if scheme == "w4a8" and kernel != "reference" else dtype
@@ -110,10 +52,6 @@ def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
     where the output is no coarser than the sums. x: [N, I], weight: [O, I], both as multiplied."""
     half_unit = torch.finfo(torch.float32).eps / 2
     return x.shape[1] ** 0.5 * half_unit * float((x.double().abs() @ weight.double().abs().t()).norm())
-
-
-def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((given.double() - exact).norm() / exact.norm())
 
 
 @products
@@ -164,13 +102,6 @@ def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: tor
     assert (error <= 2 * torch.finfo(dtype).eps * (x_used.abs() @ weight.abs().t())).all()
 
 
-def layer_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    """Of input, master and bias (if any), by the layer's own backward."""
-    x = x.clone().requires_grad_()
-    linear(x).backward(dy)
-    return _collected(x, linear.master, linear.bias)
-
-
 def fake_quant_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     """The textbook straight-through estimator, v + (dq(v) - v).detach() on both operands, by autograd in float32."""
     x_used = dequantized_activation(x, linear).float() if linear.aligned else x.float()
@@ -181,13 +112,7 @@ def fake_quant_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor
     bias = None if linear.bias is None else linear.bias.detach().float().requires_grad_()
     y = F.linear(x + (x_used - x).detach(), weight + (w_used - weight).detach(), bias)
     y.backward(dy.float())
-    return _collected(x, weight, bias)
-
-
-def _collected(*leaves: torch.Tensor | None) -> list[torch.Tensor]:
-    gradients = [leaf.grad for leaf in leaves if leaf is not None]
-    assert all(g is not None for g in gradients)
-    return [g for g in gradients if g is not None]
+    return collected(x, weight, bias)
 
 
 @schemes

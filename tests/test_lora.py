@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import CONFIGS, random_moe
-from test_experts import fake_quant_gradients, make_experts, routed
-from test_learner import all_equal, batch_of, make_learner, masters_of, random_model
-from test_linear import dequantized_activation, dequantized_weight, heavy, make_linear, normal, relative_error
 from torch import nn
 
 from configs.errors import ConfigError
@@ -24,6 +20,17 @@ from quant.materialize import materialize
 from quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
+from tests.support.layers import (
+    dequantized_activation,
+    dequantized_weight,
+    experts_fake_quant_gradients,
+    make_experts,
+    make_linear,
+    routed,
+)
+from tests.support.learners import all_equal, batch_of, make_learner, masters_of, random_model
+from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.tensors import heavy, normal, relative_error
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 
@@ -155,7 +162,7 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     full.gate_up_proj, full.down_proj = (nn.Parameter(m.clone()) for m in experts.merged())
     full.refresh()
     assert torch.equal(experts(x, index, weights), full(x, index, weights))
-    _, _, *dense = fake_quant_gradients(full, x, weights, index, dy)
+    _, _, *dense = experts_fake_quant_gradients(full, x, weights, index, dy)
     for adapter, master, dw in zip(experts.adapters, experts.masters, dense, strict=True):
         assert adapter is not None and master.grad is None
         a, b = adapter.lora_A.detach().double(), adapter.lora_B.detach().double()

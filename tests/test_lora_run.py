@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import SMALL, lines, qarl
+
+from tests.support.runs import SMALL, lines, qarl
 
 LORA = ["--learner.lora.name", "lora", "--learner.lora.rank", "8", "--lr", "5e-3", "--learner.kl.name", "k3"]
 

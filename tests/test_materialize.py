@@ -4,9 +4,7 @@ import re
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +12,10 @@ from quant.layers.linear import LowBitLinear, fuse_scales
 from quant.materialize import LowBitWeight, fp4, integer, materialize
 from quant.materialize.size import stored_bytes
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
+from tests.support.library import FP4, library, library_scale
+from tests.support.tensors import as_bytes
 
 QUANTIZED = tuple(name for name in SCHEMES if name != "bf16")
-FP4 = ("nvfp4a16", "nvfp4", "mxfp4a16")
 STORES_COMPUTE_SCALES = tuple(name for name in QUANTIZED if name not in FP4)
 LARGEST = 1.9375 * 2.0**127  # 3.3e38, a bfloat16
 
@@ -61,38 +60,6 @@ def masters(draw: st.DrawFn, scheme: Scheme, exponents: tuple[int, int] = (-44, 
     master = draw(master_dtypes.filter(lambda dtype: dtype != torch.float16 or scheme.name not in FP4))
     largest = min(1.5 * 2.0**127 if scheme.name == "mxfp4a16" else LARGEST, torch.finfo(master).max)
     return weight.clamp(-largest, largest).to(master)
-
-
-def library_scale(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """compressed-tensors' scale as a module would hold it, and the global scale; min-max observation."""
-    args = scheme.weights
-    assert args is not None
-    if scheme.block:
-        rows, columns = scheme.block
-        observed = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
-    else:
-        observed = weight.unflatten(1, (-1, scheme.group_size or weight.shape[1]))
-    absmax = weight.abs().max().reshape(1)
-    global_scale = generate_gparam(-absmax, absmax) if scheme.fuses_scales else None
-    scale, _ = calculate_qparams(*torch.aminmax(observed, dim=-1), args, global_scale=global_scale)
-    return (scale if scheme.name in FP4 else scale.to(dtype)), global_scale
-
-
-def library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What compressed-tensors' compressor of the scheme's format writes for one layer."""
-    assert scheme.format is not None and scheme.quantization is not None
-    scale, global_scale = library_scale(weight, scheme, dtype)
-    state: dict[str, torch.Tensor | None] = {"weight": weight, "weight_scale": scale}
-    if global_scale is not None:
-        state["weight_global_scale"] = global_scale
-    if scheme.activations is not None and global_scale is not None:
-        state["input_global_scale"] = torch.ones(1)
-    written = BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme.quantization)
-    return {name: tensor for name, tensor in written.items() if tensor is not None}
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def per_element(low_bit: LowBitWeight, values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from quant.kernels import make_factory
@@ -34,18 +31,10 @@ from quant.model.low_bit_model import LowBitModel
 from quant.operators.decoder import OperatorError, install_engine_operators, why_not
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from quant.types import LayerReport
+from tests.support.kernels import TORCH_KERNELS
+from tests.support.models import SIZES, VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, randomize, some_tokens
+from tests.support.tensors import relative_error
 
-VOCABULARY = 96
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 64,
-}
 LINEARS = [
     f"model.layers.{layer}.{part}"
     for layer in range(2)
@@ -56,37 +45,8 @@ LINEARS = [
 ]
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
-TORCH_KERNELS = {
-    "bf16": "linear", "w4a16": "_weight_int4pack_mm_for_cpu", "w4a16-g64": "_weight_int4pack_mm_for_cpu",
-    "w4a16-g32": "_weight_int4pack_mm_for_cpu", "w4a16-channel": "_weight_int4pack_mm_for_cpu", "w8a8": "_int_mm",
-    "w4a8": "_dyn_quant_matmul_4bit", "w4afp8": "_scaled_mm", "fp8": "_scaled_mm", "fp8-block": "_scaled_mm",
-}  # fmt: skip
 READS_CODES = ("bf16", "w8a8", "fp8")
 """Schemes whose torch product multiplies the published tensor itself, no rearranged copy of it."""
-
-
-def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """Every parameter drawn anew: matrices that keep the scale of their input, norms around one, biases around zero."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5 * 1.5)
-            else:
-                parameter.copy_(noise * 0.3 + (0.0 if name.endswith("bias") else 1.0))
-    return model.eval()
-
-
-def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """As `from_pretrained(dtype=...)` would load it: parameters alone, the rotary frequencies stay float32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
-def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    return randomize(Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": tied, **changes})), seed)
 
 
 def wrap(
@@ -100,36 +60,10 @@ def wrap(
     return LowBitModel(model, get_scheme(scheme), dtype, make_factory(kernel, dtype), aligned, operators)
 
 
-def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
-def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).view(*tokens.shape, -1)
-
-
-def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    logp = logits[:, :-1].float().log_softmax(-1)
-    return -logp.gather(-1, tokens[:, 1:, None]).sum() / tokens.numel()
-
-
-def gradients(model: LowBitModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By master name, of a fresh backward pass."""
-    for master in model.masters.values():
-        master.grad = None
-    loss_of(all_logits(model, tokens), tokens).backward()
-    return {name: m.grad.clone() for name, m in model.masters.items() if m.grad is not None}
-
-
 def plain_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss_of(model(input_ids=tokens).logits, tokens).backward()
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def relative(given: torch.Tensor, expected: torch.Tensor) -> float:
-    given, expected = given.detach().double(), expected.detach().double()
-    return float((given - expected).norm() / expected.norm())
 
 
 @tied_or_not
@@ -211,7 +145,7 @@ def test_gradients_are_plain_autograds_without_quantization(tied: bool, operator
     torch.testing.assert_close(all_logits(model, tokens), plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
     expected = plain_gradients(plain, tokens)
     for name, gradient in gradients(model, tokens).items():
-        assert relative(gradient, expected[name]) < 1e-4, name
+        assert relative_error(gradient, expected[name]) < 1e-4, name
 
 
 @tied_or_not
@@ -225,7 +159,7 @@ def test_gradients_through_compute_copies_are_bfloat16_autograds(tied: bool):
     assert torch.equal(all_logits(model, tokens), plain(input_ids=tokens).logits)
     expected = plain_gradients(plain, tokens)
     for name, gradient in gradients(model, tokens).items():
-        assert relative(gradient, expected[name]) < 4 * torch.finfo(torch.bfloat16).eps, name
+        assert relative_error(gradient, expected[name]) < 4 * torch.finfo(torch.bfloat16).eps, name
 
 
 def test_a_tied_embedding_master_collects_both_gradients():
@@ -238,8 +172,10 @@ def test_a_tied_embedding_master_collects_both_gradients():
         both = gradients(wrap(copy.deepcopy(tied), scheme, operators="engine"), some_tokens())
         apart = gradients(wrap(copy.deepcopy(untied), scheme, operators="engine"), some_tokens())
         name = "model.embed_tokens.weight"
-        assert relative(both[name], apart[name] + apart["lm_head.weight"]) < 1e-6
-        assert relative(both[name], apart[name]) > 0.1 and relative(both[name], apart["lm_head.weight"]) > 0.1
+        assert relative_error(both[name], apart[name] + apart["lm_head.weight"]) < 1e-6
+        assert (
+            relative_error(both[name], apart[name]) > 0.1 and relative_error(both[name], apart["lm_head.weight"]) > 0.1
+        )
 
 
 @tied_or_not
@@ -254,8 +190,8 @@ def test_gradients_of_micro_batches_add_up(tied: bool, scheme: str):
     loss_of(all_logits(model, second), second).backward()
     for name, master in model.masters.items():
         assert master.grad is not None
-        assert relative(master.grad, one[name] + two[name]) < 1e-6, name
-        assert relative(master.grad, two[name]) > 0.01, name
+        assert relative_error(master.grad, one[name] + two[name]) < 1e-6, name
+        assert relative_error(master.grad, two[name]) > 0.01, name
 
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
@@ -358,13 +294,13 @@ def test_engine_operators_compute_the_same_function(
     theirs = plain(input_ids=tokens).logits
     ours = engine.get_output_embeddings()(engine.base_model(input_ids=tokens, use_cache=False).last_hidden_state)  # type: ignore[misc]
     assert ours.dtype == dtype
-    assert relative(ours, theirs) < bound
+    assert relative_error(ours, theirs) < bound
     loss_of(ours, tokens).backward()
     expected = plain_gradients(plain, tokens)
     for name, parameter in engine.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
         if dtype == torch.float32:
-            assert relative(parameter.grad, expected[name]) < 1e-4, name
+            assert relative_error(parameter.grad, expected[name]) < 1e-4, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -379,7 +315,7 @@ def test_engine_operators_are_closer_to_exact_arithmetic(dtype: torch.dtype):
         reference = exact.base_model(input_ids=tokens).last_hidden_state
         theirs = plain.base_model(input_ids=tokens).last_hidden_state
         ours = engine.base_model(input_ids=tokens).last_hidden_state
-    assert relative(ours, reference) < relative(theirs, reference)
+    assert relative_error(ours, reference) < relative_error(theirs, reference)
 
 
 def test_engine_operators_say_why_they_do_not_fit():

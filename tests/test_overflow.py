@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner import all_equal, batch_of, make_learner, masters_of, poison
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
@@ -14,6 +13,7 @@ from learner.learner import Learner
 from learner.optim.loss_scale import MOST_SKIPPED, LossScale, PrecisionError
 from learner.optim.optimizer import MasterOptimizer
 from learner.overflow import first_fault
+from tests.support.learners import all_equal, batch_of, make_learner, masters_of, poison
 
 
 def scaled(dtype: torch.dtype, factors: dict[str, float], scheme: str = "bf16", **config: Any) -> Learner:

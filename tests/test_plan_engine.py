@@ -1,48 +1,19 @@
 """Mixed plans through the real engine: audited, published, exported, reloaded, trained."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from configs.load import load_config
-from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
-from rollout.vllm.engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement
 from sync.export import export_checkpoint
 from sync.publisher import Publisher
+from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
+from tests.support.runs import qarl
 
-ROOT = Path(__file__).parent.parent
-SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
 MIXED = "first:1=bf16,*.down_proj=w8a8"
-
-
-def make_model(folder: Path, scheme: str, layers: str, kernel: str = "vllm") -> LowBitModel:
-    rules = load_config(None, {"layers": layers}).layers
-    factory = make_factory(kernel, torch.bfloat16)
-    return LowBitModel(load_masters(folder, torch.float32), get_scheme(scheme), torch.bfloat16, factory, rules=rules)
-
-
-def start_engine(model: LowBitModel, folder: Path, checkpoint: Path) -> VllmEngine:
-    export_checkpoint(model, folder, checkpoint)
-    return VllmEngine(checkpoint, VllmOptions(max_model_len=64, max_num_seqs=16))
-
-
-def disturb(model: LowBitModel, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for master in model.masters.values():
-            spread = master.std() if master.numel() > 1 else master.abs()
-            master.add_(torch.randn(master.shape, generator=generator) * spread.clamp_min(0.05) * 0.3)
-    model.refresh()
 
 
 @pytest.mark.slow
@@ -61,7 +32,7 @@ def test_a_mixed_plan_is_audited_published_and_exported(
     """Contract: the engine reports the plan's scheme for every layer, and after publishes of changing weights answers,
     bit for bit, as a fresh engine on the export. A quantized head is reloaded too: its kernel holds raw pointers."""
     folder = random_policy(tied)
-    model = make_model(folder, scheme, layers)
+    model = make_model(folder, scheme, layers=layers)
     engine = start_engine(model, folder, tmp_path / "start")
     require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
     assert {row.name: row.scheme for row in engine.layers()} == {n: s.name for n, s in model.plan.schemes.items()}
@@ -83,12 +54,12 @@ def test_a_mixed_plan_is_audited_published_and_exported(
 @pytest.mark.slow
 def test_another_plan_in_the_engine_is_told_layer_by_layer(random_policy: Callable[[bool], Path], tmp_path: Path):
     folder = random_policy(True)
-    engine = start_engine(make_model(folder, "w4a16", MIXED), folder, tmp_path / "start")
+    engine = start_engine(make_model(folder, "w4a16", layers=MIXED), folder, tmp_path / "start")
     try:
         theirs = engine.layers()
     finally:
         engine.close()
-    uniform = make_model(folder, "w4a16", "[]")
+    uniform = make_model(folder, "w4a16")
     with pytest.raises(AuditError) as caught:
         require_agreement(audit(uniform.layers(), theirs, same_kernels=True))
     told = str(caught.value)
@@ -108,7 +79,7 @@ def test_transformers_loads_a_mixed_export(
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     folder = random_policy(False)
-    model = make_model(folder, scheme, layers, "reference")
+    model = make_model(folder, scheme, layers=layers, kernel="reference")
     export_checkpoint(model, folder, tmp_path / "export")
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "export", dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
@@ -117,12 +88,6 @@ def test_transformers_loads_a_mixed_export(
     for name, linear in model.linears.items():
         assert linear.low_bit is not None
         assert torch.equal(theirs[f"{name}.weight"], linear.low_bit.dequantized(torch.bfloat16)), name
-
-
-def qarl(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
 
 
 @pytest.mark.slow

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,16 +32,11 @@ from rollout.vllm.engine import VllmEngine
 from sync.audit import AuditError
 from sync.checkpoint_folder import ExportError
 from sync.export import export_checkpoint
+from tests.support.runs import qarl
+from tests.support.tensors import as_bytes
 
-ROOT = Path(__file__).parent.parent
 BF16 = config_from_tree({"scheme": "bf16"})
 SMALL = ("--steps", "2", "--rollout.prompts", "8", "--rollout.samples", "4", "--eval.problems", "32")
-
-
-def qarl(cwd: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env, timeout=900, check=False)
 
 
 def unquantized(folder: Path, out: Path, dtype: str) -> Path:
@@ -54,10 +46,6 @@ def unquantized(folder: Path, out: Path, dtype: str) -> Path:
     model = LowBitModel(masters, get_scheme("bf16"), compute, make_factory("reference", compute))
     export_checkpoint(model, folder, out)
     return out
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 # --- what is refused, before anything is computed
@@ -290,7 +278,7 @@ def test_the_export_command(run: Path, tmp_path: Path):
     """One line, a folder `qarl eval` reads, and nothing else: no log, no progress bar, no file in the way."""
     (tmp_path / "cwd").mkdir()
     arguments = ("export", run, "-o", "out", "--ptq", "gptq", "--scheme", "w4a16", "--calibration", "16")
-    done = qarl(tmp_path / "cwd", *arguments)
+    done = qarl(*arguments, cwd=tmp_path / "cwd")
     assert done.returncode == 0, done.stderr
     assert "by gptq to w4a16 on 16 sequences (" in done.stdout
     assert len(done.stdout.splitlines()) == 1
@@ -308,7 +296,7 @@ def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
     flags = ("--runs", run.parent, "--seeds", "0", "--methods", "rtn", "--json", tmp_path / "rows.json")
     outputs, rows = [], []
     for _ in range(2):
-        done = qarl(tmp_path, "bench", "ptq", *flags, *SMALL)
+        done = qarl("bench", "ptq", *flags, *SMALL, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
         rows.append(json.loads((tmp_path / "rows.json").read_text()))
@@ -318,7 +306,7 @@ def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
     assert rows[0] == rows[1]
     assert [o.count("trained already") for o in outputs] == [1, 2]
     assert not list(run.glob(".ptq-*"))
-    other = qarl(tmp_path, "bench", "ptq", *flags, *SMALL, "--learner.mini_batches", "1")
+    other = qarl("bench", "ptq", *flags, *SMALL, "--learner.mini_batches", "1", cwd=tmp_path)
     assert other.returncode == 2
     assert "has learner" in other.stderr
 

@@ -8,40 +8,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from quant.checkpoint.load import load_masters
 from quant.digest import StreamDigest
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from quant.schemes import SCHEMES, get_scheme
 from quant.types import LowBitTensor
 from rollout.engine import Engine, EngineError
 from rollout.vllm.engine import VllmEngine, VllmOptions
 from sync.audit import AuditError, audit, require_agreement
 from sync.export import export_checkpoint
 from sync.publisher import Publisher, PublishError
-
-SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
-
-
-def make_model(folder: Path, scheme: str, dtype: str, kernel: str = "vllm") -> LowBitModel:
-    compute = COMPUTE_DTYPES[dtype]
-    masters = load_masters(folder, torch.float32)
-    return LowBitModel(masters, get_scheme(scheme), compute, make_factory(kernel, compute))
-
-
-def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype: str) -> VllmEngine:
-    export_checkpoint(model, folder, checkpoint)
-    return VllmEngine(checkpoint, VllmOptions(dtype=dtype, max_model_len=64, max_num_seqs=16))
-
-
-def disturb(model: LowBitModel, seed: int) -> None:
-    """Move every master by noise the size of its own spread, as no training step would."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for master in model.masters.values():
-            spread = master.std() if master.numel() > 1 else master.abs()
-            master.add_(torch.randn(master.shape, generator=generator) * spread.clamp_min(0.05) * 0.3)
-    model.refresh()
+from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 
 
 @pytest.mark.slow
@@ -83,7 +60,7 @@ def test_forward_published_and_exported_are_the_same_bytes(
 ):
     """forward = published = held in export, by bytes; the digest of the stream is that of the file read back."""
     folder = random_policy(True)
-    model = make_model(folder, scheme, "bfloat16", "reference")
+    model = make_model(folder, scheme, kernel="reference")
     written = export_checkpoint(model, folder, tmp_path / "export")
     read = StreamDigest()
     with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as file:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_linear import heavy, normal
 
 from learner.logprobs import _Normalized
 from quant.layers import straight_through as backward
@@ -14,6 +13,7 @@ from quant.materialize.activations import quantize_activation
 from quant.runtime import cpu_blocks as blocks
 from quant.runtime.cpu_blocks import row_blocks
 from quant.schemes import get_scheme
+from tests.support.tensors import heavy, normal
 
 
 @given(st.integers(0, 40), st.integers(0, 9), st.integers(1, 50))

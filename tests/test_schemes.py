@@ -20,11 +20,11 @@ from quant.kernels.supported import Support, require_support, support, why_not
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from sync.export import export_checkpoint
+from tests.support.kernels import CPU_SCHEMES
 
 on_plain_cpus = pytest.mark.skipif(
     torch.cuda.is_available() or torch.cpu._is_amx_tile_supported(), reason="states what a CPU without AMX runs"
 )
-RUN_IN_VLLM_HERE = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
 
 
 def small_qwen3() -> Qwen3ForCausalLM:
@@ -50,7 +50,7 @@ def small_qwen3() -> Qwen3ForCausalLM:
 def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
     """Contract: a kernel and no reason, or a reason in words and no kernel."""
     found = support(scheme, dtype, "vllm")
-    runs = scheme in RUN_IN_VLLM_HERE and not (dtype == torch.float32 and "w4a16" in scheme)
+    runs = scheme in CPU_SCHEMES and not (dtype == torch.float32 and "w4a16" in scheme)
     assert (found.reason == "") == runs
     assert bool(found.kernel) == runs
     if found.reason:

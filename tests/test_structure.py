@@ -116,3 +116,14 @@ def test_hand_overs_of_quant_import_neither_torch_nor_transformers():
     code = "import sys, quant.types; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "[]"
+
+
+def test_no_test_imports_a_test():
+    """What tests share is in tests/support, which imports none of them either."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                assert not any(part.startswith("test_") for part in name.split(".")), f"{file} imports {name}"

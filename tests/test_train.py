@@ -1,35 +1,14 @@
 """Whole runs through the command line, with the real engine: learning, resuming, refusing."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "32", "--eval-every", "2",
-         "--checkpoint-every", "2", "--mini-batches", "2"]  # fmt: skip
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
-
-
-def qarl(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **environment}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=env, timeout=600, check=False)
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    """Metrics without wall times: all that two equal runs must share."""
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))} for line in found]
+from tests.support.runs import SMALL, command, environment, lines, qarl, wait_for_lines
 
 
 @pytest.mark.slow
@@ -76,9 +55,11 @@ def test_kill_and_resume_gives_the_uninterrupted_run(tmp_path: Path):
     flags = [*SMALL, "--steps", "6", "--export", "false"]
     done = qarl("train", *flags, "--output", whole)
     assert done.returncode == 0, done.stderr
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command("train", *flags, "--output", cut), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command("train", *flags, "--output", cut),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     wait_for_lines(process, cut / "metrics.jsonl", 3)
     process.send_signal(signal.SIGKILL)
@@ -93,9 +74,12 @@ def test_kill_and_resume_gives_the_uninterrupted_run(tmp_path: Path):
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
     run = tmp_path / "run"
     flags = [*SMALL, "--steps", "400", "--checkpoint-every", "400", "--eval.problems", "0", "--export", "false"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command("train", *flags, "--output", run), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command("train", *flags, "--output", run),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for_lines(process, run / "metrics.jsonl", 2)
     process.send_signal(signal.SIGINT)
@@ -108,22 +92,13 @@ def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
     assert [m["step"] for m in lines(run)] == list(range(1, stopped + 3))
 
 
-def wait_for_lines(process: subprocess.Popen[Any], file: Path, count: int) -> None:
-    for _ in range(1800):
-        if file.exists() and len(file.read_text().splitlines()) >= count:
-            return
-        assert process.poll() is None, "the run ended early"
-        time.sleep(0.05)
-    raise AssertionError(f"{file} never had {count} lines")
-
-
 @pytest.mark.slow
 def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
     (tmp_path / "flat.py").write_text("def reward(problem, text):\n    return 1.0\n")
     run = tmp_path / "run"
     done = qarl(
         "train", *SMALL, "--steps", "2", "--reward", "flat:reward", "--output", run, "--export", "false",
-        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+        folders=[tmp_path],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     metrics = lines(run)
@@ -144,7 +119,7 @@ def test_a_broken_reward_stops_with_its_problem(tmp_path: Path, body: str, messa
     (tmp_path / "broken.py").write_text(f"def reward(problem, text):\n    {body}\n")
     done = qarl(
         "train", *SMALL, "--reward", "broken:reward", "--output", tmp_path / "run",
-        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+        folders=[tmp_path],
     )  # fmt: skip
     assert done.returncode == 1
     assert message in done.stderr
@@ -158,7 +133,7 @@ def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     run = tmp_path / "run"
     flags = [*SMALL, "--eval.problems", "0"]
-    done = qarl("train", *flags, "--output", run, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    done = qarl("train", *flags, "--output", run, folders=[tmp_path])
     assert done.returncode == 1, done.stderr
     assert "vLLM failed in 'generate' at weight version 2: the device fell off" in done.stderr
     assert f"the last checkpoint is intact: qarl train --resume {run}" in done.stdout

@@ -1,7 +1,6 @@
 """`qarl train --processes 2` with real engines: sampled shares, interrupts, a process that dies, other numbers."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,26 +17,16 @@ from qarl.cli.launch import check_count
 from qarl.report.metrics import read_metrics
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
 from qarl.run.session import check_input
+from tests.support.runs import command, environment, qarl
 
 SMALL = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
 
 
-def qarl(*arguments: str, seconds: float = 500, status: int = 0) -> str:
-    """Run a command to its end; returns what it printed."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "qarl.cli", *arguments], env=env, capture_output=True, text=True, timeout=seconds
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def started(*arguments: str) -> subprocess.Popen[str]:
     """`qarl ARGUMENTS` going on, without a terminal."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "qarl.cli", *arguments],
-        env=env,
+        command(*arguments),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -72,13 +61,15 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
     seen = read_metrics(two / "metrics.jsonl")
     assert [line["step"] for line in seen] == list(range(1, step + 1))
     assert not any(torch.is_tensor(t) and t.numel() == 0 for t in state["learner"]["masters"].values())
-    qarl("train", "--steps", "1", "--output", str(one), *adamw)
+    done = qarl("train", "--steps", "1", "--output", one, *adamw)
+    assert done.returncode == 0, done.stdout + done.stderr
     (alone,) = read_metrics(one / "metrics.jsonl")
     for name in ("prompts", "reward", "response_tokens", "distinct"):
         assert seen[0][name] == alone[name], name
     assert seen[0]["learn/mismatch/mean_abs"] == pytest.approx(alone["learn/mismatch/mean_abs"], abs=2e-4)
     assert seen[0]["learn/grad_norm"] == pytest.approx(alone["learn/grad_norm"], rel=1e-2)
-    qarl("train", "--resume", str(two), "--learner.zero_stage", "null", "--steps", str(step + 1))
+    done = qarl("train", "--resume", two, "--learner.zero_stage", "null", "--steps", str(step + 1))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert [line["step"] for line in read_metrics(two / "metrics.jsonl")] == list(range(1, step + 2))
 
 
@@ -108,11 +99,10 @@ def test_torchrun_starts_the_same(tmp_path: Path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qarl.cli"]
     run = tmp_path / "run"
     given = ["train", "--output", str(run), "--steps", "1", *SMALL[2:], "--rollout.prompts"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    wrong = subprocess.run([*launch, *given, "15"], env=env, capture_output=True, text=True, timeout=300)
+    wrong = subprocess.run([*launch, *given, "15"], env=environment(), capture_output=True, text=True, timeout=300)
     assert wrong.returncode != 0 and not run.exists()
     assert wrong.stderr.count("rollout.prompts 15 cannot be dealt to 2 processes") == 1
-    right = subprocess.run([*launch, *given, "16"], env=env, capture_output=True, text=True, timeout=400)
+    right = subprocess.run([*launch, *given, "16"], env=environment(), capture_output=True, text=True, timeout=400)
     assert right.returncode == 0, right.stderr
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
 

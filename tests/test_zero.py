@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import CONFIGS, random_moe
-from test_learner import batch_of, make_learner, masters_of, random_model
-from zero_worker import SHAPES, gradient_of
 
 from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig, OptimizerConfig
@@ -29,6 +26,10 @@ from quant.kernels import make_factory
 from quant.model.add_lora import add_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
+from tests.support.learners import batch_of, make_learner, masters_of, random_model
+from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.runs import ROOT
+from tests.support.zero_worker import SHAPES, gradient_of
 
 BATCHES = 10
 """Of two updates each: 20 steps."""
@@ -95,11 +96,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     for name in ("intact", "damaged"):
         jobs += [{"read": str(written_by_two(folder / name, name)), "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    here = Path(__file__).parent
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run(
-        [*launch, str(here / "zero_worker.py"), str(folder / "jobs.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+        [*launch, "-m", "tests.support.zero_worker", str(folder / "jobs.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=True,
         timeout=800,
     )

@@ -1,6 +1,6 @@
-"""One process of `tests/test_zero.py`: python zero_worker.py JOB.json, started by torch.distributed.run.
+"""One process of `tests/test_zero.py`, started by torch.distributed.run: python -m tests.support.zero_worker JOB.json.
 
-A job trains a random policy on the batch of `test_learner` under one ZeRO stage and writes its whole state; see `run`.
+A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`.
 """
 
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_learner import batch_of
 
 from configs.schema.learner import LearnerConfig, OptimizerConfig
 from configs.schema.lora import LoraConfig
@@ -24,6 +23,7 @@ from quant.kernels import make_factory
 from quant.model.add_lora import add_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import MASTER_DTYPES, get_scheme
+from tests.support.learners import batch_of
 
 
 def run(job: dict[str, Any], processes: Processes) -> None:

@@ -1,0 +1,40 @@
+"""Models, and engines that start on their export."""
+
+from pathlib import Path
+
+import torch
+
+from configs.load import load_config
+from quant.checkpoint.load import load_masters
+from quant.kernels import make_factory
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import COMPUTE_DTYPES, get_scheme
+from rollout.vllm.engine import VllmEngine, VllmOptions
+from sync.export import export_checkpoint
+
+SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
+
+
+def make_model(
+    folder: Path, scheme: str, dtype: str = "bfloat16", layers: str = "[]", kernel: str = "vllm"
+) -> LowBitModel:
+    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them."""
+    compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
+    masters, factory = load_masters(folder, torch.float32), make_factory(kernel, compute)
+    return LowBitModel(masters, get_scheme(scheme), compute, factory, rules=rules)
+
+
+def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16") -> VllmEngine:
+    """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is."""
+    export_checkpoint(model, folder, checkpoint)
+    return VllmEngine(checkpoint, VllmOptions(dtype=dtype, max_model_len=64, max_num_seqs=16))
+
+
+def disturb(model: LowBitModel, seed: int) -> None:
+    """Move every master by noise the size of its own spread, as no training step would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for master in model.masters.values():
+            spread = master.std() if master.numel() > 1 else master.abs()
+            master.add_(torch.randn(master.shape, generator=generator) * spread.clamp_min(0.05) * 0.3)
+    model.refresh()

@@ -1,0 +1,154 @@
+"""One low-bit layer, linear or of routed experts, and the textbook gradients it is held to."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quant.checkpoint.families import ExpertsShape, expert_layout
+from quant.kernels import make_factory
+from quant.layers.experts import RoutedLowBitExperts
+from quant.layers.linear import LowBitLinear
+from quant.materialize import LowBitWeight
+from quant.materialize.activations import quantize_activation
+from quant.schemes import get_scheme
+from tests.support.tensors import heavy, normal
+
+EXPERTS = "model.layers.1.mlp.experts"
+SHAPE = ExpertsShape(5, 2, 128, 256, "silu", expert_layout("qwen3_moe"))
+
+
+def make_linear(
+    scheme: str,
+    kernel: str = "reference",
+    dtype: torch.dtype = torch.bfloat16,
+    shape: tuple[int, int] = (128, 256),
+    bias: bool = True,
+    seed: int = 0,
+    master_dtype: torch.dtype = torch.float32,
+    aligned: bool = True,
+) -> LowBitLinear:
+    master = nn.Parameter((heavy(*shape, seed=seed) * 0.05).to(master_dtype))
+    bias_master = nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype)) if bias else None
+    factory = make_factory(kernel, dtype)
+    linear = LowBitLinear(
+        "model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), factory, dtype, aligned
+    )
+    linear.refresh()
+    return linear
+
+
+def dequantized_weight(linear: LowBitLinear) -> torch.Tensor:
+    """codes · scale of the published tensors, float64 [O, I]."""
+    low_bit = linear.low_bit
+    assert low_bit is not None
+    codes = low_bit.unpacked().double()
+    if low_bit.scale is None:
+        return codes
+    scale = low_bit.wide_scale().double()
+    scale = scale.repeat_interleave(low_bit.shape[0] // scale.shape[0], dim=0)
+    return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
+
+
+def dequantized_activation(x: torch.Tensor, linear: LowBitLinear) -> torch.Tensor:
+    if linear.scheme.activations is None:
+        return x.double()
+    low_bit = quantize_activation(x, linear.scheme)
+    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
+    return low_bit.values().double() * scale
+
+
+def layer_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Of input, master and bias (if any), by the layer's own backward."""
+    x = x.clone().requires_grad_()
+    linear(x).backward(dy)
+    return collected(x, linear.master, linear.bias)
+
+
+def collected(*leaves: torch.Tensor | None) -> list[torch.Tensor]:
+    gradients = [leaf.grad for leaf in leaves if leaf is not None]
+    assert all(g is not None for g in gradients)
+    return [g for g in gradients if g is not None]
+
+
+def make_experts(
+    scheme: str,
+    kernel: str = "reference",
+    dtype: torch.dtype = torch.bfloat16,
+    shape: ExpertsShape = SHAPE,
+    aligned: bool = True,
+    master_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> RoutedLowBitExperts:
+    E, H, inner = shape.experts, shape.hidden, shape.intermediate
+    gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=seed, rows=False) * 0.06).to(master_dtype))
+    down = nn.Parameter((heavy(E, H, inner, seed=seed + 2, rows=False) * 0.04).to(master_dtype))
+    factory = make_factory(kernel, dtype)
+    experts = RoutedLowBitExperts(EXPERTS, gate_up, down, shape, get_scheme(scheme), factory, dtype, aligned)
+    experts.refresh()
+    return experts
+
+
+def routed(tokens: int, shape: ExpertsShape = SHAPE, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights fp32 [N, K] that sum to one, and K different experts a token, int64 [N, K]."""
+    logits = normal(tokens, shape.experts, seed=seed)
+    picked, index = logits.topk(shape.top_k, dim=-1)
+    return picked.softmax(-1), index
+
+
+def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
+    """codes · scale, float64 [O, I]."""
+    codes = low_bit.unpacked().double()
+    if low_bit.scale is None:
+        return codes
+    scale = low_bit.wide_scale().double().repeat_interleave(low_bit.shape[0] // low_bit.scale.shape[0], dim=0)
+    return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
+
+
+def as_multiplied(x: torch.Tensor, experts: RoutedLowBitExperts) -> torch.Tensor:
+    """x rounded to the compute dtype and then as its scheme quantizes activations, float64."""
+    x = x.to(experts.dtype)
+    if not experts.quantizes_activations:
+        return x.double()
+    low_bit = quantize_activation(x, experts.scheme)
+    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
+    return low_bit.values().double() * scale
+
+
+def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """`used` forward, the gradient of `value` backward."""
+    return value + (used.to(value.dtype) - value).detach()
+
+
+def experts_fake_quant_gradients(
+    experts: RoutedLowBitExperts,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    dy: torch.Tensor,
+    activations: bool = True,
+) -> list[torch.Tensor]:
+    """Of x, routing weights and both masters, by torch's autograd on float64 through the detach trick.
+
+    activations: quantize them too (else only weights, to show that it matters)."""
+    x, weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
+    gate_up, down = (master.detach().double().requires_grad_() for master in experts.masters)
+    y = torch.zeros(x.shape, dtype=torch.float64)
+
+    def used(values: torch.Tensor) -> torch.Tensor:
+        rounded = values.detach().to(experts.dtype)
+        return straight_through(values, as_multiplied(rounded, experts) if activations else rounded)
+
+    for e in range(experts.shape.experts):
+        rows, slots = (index == e).nonzero(as_tuple=True)
+        if experts.aligned:
+            assert experts.low_bit is not None
+            matrices = unpacked(experts.low_bit.experts[e].gate_up), unpacked(experts.low_bit.experts[e].down)
+        else:
+            matrices = gate_up[e].to(experts.dtype), down[e].to(experts.dtype)
+        both, out = straight_through(gate_up[e], matrices[0]), straight_through(down[e], matrices[1])
+        merged = used(x[rows]) @ both.t()
+        merged = straight_through(merged, merged.detach().to(experts.dtype))
+        gate, up = merged.chunk(2, dim=-1)
+        y = y.index_add(0, rows, used(F.silu(gate) * up) @ out.t() * weights[rows, slots, None])
+    y.backward(dy.double())
+    return [leaf.grad for leaf in (x, weights, gate_up, down) if leaf.grad is not None]

@@ -1,0 +1,144 @@
+"""Learners on a tiny random model, batches for them, and how two are compared."""
+
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema.learner import LearnerConfig
+from learner.batching import Batch, make_batch
+from learner.learner import Learner
+from learner.logprobs import token_logprobs
+from quant.kernels import make_factory
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import get_scheme
+from rollout.types import Completion, Group, Prompt
+from tests.support.moe_models import CONFIGS, random_moe
+
+VOCABULARY = 96
+PROMPTS, SAMPLES = 6, 4
+
+
+def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
+    """Two layers with weights large enough that logits are far from uniform."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.12 if parameter.ndim > 1 else 1 + 0.3 * noise)
+    return model.eval()
+
+
+def make_learner(
+    scheme: str = "w4a16",
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str = "reference",
+    seed: int = 0,
+    operators: str = "auto",
+    reference: LowBitModel | None = None,
+    **config: Any,
+) -> Learner:
+    factory = make_factory(kernel, dtype)
+    aligned = config.get("aligned", True)
+    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), dtype, factory, aligned, operators)
+    optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
+    settings = LearnerConfig.model_validate({"mini_batches": 2, "optimizer": optimizer, **config})
+    return Learner(model, settings, reference)
+
+
+def make_groups(seed: int = 0) -> list[Group]:
+    """Prompts of 1–7 tokens, responses of 1–12, uneven rewards; the last group's are equal and teach nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(low, high, (count,), generator=generator).tolist())
+
+    groups = []
+    for p in range(PROMPTS):
+        completions = []
+        for _ in range(SAMPLES):
+            n = integers(1, 13, 1)[0]
+            logprobs = torch.rand(n, generator=generator).mul(-14).tolist()
+            completions.append(Completion(integers(0, VOCABULARY, n), tuple(logprobs), "", 0, "stop"))
+        rewards = (1.0,) * SAMPLES if p == PROMPTS - 1 else (1.0, *map(float, integers(0, 2, SAMPLES - 2)), 0.0)
+        groups.append(
+            Group(Prompt(str(p), "", integers(0, VOCABULARY, integers(1, 8, 1)[0])), tuple(completions), rewards)
+        )
+    return groups
+
+
+def batch_of(seed: int = 0) -> Batch:
+    return make_batch(make_groups(seed), pad_token=VOCABULARY - 1)
+
+
+def masters_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.model.masters.items()}
+
+
+def all_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def poison(learner: Learner, name: str, value: float):
+    """One element of one master's gradient becomes `value`; returns the hook's handle."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[7] = value
+        return gradient
+
+    return learner.model.masters[name].register_hook(spoil)
+
+
+def policy(scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = torch.bfloat16) -> LowBitModel:
+    factory = make_factory("reference", dtype)
+    return LowBitModel(random_model(), get_scheme(scheme), dtype, factory, operators=operators)
+
+
+def experts_policy(dtype: torch.dtype) -> LowBitModel:
+    return LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
+
+
+def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, and gradients of their sum weighted by position and row."""
+    logprobs, _ = token_logprobs(model, batch.tokens, batch.response, batch.experts, **how)
+    weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+    (logprobs * weights).sum().backward()
+    found = {n: p.grad.clone() for n, p in model.masters.items() if p.grad is not None}
+    for master in model.masters.values():
+        master.grad = None
+    return logprobs.detach(), found
+
+
+def drift(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest and mean |a - b| over all tensors, each in units of the tensor's mean |b|."""
+    assert a.keys() == b.keys()
+    off = [((a[n].double() - b[n].double()).abs() / b[n].double().abs().mean().clamp_min(1e-30)).flatten() for n in a]
+    return float(torch.cat(off).max()), float(torch.cat(off).mean())
+
+
+def random_batch(lengths: list[int], vocabulary: int, experts: tuple[int, int, int] | None = None) -> Batch:
+    """Sequences of these lengths; the first token of each is its prompt. experts: (layers, chosen, of how many)."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    longest = max(lengths)
+    length = torch.tensor(lengths)
+    tokens = torch.randint(0, vocabulary, (len(lengths), longest), generator=generator)
+    response = torch.arange(longest - 1)[None] < length[:, None] - 1
+    chosen = None
+    if experts:
+        layers, k, count = experts
+        order = torch.rand(len(lengths), longest, layers, count, generator=generator).argsort(-1)
+        chosen = order[..., :k].to(torch.int32)
+    zeros = torch.zeros(response.shape)
+    return Batch(tokens, length, response, zeros, torch.zeros(len(lengths)), torch.arange(len(lengths)), chosen)

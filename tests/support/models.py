@@ -1,0 +1,65 @@
+"""Small random dense models with transformers' classes, and what is asked of them."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from quant.model.low_bit_model import LowBitModel
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Every parameter drawn anew: matrices that keep the scale of their input, norms around one, biases around zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5 * 1.5)
+            else:
+                parameter.copy_(noise * 0.3 + (0.0 if name.endswith("bias") else 1.0))
+    return model.eval()
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As `from_pretrained(dtype=...)` would load it: parameters alone, the rotary frequencies stay float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return randomize(Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": tied, **changes})), seed)
+
+
+def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
+    return model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).view(*tokens.shape, -1)
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    logp = logits[:, :-1].float().log_softmax(-1)
+    return -logp.gather(-1, tokens[:, 1:, None]).sum() / tokens.numel()
+
+
+def gradients(model: LowBitModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By master name, of a fresh backward pass."""
+    for master in model.masters.values():
+        master.grad = None
+    loss_of(all_logits(model, tokens), tokens).backward()
+    return {name: m.grad.clone() for name, m in model.masters.items() if m.grad is not None}

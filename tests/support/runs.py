@@ -1,0 +1,47 @@
+"""Whole commands as a person types them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "32", "--eval-every", "2",
+         "--checkpoint-every", "2", "--mini-batches", "2"]  # fmt: skip
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """What starts `qarl ARGUMENTS`."""
+    return [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    """Of a command: this process's own, wide lines, and folders where modules are found besides the checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT))), "COLUMNS": "200"}
+
+
+def qarl(
+    *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run `qarl ARGUMENTS` to its end; folders: see `environment`."""
+    env = environment(*folders)
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, env=env, timeout=900)
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Metrics without wall times: all that two equal runs must share."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))} for line in found]
+
+
+def wait_for_lines(process: subprocess.Popen[Any], file: Path, count: int) -> None:
+    for _ in range(1800):
+        if file.exists() and len(file.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, "the run ended early"
+        time.sleep(0.05)
+    raise AssertionError(f"{file} never had {count} lines")

@@ -1,0 +1,24 @@
+"""Random tensors, and how two tensors are compared."""
+
+import torch
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heavy(*shape: int, seed: int, rows: bool = True) -> torch.Tensor:
+    """Log-normal times normal, and rows of different magnitudes unless told: what makes quantization visible."""
+    drawn = normal(*shape, seed=seed) * normal(*shape, seed=seed + 1).exp()
+    return drawn * normal(shape[0], 1, seed=seed + 2).exp() if rows else drawn
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8, the last dimension as many times longer: equal bytes are equal bits, NaN and signs of zero included."""
+    return torch.atleast_1d(tensor.contiguous()).view(torch.uint8)
+
+
+def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
+    """‖given - exact‖ / ‖exact‖, Frobenius norms in float64."""
+    given, exact = given.detach().double(), exact.detach().double()
+    return float((given - exact).norm() / exact.norm())
