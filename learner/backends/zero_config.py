@@ -72,7 +72,7 @@ def generated_config(config: LearnerConfig) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.optimizer.grad_clip if stage else 0.0,
-        "zero_allow_untested_optimizer": True,  # `PartitionedMuon`, which tests/test_zero.py tests
+        "zero_allow_untested_optimizer": True,  # `PartitionedMuon`, which tests/learner/test_zero.py tests
         "zero_optimization": {"stage": stage, "overlap_comm": False},
     }
 

@@ -127,7 +127,7 @@ def _restore_granite_experts() -> None:
 
     Fault: `llmcompressor.modeling.moe.granitemoe` imports `GraniteMoeParallelExperts`, a class that transformers
     renamed, to use it as a key of its registry of experts. A placeholder serves: no other model has that key.
-    Remove when the locked llmcompressor imports without it (tests/test_ptq.py fails when that is so).
+    Remove when the locked llmcompressor imports without it (tests/runs/test_ptq.py fails when that is so).
     """
     from torch import nn
     from transformers.models.granitemoe import modeling_granitemoe

@@ -2,7 +2,7 @@
 
 transformers 5 holds a layer's experts as two 3-D parameters, `mlp.experts.gate_up_proj` [E, 2I, H] and
 `mlp.experts.down_proj` [E, H, I]. Checkpoints and vLLM name every expert's three matrices. This is the one place that
-knows both; tests/test_layout.py holds it to what `save_pretrained` writes.
+knows both; tests/quant/test_layout.py holds it to what `save_pretrained` writes.
 
 Axes: E experts, H hidden columns, I expert columns.
 """

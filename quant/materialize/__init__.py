@@ -1,8 +1,8 @@
 """Master weight → low-bit codes and scales, in the layout compressed-tensors checkpoints and vLLM use.
 
 The arithmetic is that of compressed-tensors' `calculate_qparams`, `generate_gparam` and its compressors, bit for bit
-(tests/test_materialize.py holds them together). Codes are computed with the *stored* scale, so neither learner nor
-engine rounds again. One file a kind of code:
+(tests/quant/test_materialize.py holds them together). Codes are computed with the *stored* scale, so neither learner
+nor engine rounds again. One file a kind of code:
 
 `weight`    what comes out: `LowBitWeight`
 `scales`    absolute maxima, and scales stored in the compute dtype

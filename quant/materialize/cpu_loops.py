@@ -4,9 +4,9 @@ A row is read once from memory: its groups' absolute maxima, the stored scales a
 in the cache, and written where they are published from. Nothing of the weight's size is held in between. numba
 (LLVM, no compiler needed) builds the loops at first use, in about two seconds, and keeps them on disk.
 
-Every operation is IEEE's and rounds as torch's does (tests/test_fused.py compares bits); no fast-math. All numbers are
-float32 values in registers: a bfloat16 master is widened, and what torch would round to bfloat16 is rounded here too.
-Bits are uint32 throughout, and numba widens mixed integers, hence the casts.
+Every operation is IEEE's and rounds as torch's does (tests/quant/test_fused.py compares bits); no fast-math. All
+numbers are float32 values in registers: a bfloat16 master is widened, and what torch would round to bfloat16 is rounded
+here too. Bits are uint32 throughout, and numba widens mixed integers, hence the casts.
 Axes: O output rows, I input columns, Q quantization groups.
 """
 

@@ -6,7 +6,8 @@ vLLM 0.32's own `reload_weights` is wrong on CPU in four ways, all undone here:
 - a tied lm_head keeps the prepacked copy of the old embedding. Here its product is prepared again.
 - a W4A8 layer has one parameter under two names, and a reload waits for both. Here it keeps the checkpoint's name.
 - unquantized experts are prepacked at the first load only and then left raw. Here their kernel is made anew.
-tests/test_publish.py holds the outcome against freshly loaded engines; remove each when vLLM's own reload passes it.
+tests/engine/test_publish.py holds the outcome against freshly loaded engines; remove each when vLLM's own reload
+passes it.
 """
 
 from collections.abc import Iterable, Iterator

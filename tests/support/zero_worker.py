@@ -1,4 +1,4 @@
-"""One process of `tests/test_zero.py`, started by torch.distributed.run: python -m tests.support.zero_worker JOB.json.
+"""One process of `tests/learner/test_zero.py`: python -m torch.distributed.run -m tests.support.zero_worker JOB.json.
 
 A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`.
 """

@@ -86,7 +86,7 @@ def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: s
         for suffix, tensor in materialize(weight, found, torch.bfloat16, layer).tensors():
             given = ours.pop(f"{layer}.{suffix}")
             assert (given.dtype, given.shape) == (tensor.dtype, tensor.shape), f"{layer}.{suffix}"
-            if not found.fuses_scales:  # else over gate and up together, see tests/test_experts.py
+            if not found.fuses_scales:  # else over gate and up together, see tests/quant/test_experts.py
                 assert torch.equal(given.view(torch.uint8), tensor.view(torch.uint8)), f"{layer}.{suffix}"
     assert ours.keys() == plain.keys()
 

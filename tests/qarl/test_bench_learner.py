@@ -19,8 +19,8 @@ from qarl.bench.learner.trl_worker import arguments, rows_a_forward
 from qarl.bench.learner.worker import groups_of, learner_options, run
 from qarl.cli.main import main
 from quant.schemes import SchemeError
+from tests.support.runs import ROOT
 
-ROOT = Path(__file__).parent.parent
 TRL = ROOT / ".venv-trl" / "bin" / "python"
 SMALL = dataclasses.replace(MODELS["tiny"], prompts=2, samples=2, tokens=6)
 

@@ -80,7 +80,7 @@ def test_vllms_experts_are_its_dense_layers_expert_by_expert(
 ):
     """Contract: bit for bit Σ w_k · down(silu(gate)·up) with the dense layers vLLM builds for every expert's own
     matrices and vLLM's activation, summed in fp32 in the order of the experts' numbers and rounded once.
-    tests/test_experts_engine.py holds the module to the one inside a running engine."""
+    tests/engine/test_experts_engine.py holds the module to the one inside a running engine."""
     shape, route = ROUTINGS[routing]
     experts = make_experts(scheme, kernel, dtype, shape)
     weights, index = route()

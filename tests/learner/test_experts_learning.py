@@ -113,7 +113,7 @@ REWARD = "import hashlib\n\ndef reward(problem, text):\n    return hashlib.sha25
 
 @pytest.mark.slow
 def test_kill_and_resume_gives_the_uninterrupted_run(random_experts: Callable[[bool], Path], tmp_path: Path):
-    """As tests/test_train.py for dense models: every metric, digests of published experts included, to the last bit."""
+    """As tests/runs/test_train.py for dense models: every metric, experts' digests included, to the last bit."""
     (tmp_path / "hashed.py").write_text(REWARD)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags = [

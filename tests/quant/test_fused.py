@@ -79,7 +79,7 @@ def test_compiled_loops_give_the_operators_bits(
 ):  # fmt: skip
     """Contract: codes and scales are those of torch's operators, bit for bit, over 2,880 layers: heavy tails, every
     magnitude of float32, odd widths, groups of zeros; whatever the operators refuse, the loop refuses.
-    Blind spot: both could be wrong alike; tests/test_materialize.py holds `materialize` to compressed-tensors."""
+    Blind spot: both could be wrong alike; tests/quant/test_materialize.py holds `materialize` to compressed-tensors."""
     scheme = get_scheme(name)
     width = (scheme.group_size or columns * (8 if scheme.packs_integers else 1)) * (groups if scheme.group_size else 1)
     generator = torch.Generator().manual_seed(seed)
