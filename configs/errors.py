@@ -26,3 +26,9 @@ class ConfigError(InputError):
     """A configuration that cannot be used."""
 
     heading: ClassVar[str] = "configuration"
+
+
+class SchemeError(InputError):
+    """A scheme that is unknown, or that a layer of the model cannot take."""
+
+    heading = "scheme"

@@ -8,11 +8,16 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from configs.complaints import complaints
 from configs.errors import ConfigError
-from configs.schema.base import Choice, Section, alternatives
+from configs.flags import FLAGS
+from configs.schema.base import Choice, Section, Text, alternatives
 from configs.schema.run import RunConfig
+from configs.words import did_you_mean
+from configs.yaml_file import parse_value, read_yaml
 
 _EMBEDDED = "tiny-"
+_PATTERNS = ("layers", "learner.lora.targets")
 
 
 def shipped_names() -> list[str]:
@@ -26,7 +31,12 @@ def config_file(name: str) -> Path:
         return Path(name)
     if name in shipped_names():
         return Path(str(files("configs") / f"{name}.yaml"))
-    raise ConfigError(f"no configuration file {name!r}, and no shipped one of that name ({', '.join(shipped_names())})")
+    if Path(name).is_dir():
+        raise ConfigError(f"configuration {name!r} is a folder; give a YAML file in it, or --resume {name} for a run")
+    raise ConfigError(
+        f"no configuration file {name!r}, and no shipped one of that name ({', '.join(shipped_names())})"
+        f"{did_you_mean(name, shipped_names())}"
+    )
 
 
 def default_config(model: str | None) -> Path:
@@ -65,16 +75,18 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
     """The resolved configuration: defaults, then the YAML file, then dotted overrides (YAML-typed values).
 
     An override that names another objective (correction, aggregation, KL penalty) than the file starts from that one's
-    defaults: the file's options were for the other. Raises `ConfigError` for an unreadable file, an unknown key (with
-    the nearest), or a value out of range.
+    defaults: the file's options were for the other. So does one that names another task. Raises `ConfigError` for an
+    unreadable file, an unknown key (with the nearest), or a value out of range.
     """
-    tree = _read_yaml(file) if file else {}
-    _refuse_unknown(tree, str(file))
-    chosen = {path: _parse(path, text) for path, text in overrides.items()}
+    tree = read_yaml(file) if file else {}
+    refuse_unknown(tree, str(file))
+    known = field_paths()
+    chosen = {path: _parse(path, text, known) for path, text in overrides.items()}
     for section in choice_sections():
         _forget_unchosen(tree, section, chosen.get(f"{section}.name"))
+    _forget_unchosen(tree, "task", chosen.get("task.name"))
     for path, value in chosen.items():
-        _set(tree, path, value)
+        _set(tree, path, value, known)
     return config_from_tree(tree)
 
 
@@ -83,12 +95,16 @@ def config_from_tree(tree: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            path = _field_of(problem["loc"])
-            given = "" if problem["type"] == "missing" or not path else f" (given: {problem['input']!r})"
-            lines.append(f"{path}{': ' if path else ''}{problem['msg'].removeprefix('Value error, ')}{given}")
-        raise ConfigError("; ".join(lines)) from error
+        paths = {problem["loc"]: _field_of(problem["loc"]) for problem in error.errors()}
+        raise ConfigError(complaints(error, tree, field_paths(), paths)) from error
+
+
+def refuse_unknown(tree: dict[str, Any], source: str) -> None:
+    """Raise `ConfigError` for a key that is no field, with the nearest that is."""
+    known = field_paths()
+    for path in _leaf_paths(tree, known):
+        if path not in known:
+            raise ConfigError(f"unknown key {path!r} in {source}{_nearest_key(path, known)}")
 
 
 def _field_of(location: tuple[str | int, ...]) -> str:
@@ -101,79 +117,84 @@ def _field_of(location: tuple[str | int, ...]) -> str:
     return ".".join(parts)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration {str(file)!r}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {str(file)!r} is not YAML: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"configuration {str(file)!r} must hold keys and values, not a {type(tree).__name__}")
-    return tree
-
-
 def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:
+    """Empty a section of the file that was for another `name` than the chosen one."""
     *parents, leaf = section.split(".")
     for key in parents:
         tree = tree.get(key) or {}
-    if name is not None and tree.get(leaf) and tree[leaf].get("name") != name:
+        if not isinstance(tree, dict):
+            return
+    if name is not None and isinstance(tree.get(leaf), dict) and tree[leaf].get("name") != name:
         tree[leaf] = {}
 
 
-def _refuse_unknown(tree: dict[str, Any], source: str) -> None:
-    known = field_paths()
-    for path in _leaf_paths(tree, known):
-        if path not in known:
-            raise ConfigError(f"unknown key {path!r} in {source}{_nearest(path, known)}")
-
-
 def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted paths of a tree's values; a section that holds no mapping is left to the schema, which says so."""
     paths: list[str] = []
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        is_section = any(name.startswith(path + ".") for name in known)
-        paths += _leaf_paths(value, known, path + ".") if is_section and isinstance(value, dict) else [path]
+        if not any(name.startswith(path + ".") for name in known):
+            paths.append(path)
+        elif isinstance(value, dict):
+            paths += _leaf_paths(value, known, path + ".")
     return paths
 
 
-def _nearest(path: str, known: dict[str, Any]) -> str:
+def _nearest_key(path: str, known: dict[str, Any]) -> str:
     near = difflib.get_close_matches(path, known, n=1) or [k for k in known if k.endswith("." + path.split(".")[-1])]
     return f"; did you mean {near[0]!r}?" if near else "; `qarl train --help` lists the keys"
 
 
-def _set(tree: dict[str, Any], path: str, value: Any) -> None:
+def nearest_option(name: str) -> str:
+    """ "; did you mean --samples (rollout.samples)?" for an option that does not exist, or where all are listed."""
     known = field_paths()
+    dashed = name.replace("_", "-")
+    fields = FLAGS | {path: path for path in known}
+    leaf = name.rpartition(".")[2]
+    near = (
+        ([dashed] if dashed in FLAGS else difflib.get_close_matches(name, fields, n=1, cutoff=0.7))
+        or [k for k in known if k.rpartition(".")[2] == leaf]
+        or difflib.get_close_matches(name, fields, n=1)
+    )
+    if not near:
+        return "; `qarl train --help` lists the options"
+    path = fields[near[0]]
+    flag = next((flag for flag, field in FLAGS.items() if field == path), path)
+    return f"; did you mean --{flag}{f' ({path})' if flag != path else ''}?"
+
+
+def _set(tree: dict[str, Any], path: str, value: Any, known: dict[str, Any]) -> None:
     parent = path.rpartition(".")[0]
     free_form = parent in known and known[parent].annotation == dict[str, Any]
     if path not in known and not free_form:
-        raise ConfigError(f"unknown option --{path}{_nearest(path, known)}")
+        inside = [name for name in known if name.startswith(path + ".")]
+        if inside:
+            raise ConfigError(f"option --{path} is a section; give one of its fields, such as --{inside[0]}")
+        raise ConfigError(f"unknown option --{path}{nearest_option(path)}")
     *parents, leaf = path.split(".")
     for key in parents:
+        if not isinstance(tree.get(key, {}), dict):
+            return  # the file's fault, which the schema names
         tree = tree.setdefault(key, {})
     tree[leaf] = value
 
 
-def _parse(path: str, text: str) -> Any:
-    """A YAML scalar or flow collection, with 1e-6 read as a number (YAML 1.1 wants a dot).
+def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
+    """The value of an override. A text field takes text as it is, and "null" where it may be left open.
 
     Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass as text.
     """
-    if path in ("layers", "learner.lora.targets") and not text.lstrip().startswith("["):
+    annotation = known[path].annotation if path in known else Any
+    if annotation in (str, Text) or (annotation == Text | None and text != "null"):
         return text
+    if path in _PATTERNS and not text.lstrip().startswith("["):
+        return text
+    if not text.strip():
+        raise ConfigError(f"option --{path} {text!r} is empty; give a value, or leave it out")
     try:
-        return float(text) if "e" in text.lower() else yaml.safe_load(text)
-    except ValueError:
-        pass
+        return parse_value(text)
     except yaml.YAMLError as error:
-        raise _unreadable(path, text, error) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise _unreadable(path, text, error) from error
-
-
-def _unreadable(path: str, text: str, error: yaml.YAMLError) -> ConfigError:
-    return ConfigError(f"option --{path} {text!r} is not a YAML value: {error}; quote it twice to give it as text")
+        problem = getattr(error, "problem", None) or "it is no YAML value"
+        raise ConfigError(
+            f"option --{path} {text!r} cannot be read ({problem}); give a plain value, or a list as '[A, B]'"
+        ) from error

@@ -6,7 +6,6 @@ published stream and the `quantization_config` vLLM reads are all derived from t
 Axes: O output rows, I input columns, Q quantization groups.
 """
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,8 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 
-from configs.errors import InputError
+from configs.errors import SchemeError
+from configs.scheme_names import check_scheme_name
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,12 +45,6 @@ Learner and engine do the same, so training sees, and learns around, what that c
 """
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
-
-
-class SchemeError(InputError):
-    """A scheme that is unknown, or that a layer of the model cannot take."""
-
-    heading = "scheme"
 
 
 @dataclass(frozen=True)
@@ -212,11 +206,8 @@ SCHEMES: dict[str, Scheme] = {
 
 def get_scheme(name: str) -> Scheme:
     """The scheme of that name. Raises `SchemeError` quoting the name, the known ones and the nearest."""
-    if name in SCHEMES:
-        return SCHEMES[name]
-    near = difflib.get_close_matches(name, SCHEMES, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise SchemeError(f"unknown scheme {name!r}: known are {', '.join(map(repr, SCHEMES))}{hint}")
+    check_scheme_name(name)
+    return SCHEMES[name]
 
 
 def scheme_of_args(weights: QuantizationArgs | None, activations: QuantizationArgs | None) -> Scheme | None:

@@ -3,17 +3,29 @@
 import re
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from configs.words import did_you_mean, quoted
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+Text = Annotated[str, Field(min_length=1)]
+
+LARGEST_SEED = 2**63 - 1
+"""torch's generators take 64 bits."""
 
 
 class Section(BaseModel):
-    """A frozen group of fields; unknown keys are errors."""
+    """A frozen group of fields; unknown keys, infinities and NaN are errors. Text may be written as YAML reads as a
+    number (`model: 7`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+    )
 
 
 class Choice(Section):
@@ -55,7 +67,8 @@ def chooser(kind: str, union: Any, default: str | None = None) -> Callable[[Any]
             return value
         name = value.get("name", default)
         if name not in by_name:
-            raise ValueError(f"name {name!r} is no {kind}; choose one of {', '.join(by_name)}")
+            near = did_you_mean(str(name), by_name)
+            raise ValueError(f"name {quoted(name)} is no {kind}; choose one of {', '.join(by_name)}{near}")
         for option in value:
             if option != "name" and option not in by_name[name].options():
                 having = [n for n, section in by_name.items() if option in section.options()]

@@ -1,10 +1,10 @@
 """How the policy is learned: `learner.*` of the configuration."""
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import Dtype, Section
+from configs.schema.base import LARGEST_SEED, Dtype, Section, Text
 from configs.schema.lora import LoraChoice, NoLora
 from configs.schema.objectives import (
     AggregationChoice,
@@ -20,23 +20,27 @@ from configs.schema.objectives import (
     refuse_incompatible,
 )
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Section):
     """Which optimizer steps the masters."""
 
     name: Literal["adamw", "muon"] = Field(default="muon", description="muon: matrices by Muon, the rest by AdamW")
-    lr: float = Field(default=1e-6, gt=0, description="learning rate (Muon's is scaled to match AdamW's update size)")
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay")
+    lr: float = Field(
+        default=1e-6, gt=0, le=1, description="learning rate (Muon's is scaled to match AdamW's update size)"
+    )
+    weight_decay: float = Field(default=0.01, ge=0, le=1, description="decoupled weight decay")
     grad_clip: float = Field(default=1.0, gt=0, description="bound on the global gradient norm")
     warmup_steps: int = Field(default=0, ge=0, description="first training steps, over which the rate rises linearly")
     decay_steps: int = Field(default=0, ge=0, description="last training steps, over which the rate falls linearly")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW")
+    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon")
     rounding: Literal["nearest", "stochastic", "kahan"] | None = Field(
         default=None,
         description="of a 16-bit master after its step (docs/precision.md); None: stochastic, nearest for fp32",
     )
-    rounding_seed: int = Field(default=0, ge=0, description="of stochastic rounding")
+    rounding_seed: int = Field(default=0, ge=0, le=LARGEST_SEED, description="of stochastic rounding")
     offload: Literal["none", "cpu"] = Field(
         default="none", description="cpu: keep the optimizer's state in the host's memory between steps (GPU)"
     )
@@ -59,7 +63,7 @@ class LearnerConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         default=None, description="DeepSpeed's ZeRO stage; None: 0 in several processes, no DeepSpeed in one"
     )
-    deepspeed: str | None = Field(default=None, description="JSON file of more settings for DeepSpeed")
+    deepspeed: Text | None = Field(default=None, description="JSON file of more settings for DeepSpeed")
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
         description="reward minus group mean, over its deviation; dr_grpo: not over it; rloo: leave one out",

@@ -9,26 +9,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from configs.schema.base import Dtype, Section, pattern_fault
+from configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault
 from configs.schema.learner import LearnerConfig
+
+_MOST_PROMPTS, _LONGEST = 10**6, 2**24
+"""Prompts, sequences or problems at once, and tokens of a sequence: bounds that only slips of the hand exceed."""
 
 
 class TaskConfig(Section):
     """Where prompts and rewards come from."""
 
-    name: str = Field(default="chain_sum", description="a reasoning-gym dataset, or a path ending in .jsonl")
+    name: Text = Field(default="chain_sum", description="a reasoning-gym dataset, or a path ending in .jsonl")
     options: dict[str, Any] = Field(default_factory=dict, description="fields of the dataset's own config")
-    reward: str | None = Field(default=None, description="package.module:function(problem, text) -> float")
+    reward: Text | None = Field(default=None, description="package.module:function(problem, text) -> float")
 
 
 class RolloutConfig(Section):
     """Sampling."""
 
-    prompts: int = Field(default=32, ge=1, description="prompts a step")
-    samples: int = Field(default=8, ge=2, description="completions a prompt (the group whose rewards are compared)")
-    max_prompt_tokens: int = Field(default=1024, ge=1, description="a longer prompt is an error")
-    max_new_tokens: int = Field(default=1024, ge=1, description="tokens a completion may have")
-    max_num_seqs: int = Field(default=256, ge=1, description="sequences the engine decodes at once")
+    prompts: int = Field(default=32, ge=1, le=_MOST_PROMPTS, description="prompts a step")
+    samples: int = Field(
+        default=8, ge=2, le=10_000, description="completions a prompt (the group whose rewards are compared)"
+    )
+    max_prompt_tokens: int = Field(default=1024, ge=1, le=_LONGEST, description="a longer prompt is an error")
+    max_new_tokens: int = Field(default=1024, ge=1, le=_LONGEST, description="tokens a completion may have")
+    max_num_seqs: int = Field(default=256, ge=1, le=_MOST_PROMPTS, description="sequences the engine decodes at once")
     kv_cache_gib: int = Field(default=1, ge=1, description="key/value cache on CPUs, GiB")
     memory_share: float = Field(default=0.2, gt=0, lt=1, description="share of the device's memory vLLM plans with")
     prefix_caching: bool = Field(
@@ -61,7 +66,9 @@ class SyncConfig(Section):
 class EvalConfig(Section):
     """Held-out greedy accuracy."""
 
-    problems: int = Field(default=256, ge=0, description="held-out problems; 0 switches evaluation off")
+    problems: int = Field(
+        default=256, ge=0, le=_MOST_PROMPTS, description="held-out problems; 0 switches evaluation off"
+    )
     every: int = Field(default=50, ge=1, description="steps between evaluations (the first and last step have one)")
 
 
@@ -115,7 +122,7 @@ def _rules_from_text(value: Any) -> Any:
 class RunConfig(Section):
     """A whole run."""
 
-    model: str = Field(
+    model: Text = Field(
         default="tiny-qwen3", description="an embedded policy's name, a transformers folder, or a hub id"
     )
     scheme: str = Field(default="w4a16", description="low-bit scheme; `qarl schemes` lists them")
@@ -123,9 +130,9 @@ class RunConfig(Section):
         default=(), description="layers in other schemes, first match wins: PATTERN=SCHEME,… (docs/layers.md)"
     )
     dtype: Dtype = Field(default="bfloat16", description="compute dtype of activations, in learner and engine")
-    steps: int = Field(default=200, ge=1, description="training steps")
-    seed: int = Field(default=0, ge=0, description="of problems, sampling and mini-batches")
-    output: str | None = Field(default=None, description="run folder; None: runs/<model>-<scheme>-<time>")
+    steps: int = Field(default=200, ge=1, le=10**9, description="training steps")
+    seed: int = Field(default=0, ge=0, le=LARGEST_SEED, description="of problems, sampling and mini-batches")
+    output: Text | None = Field(default=None, description="run folder; None: runs/<model>-<scheme>-<time>")
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
     learner: LearnerConfig = Field(default_factory=lambda: LearnerConfig())
@@ -145,6 +152,12 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.router_replay true needs rollout.prefix_caching false: tokens found in the cache are not "
                 "routed again, so the engine cannot tell their experts"
+            )
+        warmup = self.learner.optimizer.warmup_steps
+        if warmup > self.steps:
+            raise ValueError(
+                f"learner.optimizer.warmup_steps {warmup} is more than steps {self.steps}, so the learning rate would "
+                "never be reached; lower the first or raise the second"
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         if self.learner.micro_batch_tokens < longest:

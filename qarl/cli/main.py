@@ -1,6 +1,7 @@
 """`qarl`: train, export, eval, bench, schemes. Heavy imports wait until a command needs them."""
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -10,33 +11,30 @@ import yaml
 from rich.console import Console
 
 from configs.errors import ConfigError, QarlError
+from configs.flags import FLAGS
 from configs.load import choice_sections, config_file, default_config, field_paths, load_config
 from configs.schema.base import Choice
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
-
-# Short flags for the common things; every field has its dotted name as well.
-_SHORT = {
-    "model": "model", "scheme": "scheme", "layers": "layers", "dtype": "dtype", "task": "task.name", "steps": "steps",
-    "seed": "seed", "output": "output", "lr": "learner.optimizer.lr", "optimizer": "learner.optimizer.name",
-    "objective": "learner.objective.name", "aligned": "learner.aligned", "kernel": "learner.kernel",
-    "master-dtype": "learner.master_dtype", "mini-batches": "learner.mini_batches", "prompts": "rollout.prompts",
-    "samples": "rollout.samples", "max-new-tokens": "rollout.max_new_tokens", "reward": "task.reward",
-    "eval-every": "eval.every", "checkpoint-every": "checkpoint.every",
-}  # fmt: skip
+from qarl.cli.parser import Parser, readable
+from qarl.cli.version import describe_version
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130 interrupted)."""
     arguments = sys.argv[1:] if argv is None else argv
-    parser = _parser()
-    known, rest = parser.parse_known_args(arguments)
-    known.arguments = arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an ASCII terminal gets "?" for "→", not a traceback
     console = Console()
     errors = Console(stderr=True)
     try:
+        known, rest = _parser().parse_known_args(readable(arguments))
+        known.arguments = arguments
         return known.run(known, rest, console)
+    except SystemExit as ended:  # argparse's own, after --help and --version
+        return ended.code if isinstance(ended.code, int) else 0
     except KeyboardInterrupt:
         errors.print("interrupted")
         return 130
@@ -49,10 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="qarl", description="Reinforcement learning where sampler and learner share one low-bit tensor."
     )
+    parser.add_argument("-V", "--version", action=_Version, help="print versions, of QaRL and of what it computes with")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_export(commands)
@@ -60,6 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     _add_schemes(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(describe_version())
+        parser.exit()
 
 
 def _add_train(commands: Any) -> None:
@@ -82,7 +90,7 @@ def _add_train(commands: Any) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
     fields = field_paths()
-    for flag, path in _SHORT.items():
+    for flag, path in FLAGS.items():
         train.add_argument(
             f"--{flag}", metavar="VALUE", dest=f"short:{path}", help=f"{fields[path].description} [{path}]"
         )

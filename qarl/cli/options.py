@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.load import field_paths, nearest_option
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Dotted overrides from the short flags and from what argparse left over (`--a.b VALUE` or `--a.b=VALUE`). Of an
-    option given twice the last value counts; raises `ConfigError` for one given by its short flag and by its name."""
+    """Dotted overrides from the short flags and from what argparse left over (`--a.b VALUE` or `--a.b=VALUE`). Raises
+    `ConfigError` for an option given twice, also where once by its short flag and once by its name."""
     short = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
     found = dict(short)
     items = iter(rest)
@@ -20,20 +21,29 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
         name, equals, value = item[2:].partition("=")
         if not equals:
             value = next(items, None)
-            if value is None:
-                raise ConfigError(f"option --{name} needs a value")
+            if value is None or value.startswith("--"):
+                raise ConfigError(f"option --{name} needs a value{_misspelt(name)}")
         if name in short:
             raise ConfigError(
                 f"--{name} {value} is also given by its short flag, with {short[name]!r}; give it once, by either"
             )
+        if name in found:
+            raise ConfigError(f"option --{name} is given twice, with {found[name]!r} and {value!r}; give it once")
         found[name] = value
     return found
+
+
+def _misspelt(name: str) -> str:
+    """What an option that does not exist might have meant; "" for one that does."""
+    known = field_paths()
+    free_form = any(name.startswith(path + ".") and known[path].annotation == dict[str, Any] for path in known)
+    return "" if name in known or free_form else f", and there is none of that name{nearest_option(name)}"
 
 
 def refuse_rest(rest: list[str]) -> None:
     """Raises `ConfigError` where argparse left anything over."""
     if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see --help")
+        raise ConfigError(f"unknown argument {rest[0]!r}; this command's --help lists what it takes")
 
 
 def write_json(file: str | None, data: Any) -> None:

@@ -9,9 +9,24 @@ import yaml
 from configs.errors import ConfigError
 from configs.load import config_file, default_config, field_paths, load_config, shipped_names
 from configs.schema.objectives import AnyObjective
-from configs.schema.run import RunConfig
+from configs.schema.run import RunConfig, TaskConfig
+from configs.scheme_names import SCHEME_NAMES
 from qarl.cli.main import main
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
+from quant.schemes import SCHEMES
+
+
+def test_scheme_names_are_those_of_the_schemes():
+    assert set(SCHEME_NAMES) == set(SCHEMES)
+
+
+def test_naming_another_task_forgets_the_files_options(tmp_path: Path):
+    """The embedded default's digits and reward are for its own task; one's own file starts from nothing."""
+    file = config_file("tiny-qwen3")
+    assert load_config(file, {"task.name": "q.jsonl"}).task == TaskConfig(name="q.jsonl")
+    kept = load_config(file, {"task.name": "chain_sum", "task.options.max_terms": "3"}).task
+    assert kept.options == {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 2}
+    assert kept.reward == "qarl.tasks:exact_reward"
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -45,10 +60,13 @@ def test_every_field_is_described():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"learner.alinged": "false"}, r"unknown option --learner\.alinged; did you mean 'learner\.aligned'"),
+        (
+            {"learner.alinged": "false"},
+            r"unknown option --learner\.alinged; did you mean --aligned \(learner\.aligned\)",
+        ),
         ({"lerner.aligned": "false"}, r"unknown option --lerner\.aligned"),
-        ({"steps": "0"}, r"steps: .*greater than or equal to 1 \(given: 0\)"),
-        ({"dtype": "bfloat32"}, r"dtype: .*'bfloat16', 'float16' or 'float32'.*given: 'bfloat32'"),
+        ({"steps": "0"}, r"steps 0 must be a whole number, at least 1"),
+        ({"dtype": "bfloat32"}, r"dtype 'bfloat32' must be one of bfloat16, float16, float32"),
         (
             {"learner.objective.name": "ppo"},
             r"learner\.objective: name 'ppo' is no objective; choose one of tbpo, grpo",
@@ -58,7 +76,10 @@ def test_every_field_is_described():
             r"learner\.objective: 'clip_low' is an option of grpo, .* not of objective 'tbpo', which takes",
         ),
         ({"learner.objective.name": "sapo", "learner.objective.tau": "2"}, r"unknown option --learner\.objective\.tau"),
-        ({"learner.objective.name": "grpo", "learner.objective.clip_low": "2"}, r"objective\.clip_low: .*less than 1"),
+        (
+            {"learner.objective.name": "grpo", "learner.objective.clip_low": "2"},
+            r"objective\.clip_low 2 must be a number, above 0, below 1",
+        ),
         (
             {"learner.correction.name": "none", "learner.correction.cap": "2"},
             r"'cap' is an option of token_tis, .*'none'",
@@ -86,7 +107,10 @@ def test_every_field_is_described():
             r"rounding 'kahan' .*; LoRA steps fp32 adapters over a frozen base: leave both out",
         ),
         ({"learner.lora.name": "dora"}, r"name 'dora' is no LoRA setting; choose one of none, lora"),
-        ({"learner.lora.name": "lora", "learner.lora.rank": "0"}, r"learner\.lora\.rank: .*greater than or equal to 1"),
+        (
+            {"learner.lora.name": "lora", "learner.lora.rank": "0"},
+            r"learner\.lora\.rank 0 must be a whole number, at least 1",
+        ),
         ({"learner.lora.name": "lora", "learner.lora.dropout": "0.1"}, r"unknown option --learner\.lora\.dropout"),
         (
             {"learner.lora.name": "lora", "learner.lora.targets": "*.q_proj,first:x"},
@@ -111,19 +135,17 @@ def test_wrong_values_are_quoted(overrides: dict[str, str], message: str):
     [
         ("--lr 1e-3 --learner.optimizer.lr 1e-4", 2, "--learner.optimizer.lr 1e-4 is also given by its short flag"),
         ("--learner.optimizer.lr=1e-4 --lr 1e-3", 2, "with '1e-3'; give it once, by either"),
-        ("--lr 1e-3 --lr 1e-4", 0, "lr: 0.0001"),
-        ("--seed", 2, "expected one argument"),
+        ("--lr 1e-3 --lr 1e-4", 2, "option --lr is given twice, the second time with '1e-4'"),
+        ("--eval.every 1 --eval.every=2", 2, "option --eval.every is given twice, with '1' and '2'"),
+        ("--seed", 2, "option --seed needs a value"),
         ("--learner.seed", 2, "option --learner.seed needs a value"),
+        ("--lr -1e-3", 2, "learner.optimizer.lr (--lr) -0.001 must be a number, above 0"),
         ("seed=1", 2, "unexpected argument 'seed=1'; options read --name VALUE"),
     ],
 )
 def test_flags_say_one_thing(flags: str, status: int, said: str, capsys: pytest.CaptureFixture[str]):
-    """Contract: no option is dropped in silence; of one written the same way twice the last counts, as argparse has
-    it."""
-    try:
-        found = main(["train", *flags.split(), "--dry-run"])
-    except SystemExit as ended:  # argparse's own refusals
-        found = ended.code
+    """Contract: no option is dropped in silence, also not the first of two."""
+    found = main(["train", *flags.split(), "--dry-run"])
     printed = capsys.readouterr()
     assert found == status
     assert said in printed.out + printed.err
@@ -160,12 +182,31 @@ def test_every_objective_round_trips_as_a_run_folder_writes_it(tmp_path: Path, n
         ("learner:\n  optimiser:\n    lr: 1\n", r"unknown key 'learner\.optimiser"),
         ("- 1\n", "must hold keys and values, not a list"),
         ("a: [\n", "is not YAML"),
+        ("steps: 1\nseed: 1\nsteps: 2\n", "key 'steps' is given twice, in lines 1 and 3"),
+        ("learner:\n", "learner is empty; it is a section: give its fields, such as learner.aligned"),
+        ("learner: 5\n", "learner 5 is no mapping; it is a section"),
+        ("learner:\n  objective: grpo\n", "learner.objective 'grpo' is no mapping"),
+        ("learner:\n  optimizer:\n    betas: [0.9]\n", r"betas \[0\.9\] must be a list of 2 values"),
+        ("caf\xe9: 1\n", "unknown key 'caf"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "c.yaml", {})
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
+    (tmp_path / "c.yaml").write_bytes("# caf\xe9\nsteps: 2\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 5 is 0xe9\); save it as UTF-8"):
+        load_config(tmp_path / "c.yaml", {})
+
+
+def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text("output: 2026\nmodel: 7\n")
+    config = load_config(tmp_path / "c.yaml", {"task.name": "1e3"})
+    assert (config.output, config.model, config.task.name) == ("2026", "7", "1e3")
+    assert load_config(None, {"output": "null"}).output is None
 
 
 def test_missing_files_are_named(tmp_path: Path):

@@ -1,0 +1,61 @@
+"""A refused configuration in one message: each wrong field with its value, what is allowed, and the nearest word."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from configs.flags import shown
+from configs.words import allowed, did_you_mean, literals, quoted
+
+_ABSENT = object()
+
+
+def complaints(
+    error: ValidationError,
+    tree: Mapping[str, Any],
+    leaves: Mapping[str, FieldInfo],
+    paths: Mapping[tuple[Any, ...], str],
+) -> str:
+    """What to change, the complaints about several fields joined by "; ".
+
+    tree: what was refused. leaves: every leaf field by dotted path. paths: the dotted path of each of the error's
+    locations.
+    """
+    found: dict[str, str] = {}
+    for problem in error.errors():
+        path = paths[problem["loc"]]
+        leaf = next((leaf for leaf in leaves if path == leaf or path.startswith(leaf + ".")), None)
+        if problem["type"] == "value_error":
+            text = problem["msg"].removeprefix("Value error, ")
+            found[path] = f"{path}: {text}" if path else text
+        elif leaf is None:
+            found[path] = _no_leaf(path, problem, leaves)
+        else:
+            found[leaf] = _wrong_value(leaf, _value(tree, leaf), leaves[leaf])
+    return "; ".join(found.values())
+
+
+def _wrong_value(path: str, value: Any, info: FieldInfo) -> str:
+    if value is _ABSENT:
+        return f"{shown(path)} is missing; it must be {allowed(info)}"
+    words = literals(info.annotation)
+    near = did_you_mean(value, words, 0.5) if isinstance(value, str) else ""
+    return f"{shown(path)} {quoted(value)} must be {allowed(info)}{near}"
+
+
+def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:
+    inside = [leaf for leaf in leaves if leaf.startswith(path + ".")]
+    if inside:
+        given = "is empty" if problem["input"] is None else f"{quoted(problem['input'])} is no mapping"
+        return f"{path} {given}; it is a section: give its fields, such as {inside[0]}, or leave it out"
+    return f"unknown key {path!r}{did_you_mean(path, leaves)}"
+
+
+def _value(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        if not isinstance(tree, Mapping) or key not in tree:
+            return _ABSENT
+        tree = tree[key]
+    return tree
