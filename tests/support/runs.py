@@ -16,7 +16,18 @@ SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", 
 
 def command(*arguments: str | Path) -> list[str]:
     """What starts `qarl ARGUMENTS`."""
-    return [sys.executable, "-m", "qarl.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "qarl.cli", *once(list(map(str, arguments)))]
+
+
+def once(arguments: list[str]) -> list[str]:
+    """Of an option given twice the last, so that a test may change one of `SMALL`; `qarl` itself refuses it."""
+    kept: list[str] = []
+    for index, item in enumerate(arguments):
+        value_of = arguments[index - 1] if index and arguments[index - 1].startswith("--") else None
+        option = item if item.startswith("--") else value_of
+        if option is None or option not in arguments[index + 1 :]:
+            kept.append(item)
+    return kept
 
 
 def environment(*folders: Path) -> dict[str, str]:
