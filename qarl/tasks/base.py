@@ -3,16 +3,22 @@
 import hashlib
 import math
 import numbers
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from configs.errors import InputError, QarlError
+from configs.words import quoted
 
 Split = Literal["train", "heldout"]
 
 HELDOUT_ONE_IN = 8
 """One question in this many (by hash of its text) is set aside for evaluation."""
+
+
+LARGEST_REWARD = 1e15
+"""In magnitude: the square of a deviation from the group's mean has to fit fp32."""
 
 
 class TaskError(InputError):
@@ -82,11 +88,12 @@ def checked_score(task: Task, problem: Problem, text: str) -> float:
     """
     try:
         reward = task.score(problem, text)
-    except Exception as error:
-        wrong = f"raised {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        wrong = f"raised {in_words(error)}"
         raise RewardError(_complaint(task, problem, text, wrong)) from error
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        wrong = f"returned {reward!r} ({type(reward).__name__}); a reward must be a finite number"
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward) or abs(reward) > LARGEST_REWARD:
+        allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude"
+        wrong = f"returned {quoted(reward)} ({type(reward).__name__}); a reward must be {allowed}"
         raise RewardError(_complaint(task, problem, text, wrong))
     return float(reward)
 
@@ -118,6 +125,16 @@ def check_request(split: str, start: int, count: int) -> None:
         raise TaskError(f"unknown split {split!r}; allowed: {', '.join(get_args(Split))}")
     if start < 0 or count < 0:
         raise TaskError(f"start={start} and count={count} must both be 0 or more")
+
+
+def in_words(error: BaseException) -> str:
+    """What was raised, and in which file and line of the code that raised it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    return said + where
 
 
 def _complaint(task: Task, problem: Problem, text: str, wrong: str) -> str:

@@ -35,7 +35,8 @@ class JsonlTask:
         check_request(split, start, count)
         rows = self._problems[split]
         if not rows:
-            raise TaskError(f'{self.path} has no {split} questions; add lines with "split": "{split}"')
+            off = ", or switch evaluation off with --eval.problems 0" if split == "heldout" else ""
+            raise TaskError(f'{self.path} has no {split} questions; add lines with "split": "{split}"{off}')
         orders: dict[int, list[int]] = {}
         chosen = []
         for index in range(start, start + count):
@@ -56,10 +57,10 @@ class JsonlTask:
 
 def _read(path: Path) -> dict[str, list[Problem]]:
     if not path.is_file():
-        raise TaskError(f"task file {path} does not exist")
+        raise TaskError(f"task file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
     by_split: dict[str, list[Problem]] = {split: [] for split in get_args(Split)}
     split_of: dict[str, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         split, problem = _parse(line, f"{path}:{number}", f"{path.name}:{number}")
@@ -69,6 +70,19 @@ def _read(path: Path) -> dict[str, list[Problem]]:
     if not split_of:
         raise TaskError(f'task file {path} is empty; give lines like {{"question": "1 + 1", "answer": "2"}}')
     return by_split
+
+
+def _text(path: Path) -> str:
+    """The file's text; the mark that some editors put before UTF-8 is left out."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise TaskError(
+            f"{path}:{line}: not UTF-8 text (byte {error.object[error.start]:#04x}); save the file as UTF-8"
+        ) from error
+    except OSError as error:
+        raise TaskError(f"task file {path} cannot be read: {error.strerror}") from error
 
 
 def _parse(line: str, where: str, problem_id: str) -> tuple[str, Problem]:

@@ -1,11 +1,11 @@
 """From the configuration's words to a task."""
 
-import importlib
-from typing import Any, cast
+from typing import Any
 
 from qarl.tasks.base import Problem, Reward, Split, Task, TaskError
 from qarl.tasks.jsonl import JsonlTask
 from qarl.tasks.procedural import ReasoningGymTask
+from qarl.tasks.reward import import_reward
 
 
 class RewardedTask:
@@ -35,7 +35,8 @@ def load_task(name: str, options: dict[str, Any], reward: str | None = None) -> 
     Args:
         name: for example "chain_sum" or "data/questions.jsonl".
         options: fields of the dataset's config, e.g. {"max_terms": 3}; must be empty for a file.
-        reward: "package.module:function" with signature (problem, text) -> float, replacing the score.
+        reward: "file.py:function" or "package.module:function" with signature (problem, text) -> float, replacing the
+            score.
 
     Raises:
         TaskError: unknown name or option, an unreadable file, or a reward that cannot be imported.
@@ -43,21 +44,4 @@ def load_task(name: str, options: dict[str, Any], reward: str | None = None) -> 
     if name.endswith(".jsonl") and options:
         raise TaskError(f"task {name!r} is a file and takes no options, got: {', '.join(options)}")
     task: Task = JsonlTask(name) if name.endswith(".jsonl") else ReasoningGymTask(name, options)
-    return task if reward is None else RewardedTask(task, _import_reward(reward))
-
-
-def _import_reward(spec: str) -> Reward:
-    module_name, colon, function_name = spec.partition(":")
-    if not (module_name and colon and function_name):
-        raise TaskError(f"reward {spec!r} must read package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise TaskError(
-            f"reward {spec!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
-            "its folder must be on PYTHONPATH or installed"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise TaskError(f"reward {spec!r}: {module_name!r} has no function {function_name!r}")
-    return cast(Reward, function)
+    return task if reward is None else RewardedTask(task, import_reward(reward))

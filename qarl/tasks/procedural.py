@@ -6,6 +6,7 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
+from configs.words import did_you_mean
 from qarl.tasks.base import Problem, Split, TaskError, check_request, is_heldout, stable_hash
 
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
@@ -97,11 +98,26 @@ def _registered(name: str) -> tuple[Any, Any]:
         return datasets[name]
     near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}? " if near else ""
+    if "/" in name or "." in name:
+        raise TaskError(
+            f"task {name!r} is no reasoning-gym dataset, and a file of questions must be a .jsonl, one object "
+            f'{{"question": "1 + 1", "answer": "2"}} a line{_converter(name)}'
+        )
     raise TaskError(
-        f"unknown task {name!r}; {hint}A task is a reasoning-gym dataset or a path ending in .jsonl. "
-        f"List the {len(datasets)} datasets with: python -c "
-        '"from qarl.tasks.procedural import reasoning_gym_datasets as d; print(*d())"'
+        f"unknown task {name!r}; {hint}A task is a path ending in .jsonl or one of {len(datasets)} reasoning-gym "
+        "datasets, which `qarl tasks` lists"
     )
+
+
+def _converter(name: str) -> str:
+    """How to make a .jsonl of a file in another format."""
+    made = f"{name.rpartition('.')[0]}.jsonl"
+    if name.endswith(".json"):
+        return f"; a list becomes one by: jq -c '.[]' {name} > {made}"
+    if name.endswith((".csv", ".tsv")):
+        code = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+        return f"; with columns question and answer it becomes one by: python -c '{code}' < {name} > {made}"
+    return ""
 
 
 def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -> None:
@@ -111,4 +127,9 @@ def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -
     allowed = [field.name for field in dataclasses.fields(config_class) if field.name not in OWN_OPTIONS]
     for option in options:
         if option not in allowed:
-            raise TaskError(f"unknown option {option!r} of task {name!r}; allowed: {', '.join(allowed)}")
+            near = did_you_mean(option, allowed)
+            raise TaskError(f"unknown option {option!r} of task {name!r}; allowed: {', '.join(allowed)}{near}")
+    for field in dataclasses.fields(config_class):
+        kind, value = field.type, options.get(field.name)
+        if field.name in options and kind in (int, "int", float, "float") and not isinstance(value, int | float):
+            raise TaskError(f"option {field.name!r} of task {name!r} is {value!r}; it must be a number")
