@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from configs.errors import InputError, QarlError
-from configs.words import quoted
 
 Split = Literal["train", "heldout"]
 
@@ -93,7 +92,7 @@ def checked_score(task: Task, problem: Problem, text: str) -> float:
         raise RewardError(_complaint(task, problem, text, wrong)) from error
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward) or abs(reward) > LARGEST_REWARD:
         allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude"
-        wrong = f"returned {quoted(reward)} ({type(reward).__name__}); a reward must be {allowed}"
+        wrong = f"returned {reward!r:.80} ({type(reward).__name__}); a reward must be {allowed}"
         raise RewardError(_complaint(task, problem, text, wrong))
     return float(reward)
 

@@ -91,7 +91,7 @@ def test_any_completion_scores_within_0_and_1(text, chain_sum) -> None:
 
 
 def test_unknown_task_names_near_matches_and_how_to_list() -> None:
-    with pytest.raises(TaskError, match=r"unknown task 'chain_sums'; did you mean chain_sum.*\.jsonl.*List"):
+    with pytest.raises(TaskError, match=r"unknown task 'chain_sums'; did you mean chain_sum.*\.jsonl.*`qarl tasks`"):
         load_task("chain_sums", {})
 
 
@@ -192,14 +192,63 @@ def test_a_user_reward_replaces_the_score_but_not_accuracy(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("no_colon", "must read package.module:function"),
-        ("no_such_module:f", "importing 'no_such_module' raised ModuleNotFoundError.*PYTHONPATH"),
+        ("no_colon", "must read file.py:function or package.module:function"),
+        ("no_such_module:f", "there is no module 'no_such_module', neither in the working folder.*PYTHONPATH"),
+        ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
+        ("qarl.tasks:exact_rewrad", "no function 'exact_rewrad'; did you mean 'exact_reward'"),
         ("qarl.tasks:nothing", "'qarl.tasks' has no function 'nothing'"),
     ],
 )
 def test_rewards_that_cannot_be_imported(reward, message) -> None:
     with pytest.raises(TaskError, match=message):
         load_task("chain_sum", {}, reward=reward)
+
+
+@pytest.mark.parametrize("spec", ["own_reward:reward", "own_reward.py:reward", "./own_reward.py:reward"])
+def test_a_reward_is_found_in_the_working_folder(tmp_path, monkeypatch, spec) -> None:
+    """By module and by file, with a neighbour it imports; `qarl` itself is no script of that folder."""
+    (tmp_path / "own_reward.py").write_text(
+        "def reward(problem, text):\n    import neighbour\n    return neighbour.two\n"
+    )
+    (tmp_path / "neighbour.py").write_text("two = 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    for name in ("own_reward", "neighbour"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    task = load_task("chain_sum", {}, reward=spec)
+    assert checked_score(task, task.problems("train", 0, 1, 0)[0], "x") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys\nsys.exit(4)", r"sys\.exit\(4\) \(.*r\.py, line 2, in <module>\)"),
+        ("def reward(:", r"SyntaxError: invalid syntax \(.*r\.py, line 1\)"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(.*r\.py, line 1"),
+        ("import no_such_thing", r"ModuleNotFoundError: No module named 'no_such_thing' \(.*line 1"),
+    ],
+)
+def test_a_broken_reward_file_is_quoted_with_its_line(tmp_path, code, said) -> None:
+    (tmp_path / "r.py").write_text(code + "\n")
+    with pytest.raises(TaskError, match=said):
+        load_task("chain_sum", {}, reward=f"{tmp_path}/r.py:reward")
+
+
+def test_a_task_file_may_begin_with_a_byte_order_mark(tmp_path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question": "1 + 1 = é", "answer": "2", "split": "train"}\n', encoding="utf-8-sig")
+    assert load_task(str(file), {}).problems("train", 0, 1, 0)[0].answer == "2"
+    file.write_bytes(file.read_bytes().decode("utf-8-sig").encode("latin-1"))
+    with pytest.raises(TaskError, match=r"q\.jsonl:1: not UTF-8 text \(byte 0xe9\); save the file as UTF-8"):
+        load_task(str(file), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("q.json", r"jq -c '\.\[\]' q\.json > q\.jsonl"), ("q.csv", "csv.DictReader")]
+)
+def test_other_formats_name_a_converter(name, said) -> None:
+    with pytest.raises(TaskError, match=said):
+        load_task(name, {})
 
 
 def raising(problem: Problem, text: str) -> float:
@@ -209,7 +258,9 @@ def raising(problem: Problem, text: str) -> float:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (raising, "raised KeyError"),
+        (raising, r"raised KeyError: 'oops' \(.*line \d+, in raising\)"),
+        (lambda problem, text: sys.exit(3), r"raised sys\.exit\(3\)"),
+        (lambda problem, text: 1e300, r"returned 1e\+300 \(float\); .*at most 1e\+15 in magnitude"),
         (lambda problem, text: float("nan"), "returned nan"),
         (lambda problem, text: float("inf"), "returned inf"),
         (lambda problem, text: None, r"returned None \(NoneType\)"),
@@ -222,7 +273,7 @@ def test_a_bad_reward_names_problem_and_completion(reward, message, chain_sum, m
         checked_score(chain_sum, Problem("id-9", "3 + 4 =", "7"), "some text")
     for part in ("chain_sum", "id-9", "3 + 4 =", "some text"):
         assert part in str(caught.value)
-    assert isinstance(caught.value.__cause__, KeyError) == (reward is raising)
+    assert (reward is not raising) or isinstance(caught.value.__cause__, KeyError)
 
 
 def test_problems_are_frozen() -> None:
