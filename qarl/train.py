@@ -6,14 +6,14 @@ from learner.lost_updates import is_due
 from learner.optim.optimizer import lr_factor
 from learner.processes import Processes
 from qarl.report.dashboard import Dashboard
-from qarl.report.metrics import MetricsWriter, StepMetrics, Stopwatch, batch_metrics
+from qarl.report.metrics import StepMetrics, Stopwatch, batch_metrics, metrics_writer
 from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import load_checkpoint, save_checkpoint
 from qarl.run.evaluate import heldout_accuracy
 from qarl.run.interrupt import deferred_interrupt
 from qarl.run.rollout_step import sample_step, step_seed
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
-from qarl.run.verify_export import Outcome, finish
+from qarl.run.verify_export import Outcome, export_sampled, finish
 from rollout.types import Group
 
 
@@ -27,28 +27,29 @@ def train(
         _, state = load_checkpoint(folder.checkpoints, processes)
         policy.learner.load_state_dict(state["learner"])
         at = Position(**state["position"])
-    session = open_session(config, folder, policy)
-    trained = trained_part(policy, config)
-    dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
-    session.publisher.publish(at.version)
-    writer = MetricsWriter(folder, at.step if resume else None) if processes.first else None
-    stopping = False
-    if at.first_accuracy is None and config.eval.problems:
-        at.first_accuracy = _accuracy(session, config)
-        dashboard.baseline(at.first_accuracy)
-    with deferred_interrupt() as interrupted:
-        while at.step < config.steps and not stopping:
-            metrics, groups = _step(session, config, at)
-            if writer is not None:
-                writer.write(metrics, groups)
-            dashboard.stepped(metrics)
-            stopping = processes.any(bool(interrupted))
-            if at.step % config.checkpoint.every == 0 or at.step == config.steps or stopping:
-                state = {"learner": policy.learner.state_dict(), "position": vars(at)}
-                save_checkpoint(folder.checkpoints, at.step, state, config.checkpoint.keep, processes)
-    if writer is not None:
-        writer.close()
-    return finish(session, config, folder, at.step, at.first_accuracy)
+    with open_session(config, folder, policy) as session:
+        trained = trained_part(policy, config)
+        dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
+        session.publisher.publish(at.version)
+        if at.first_accuracy is None and config.eval.problems:
+            at.first_accuracy = _accuracy(session, config)
+            dashboard.baseline(at.first_accuracy)
+        with (
+            metrics_writer(folder, at.step if resume else None, processes.first) as write,
+            deferred_interrupt() as interrupted,
+        ):
+            while at.step < config.steps:
+                metrics, groups = _step(session, config, at)
+                write(metrics, groups)
+                dashboard.stepped(metrics)
+                stopping = processes.any(bool(interrupted))
+                if at.step % config.checkpoint.every == 0 or at.step == config.steps or stopping:
+                    state = {"learner": policy.learner.state_dict(), "position": vars(at)}
+                    save_checkpoint(folder.checkpoints, at.step, state, config.checkpoint.keep, processes)
+                if stopping:
+                    break
+        sampled = export_sampled(session, config, folder, at.step)
+    return finish(policy, config, folder, at, sampled)
 
 
 def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetrics, list[Group]]:

@@ -38,7 +38,7 @@ class Engine(Protocol):
         """`sampling.samples` completions of each prompt, in the prompts' order."""
         ...
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """fp32 log-probs of tokens 1… of each sequence given those before, in nats."""
         ...
 

@@ -83,7 +83,7 @@ class Publisher:
 
     def canary(self, version: int) -> Mismatch:
         """Compare log-probs of the fixed sequences; raises `PublishError` beyond the bound."""
-        scored = self._engine.score(self._sequences)
+        scored = self._engine.logprobs(self._sequences)
         tokens, response = _pad(self._sequences)
         sampler = torch.zeros(response.shape)
         for row, logprobs in enumerate(scored):

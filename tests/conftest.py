@@ -18,7 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
-from rollout.vllm.engine import VllmOptions, prepare_environment  # noqa: E402
 
 # Examples are not timed: machines are shared, and first calls compile.
 settings.register_profile("untimed", deadline=None)
@@ -31,10 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="qarl-tests-")
         os.environ["QARL_TEST_CACHE"] = os.environ["QARL_CACHE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-
-
-# Before any test imports vLLM: it reads these once.
-prepare_environment(VllmOptions())
 
 
 @pytest.fixture(scope="session")

@@ -112,6 +112,23 @@ def test_only_schemes_state_bits_and_ranges():
                     raise AssertionError(f"{file}:{node.lineno} states {node.value}")
 
 
+def test_one_door_leads_to_engines():
+    """Outside rollout/ nothing names a kind of engine: what samples is an `Engine`, got from `open_engine`. So another
+    kind is a file of its own and a line in `rollout/open.py`."""
+    for name, used in modules().items():
+        if not name.startswith("rollout."):
+            assert not {other for other in used if other.startswith("rollout.vllm")}, name
+            assert "VllmEngine" not in FILES[name].read_text(), name
+    callers = {name for name, used in modules().items() if "rollout.open" in used}
+    assert callers and all(name.startswith("qarl.") for name in callers)
+
+
+def test_the_engine_protocol_is_light():
+    code = "import sys, rollout.open; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"
+
+
 def test_hand_overs_of_quant_import_neither_torch_nor_transformers():
     code = "import sys, quant.types; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -5,7 +5,7 @@ override (`--learner.optimizer.lr 3e-4`).
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -49,7 +49,6 @@ class RolloutConfig(Section):
         default=False, description="mixtures of experts: the learner reuses the experts the engine chose (GPU)"
     )
     enforce_eager: bool = Field(default=True, description="no CUDA graphs (they would hold tensors a publish replaces)")
-    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="ERROR", description="of vLLM")
 
 
 class SyncConfig(Section):

@@ -16,6 +16,7 @@ import torch
 from rich.table import Table
 
 from configs.errors import ConfigError
+from configs.schema.run import RolloutConfig
 from learner.batching import make_batch
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
@@ -25,8 +26,9 @@ from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
+from rollout.engine import Engine
+from rollout.open import open_engine
 from rollout.types import Group, Prompt, Sampling
-from rollout.vllm.engine import VllmEngine, VllmOptions, prepare_environment
 from sync.export import export_checkpoint
 
 
@@ -78,7 +80,6 @@ class MismatchRow:
 
 def measure(options: MismatchOptions) -> list[MismatchRow]:
     """All rows, floor rows first within each dtype."""
-    prepare_environment(VllmOptions())
     rows: list[MismatchRow] = []
     for dtype in options.dtypes:
         unquantized = _measure_scheme(options, dtype, "bf16", {"floor": FLOOR, "aligned": LEARNERS["aligned"]})
@@ -137,10 +138,9 @@ def _measure_scheme(
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = Path(temporary) / "checkpoint"
         export_checkpoint(model, options.folder, checkpoint)
-        longest = options.prompt_tokens + options.tokens
-        engine = VllmEngine(checkpoint, VllmOptions(dtype=dtype, max_model_len=longest))
-        groups = _sample(engine, options, model.config.vocab_size)
-        engine.close()
+        rollout = RolloutConfig(max_prompt_tokens=options.prompt_tokens, max_new_tokens=options.tokens)
+        with open_engine(checkpoint, rollout, dtype) as engine:
+            groups = _sample(engine, options, model.config.vocab_size)
     batch = make_batch(groups, pad_token=0)
     found = {}
     for name, kind in learners.items():
@@ -169,7 +169,7 @@ def _untie(model) -> None:
         model.config.tie_word_embeddings = False
 
 
-def _sample(engine: VllmEngine, options: MismatchOptions, vocabulary: int) -> list[Group]:
+def _sample(engine: Engine, options: MismatchOptions, vocabulary: int) -> list[Group]:
     generator = torch.Generator().manual_seed(options.seed)
     low = min(16, vocabulary // 2)  # special tokens sit at the start of most vocabularies
     drawn = torch.randint(low, vocabulary, (options.prompts, options.prompt_tokens), generator=generator)

@@ -24,11 +24,11 @@ from qarl.ptq.source import open_source
 from qarl.report.run_folder import RunFolder
 from qarl.run.evaluate import heldout_accuracy
 from qarl.run.prompts import Prompter
-from qarl.run.session import check_input, engine_options
+from qarl.run.session import check_input
 from qarl.tasks import load_task
 from quant.schemes import get_scheme
 from rollout.engine import Engine
-from rollout.vllm.engine import VllmEngine
+from rollout.open import open_engine
 
 UNQUANTIZED = "bf16"
 _CHOSEN_HERE = ("scheme", "seed", "output", "export")
@@ -146,19 +146,16 @@ def _quantized(options: PtqOptions, seed: int, run: RunFolder) -> list[Deployed]
         for method in options.methods:
             folder = Path(work) / method
             quantize(source, method, folder)
-            engine = VllmEngine(folder, engine_options(config))
-            moved, accuracy = verify(source, engine), _accuracy(engine, folder, config)
-            engine.close()
+            with open_engine(folder, config.rollout, config.dtype) as engine:
+                moved, accuracy = verify(source, engine), _accuracy(engine, folder, config)
             found.append(Deployed(seed, method, options.scheme, accuracy, moved))
     return found
 
 
 def _export_accuracy(run: RunFolder) -> float:
     config = run.config()
-    engine = VllmEngine(run.export, engine_options(config))
-    accuracy = _accuracy(engine, run.export, config)
-    engine.close()
-    return accuracy
+    with open_engine(run.export, config.rollout, config.dtype) as engine:
+        return _accuracy(engine, run.export, config)
 
 
 def _accuracy(engine: Engine, checkpoint: Path, config: RunConfig) -> float:

@@ -41,7 +41,7 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
         overrides = (dotted_overrides(known, rest),) if fields else ()
         from qarl.cli.environment import quiet_libraries
 
-        quiet_libraries()
+        quiet_libraries(getattr(known, "compile", False))
         table, data = measure(known, console, *overrides)
         console.print(table)
         write_json(known.json, data)
@@ -188,9 +188,7 @@ def _add_precision(names: Any) -> None:
 
 def _precision(known: argparse.Namespace, _console: Console) -> _Measured:
     from qarl.bench import precision
-    from rollout.vllm.engine import VllmOptions, prepare_environment
 
-    prepare_environment(VllmOptions())
     options = precision.PrecisionOptions(
         known.scheme, known.dtype, known.steps, known.lr, known.optimizer, known.kernel, known.seed
     )
@@ -233,9 +231,7 @@ def _kernels(known: argparse.Namespace, _console: Console) -> _Measured:
     import torch
 
     from qarl.bench import kernels
-    from rollout.vllm.engine import VllmOptions, prepare_environment
 
-    prepare_environment(VllmOptions())
     default = "1,16,256,4096,32768" if torch.cuda.is_available() else "1,16,256"
     shapes, tokens = kernels.parse_shapes(known.shapes), kernels.parse_tokens(known.tokens or default)
     schemes = [name for name in known.schemes.split(",") if name]
@@ -275,12 +271,10 @@ def _add_learner(names: Any) -> None:
 def _learner(known: argparse.Namespace, console: Console) -> _Measured:
     from qarl.bench.learner import measure as learner
     from qarl.bench.learner import table as learner_table
-    from rollout.vllm.engine import VllmOptions, prepare_environment
 
     for name in ("trl_settings", "trl_python"):
         if not known.against and getattr(known, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} goes with --against trl")
-    prepare_environment(VllmOptions(compile=known.compile))
     settings = (known.trl_settings or "default,no-checkpointing").split(",")
     options = learner.Options(
         tuple(known.models.split(",")), tuple(s for s in known.schemes.split(",") if s), known.dtype,

@@ -16,12 +16,19 @@ _ENVIRONMENT = {
 }
 
 
-def quiet_libraries() -> None:
-    """Call before torch, transformers or vllm are imported. Levels the user set in the environment are kept."""
+def quiet_libraries(compiles: bool = False) -> None:
+    """Call before torch, transformers or vllm are imported. Values the user set in the environment are kept.
+
+    compiles: leave torch.compile on, which the learner is to use (`learner.compile`).
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if not any(Path("/dev").glob("nvidia[0-9]*")):  # else DeepSpeed warns at every import that it found no GPU
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns at every import that it found no GPU
+        if not compiles:
+            # On CPUs vLLM's sampler compiles one tiny function at the first generate: 10 s and a C++ compiler for
+            # nothing measurable. torch reads this when the function is decorated, so before vLLM is imported.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
         for name in ("vllm", "torch", "transformers"):
             logging.getLogger(name).setLevel(logging.ERROR)

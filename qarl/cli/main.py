@@ -137,7 +137,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         return 0
     from qarl.cli.environment import quiet_libraries
 
-    quiet_libraries()
+    quiet_libraries(config.learner.compile)
     from learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
     from qarl.cli.launch import check_count, launch
     from qarl.run.session import check_input, check_processes

@@ -22,7 +22,6 @@ from quant.schemes import (
     describe_weights,
     get_scheme,
 )
-from rollout.vllm.engine import VllmOptions, prepare_environment
 
 REFERENCE_SHAPE = (4096, 4096)
 """Output rows and input columns of the layer that stands for a model where none is given."""
@@ -57,7 +56,6 @@ def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[Sch
     dtype: compute dtype, a key of COMPUTE_DTYPES. kernel: the learner's kernel family.
     Raises `ModelError` for a model whose configuration cannot be read.
     """
-    prepare_environment(VllmOptions())
     empty = None if model is None else empty_model(_architecture(model))
     return [_row(scheme, empty, COMPUTE_DTYPES[dtype], kernel) for scheme in SCHEMES.values()]
 

@@ -12,11 +12,10 @@ from qarl.ptq.expected_checkpoint import read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
-from qarl.run.session import engine_options
 from quant.digest import StreamDigest
 from quant.schemes import get_scheme
 from rollout.engine import Engine
-from rollout.vllm.engine import VllmEngine
+from rollout.open import open_engine
 from sync.audit import audit, require_agreement
 from sync.checkpoint_folder import ExportError, write_checkpoint
 
@@ -52,9 +51,8 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as work:
         source = open_source(folder, Path(work), scheme, count)
         written = quantize(source, method, output)
-        engine = VllmEngine(output, engine_options(source.config))
-        moved = verify(source, engine)
-        engine.close()
+        with open_engine(output, source.config.rollout, source.config.dtype) as engine:
+            moved = verify(source, engine)
     tokens = sum(map(len, source.calibration))
     return PtqExported(
         source.step, written.hexdigest(), written.tensors, written.bytes, len(source.calibration), tokens, moved
@@ -92,7 +90,7 @@ def verify(source: Source, engine: Engine) -> float:
     `ExportError` where a log-prob is not finite.
     """
     require_agreement(audit(source.layout.layers, engine.layers(), same_kernels=False))
-    scored = engine.score(source.canary)
+    scored = engine.logprobs(source.canary)
     pairs = [(a, b) for x, y in zip(scored, source.logprobs, strict=True) for a, b in zip(x, y, strict=True)]
     moved = math.fsum(abs(a - b) for a, b in pairs) / len(pairs)
     if not math.isfinite(moved):

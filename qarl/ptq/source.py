@@ -8,11 +8,11 @@ from configs.schema.run import RunConfig
 from qarl.ptq.expected_checkpoint import Layout, checkpoint_layout
 from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.session import canary_sequences, engine_options, open_policy
+from qarl.run.session import canary_sequences, open_policy
 from qarl.tasks.base import stable_hash
 from rollout.engine import Engine
+from rollout.open import open_engine
 from rollout.types import Prompt, Sampling
-from rollout.vllm.engine import VllmEngine
 from sync.export import export_checkpoint
 
 
@@ -50,10 +50,9 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
     layout = checkpoint_layout(folder, scheme, config.dtype)
     prompts = [policy.prompter.prompt(p) for p in policy.task.problems("train", 0, count, config.seed)]
     canary = canary_sequences(policy, config)
-    engine = VllmEngine(folder, engine_options(config))
-    logprobs = engine.score(canary)
-    calibration = calibration_sequences(engine, prompts, config)
-    engine.close()
+    with open_engine(folder, config.rollout, config.dtype) as engine:
+        logprobs = engine.logprobs(canary)
+        calibration = calibration_sequences(engine, prompts, config)
     return Source(config, step, folder, scheme, layout, calibration, canary, logprobs)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +114,22 @@ class MetricsWriter:
         self._metrics.close()
         self._samples.close()
         self._board.close()
+
+
+@contextmanager
+def metrics_writer(
+    folder: RunFolder, resume_step: int | None, first: bool
+) -> Iterator[Callable[[StepMetrics, list[Group]], None]]:
+    """Yields what writes a step; its files are closed at the end, also of a run that fails. first: whether this is the
+    first process; the others write nothing."""
+    if not first:
+        yield lambda metrics, groups: None
+        return
+    writer = MetricsWriter(folder, resume_step)
+    try:
+        yield writer.write
+    finally:
+        writer.close()
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

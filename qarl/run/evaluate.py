@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.schema.run import RolloutConfig
 from learner.processes import Processes
 from qarl.run.prompts import Prompter
 from qarl.tasks import Task, load_task
 from rollout.engine import Engine
+from rollout.open import open_engine
 from rollout.types import Sampling
 
 
@@ -41,33 +43,31 @@ def evaluate_target(
     measured on.
     """
     from qarl.report.run_folder import RunFolder
-    from qarl.run.session import engine_options, model_folder
-    from rollout.vllm.engine import VllmEngine, VllmOptions
+    from qarl.run.session import model_folder
 
     if (Path(target) / "config.yaml").is_file():
         folder = RunFolder.open(Path(target))
         config = folder.config()
         if not folder.export.is_dir():
             raise ConfigError(f"run {target!r} has no export yet; finish it, or: qarl export {target} -o DIR")
-        checkpoint, options = folder.export, engine_options(config)
+        checkpoint, rollout, dtype = folder.export, config.rollout, config.dtype
         task = load_task(config.task.name, config.task.options, config.task.reward)
-        longest, new = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
     else:
         checkpoint = model_folder(target)
-        longest, new = 448, 64
-        options = VllmOptions(dtype=dtype or _own_dtype(checkpoint), max_model_len=longest + (max_new_tokens or new))
+        rollout = RolloutConfig(max_prompt_tokens=448, max_new_tokens=max_new_tokens or 64)
+        dtype = dtype or _own_dtype(checkpoint)
         task = load_task(task_name or "chain_sum", {})
     if task_name:
         task = load_task(task_name, {})
-    engine = VllmEngine(checkpoint, options)
-    accuracy = heldout_accuracy(engine, task, Prompter(checkpoint, longest), problems, max_new_tokens or new)
-    engine.close()
+    prompter, longest = Prompter(checkpoint, rollout.max_prompt_tokens), max_new_tokens or rollout.max_new_tokens
+    with open_engine(checkpoint, rollout, dtype) as engine:
+        accuracy = heldout_accuracy(engine, task, prompter, problems, longest)
     return {
         "target": target,
         "task": task.name,
         "problems": problems,
         "accuracy": accuracy,
-        "dtype": options.dtype,
+        "dtype": dtype,
     }
 
 

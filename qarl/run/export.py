@@ -6,8 +6,8 @@ from pathlib import Path
 from learner.mismatch import Mismatch
 from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.session import canary_sequences, engine_options, open_policy, require_schemes
-from rollout.vllm.engine import VllmEngine
+from qarl.run.session import canary_sequences, open_policy, require_schemes
+from rollout.open import open_engine
 from sync.export import export_checkpoint
 from sync.publisher import Publisher
 
@@ -33,8 +33,7 @@ def export_run(run: Path, output: Path) -> Exported:
     policy = open_policy(config)
     policy.learner.load_state_dict(state["learner"])
     written = export_checkpoint(policy.model, policy.folder, output)
-    engine = VllmEngine(output, engine_options(config))
     bound = config.sync.canary_bound or policy.model.plan.bound
-    canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
-    engine.close()
+    with open_engine(output, config.rollout, config.dtype) as engine:
+        canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
     return Exported(step, written.hexdigest(), written.tensors, written.bytes, canary)

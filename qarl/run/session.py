@@ -1,7 +1,8 @@
 """Assembling a run: model, learner, engine, publisher, and the audit that lets it start."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from quant.kernels.supported import require_support
 from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
-from rollout.vllm.engine import VllmEngine, VllmOptions, prepare_environment
+from rollout.engine import Engine
+from rollout.open import open_engine
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
 from sync.gate import require_same_policy
@@ -42,29 +44,10 @@ def model_folder(name: str) -> Path:
     return ensure_tiny(name) if name in tiny_names() else resolve_model(name)
 
 
-def engine_options(config: RunConfig, several: bool = False) -> VllmOptions:
-    """vLLM's options for a run. several: see `VllmOptions`."""
-    r = config.rollout
-    return VllmOptions(
-        dtype=config.dtype,
-        max_model_len=r.max_prompt_tokens + r.max_new_tokens,
-        max_num_seqs=r.max_num_seqs,
-        kv_cache_gib=r.kv_cache_gib,
-        memory_share=r.memory_share,
-        prefix_caching=r.prefix_caching,
-        enforce_eager=r.enforce_eager,
-        logging_level=r.logging_level,
-        router_replay=r.router_replay,
-        several=several,
-        compile=config.learner.compile,
-    )
-
-
 def require_schemes(config: RunConfig) -> None:
     """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
     and for a scheme that engine or learner cannot run on this machine; `LoraError` for adapters that do not fit the
     model. Only the model's config.json is read."""
-    prepare_environment(engine_options(config))
     dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
     require_support(get_scheme(config.scheme), dtype, kernel)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
@@ -119,7 +102,6 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     None opens the policy in this process, without DeepSpeed and to learn nothing."""
     scheme = get_scheme(config.scheme)
     task = load_task(config.task.name, config.task.options, config.task.reward)
-    prepare_environment(engine_options(config))
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     folder = model_folder(config.model)
@@ -180,14 +162,15 @@ class Session:
     whose mismatch is beyond the bounds; None for an unaligned learner, whose mismatch is intended."""
 
     policy: Policy
-    engine: VllmEngine
+    engine: Engine
     publisher: Publisher
     audited: list[AuditRow]
     gate: Callable[[Mismatch], None] | None
 
 
-def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Session:
-    """Start the engine on the policy's present tensors and audit it.
+@contextmanager
+def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterator[Session]:
+    """Start the engine on the policy's present tensors and audit it; it is closed at the end of the `with`.
 
     Raises `AuditError` where learner and engine disagree about a layer.
     """
@@ -198,14 +181,14 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Sessio
         export_checkpoint(policy.model, policy.folder, folder.engine_start)
 
     processes.first_does(export)
-    engine = VllmEngine(folder.engine_start, engine_options(config, processes.world > 1))
-    same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
-    rows = audit(policy.model.layers(), engine.layers(), same_kernels)
-    require_agreement(rows)
-    bound = config.sync.canary_bound or policy.model.plan.bound
-    sequences = canary_sequences(policy, config)
-    publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)
-    return Session(policy, engine, publisher, rows, _gate(config, policy) if config.learner.aligned else None)
+    with open_engine(folder.engine_start, config.rollout, config.dtype, processes.world > 1) as engine:
+        same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
+        rows = audit(policy.model.layers(), engine.layers(), same_kernels)
+        require_agreement(rows)
+        bound = config.sync.canary_bound or policy.model.plan.bound
+        sequences = canary_sequences(policy, config)
+        publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)
+        yield Session(policy, engine, publisher, rows, _gate(config, policy) if config.learner.aligned else None)
 
 
 def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:

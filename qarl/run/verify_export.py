@@ -7,8 +7,8 @@ from pathlib import Path
 from configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
 from qarl.run.evaluate import heldout_accuracy
-from qarl.run.session import Session, canary_sequences, engine_options
-from rollout.vllm.engine import VllmEngine
+from qarl.run.session import Policy, Position, Session, canary_sequences
+from rollout.open import open_engine
 from sync.checkpoint_folder import ExportError
 from sync.export import export_checkpoint
 
@@ -20,36 +20,49 @@ class Outcome:
     engine."""
 
     steps: int
-    export: Path | None
-    first_accuracy: float | None
-    export_accuracy: float | None
+    export: Path | None = None
+    first_accuracy: float | None = None
+    export_accuracy: float | None = None
 
 
-def finish(session: Session, config: RunConfig, folder: RunFolder, steps: int, first: float | None) -> Outcome:
-    """Export the policy, load it in a fresh engine, compare bit for bit with the engine that sampled, evaluate."""
+@dataclass(frozen=True)
+class Sampled:
+    """What the engine that sampled gave fixed sequences, fp32 log-probs in nats: what an export is held to."""
+
+    sequences: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps: int) -> Sampled | None:
+    """Write the deployable checkpoint of a finished run, beside the log-probs it has to give; None where the run was
+    interrupted or asks for no export. All processes come here; the first writes."""
     policy = session.policy
-    processes = policy.processes
     if steps < config.steps or not config.export:
-        session.engine.close()
-        return Outcome(steps, None, first, None)
-    if processes.first:
+        return None
+    if policy.processes.first:
         shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
         export_checkpoint(policy.model, policy.folder, folder.export)
     sequences = canary_sequences(policy, config)
-    sampled_from = session.engine.score(sequences)
-    processes.wait()
-    session.engine.close()  # and the process group: from here on the first process is alone
-    if not processes.first:
-        return Outcome(steps, None, first, None)
-    engine = VllmEngine(folder.export, engine_options(config))
-    if engine.score(sequences) != sampled_from:
-        raise ExportError(
-            f"the export {str(folder.export)!r}, loaded in a fresh engine, gives other log-probs than the engine "
-            "it was sampled from; do not deploy it"
-        )
+    sampled = Sampled(sequences, session.engine.logprobs(sequences))
+    policy.processes.wait()  # closing the engine closes the process group: from there on the first process is alone
+    return sampled
+
+
+def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, sampled: Sampled | None) -> Outcome:
+    """Load the export in a fresh engine, hold it to `sampled` bit for bit, and evaluate it.
+
+    Raises `ExportError` where it gives other log-probs than the engine that sampled.
+    """
+    if sampled is None or not policy.processes.first:
+        return Outcome(at.step, first_accuracy=at.first_accuracy)
     accuracy = None
-    if config.eval.problems:
-        r = config.rollout
-        accuracy = heldout_accuracy(engine, policy.task, policy.prompter, config.eval.problems, r.max_new_tokens)
-    engine.close()
-    return Outcome(steps, folder.export, first, accuracy)
+    with open_engine(folder.export, config.rollout, config.dtype) as engine:
+        if engine.logprobs(sampled.sequences) != sampled.logprobs:
+            raise ExportError(
+                f"the export {str(folder.export)!r}, loaded in a fresh engine, gives other log-probs than the engine "
+                "it was sampled from; do not deploy it"
+            )
+        if config.eval.problems:
+            longest = config.rollout.max_new_tokens
+            accuracy = heldout_accuracy(engine, policy.task, policy.prompter, config.eval.problems, longest)
+    return Outcome(at.step, folder.export, at.first_accuracy, accuracy)

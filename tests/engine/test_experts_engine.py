@@ -95,17 +95,17 @@ def publish_and_compare(
         check_reported_schemes(model, engine)
         check_every_layer_is_the_engines(model, engine)
         publisher = Publisher(model, engine, SEQUENCES, bound or model.plan.bound, canary_every=publishes)
-        before = engine.score(SEQUENCES)
+        before = engine.logprobs(SEQUENCES)
         for version in range(1, publishes + 1):
             disturb(model, version)
             publisher.publish(version)
         publisher.canary(publishes)
         check_every_layer_is_the_engines(model, engine)
-        after = engine.score(SEQUENCES)
+        after = engine.logprobs(SEQUENCES)
     finally:
         engine.close()
     fresh = start_engine(model, folder, tmp_path / "fresh", dtype)
-    reloaded = fresh.score(SEQUENCES)
+    reloaded = fresh.logprobs(SEQUENCES)
     fresh.close()
     assert after != before
     assert after == reloaded

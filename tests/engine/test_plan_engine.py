@@ -37,15 +37,15 @@ def test_a_mixed_plan_is_audited_published_and_exported(
     require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
     assert {row.name: row.scheme for row in engine.layers()} == {n: s.name for n, s in model.plan.schemes.items()}
     publisher = Publisher(model, engine, SEQUENCES, model.plan.bound, canary_every=5)
-    before = engine.score(SEQUENCES)
+    before = engine.logprobs(SEQUENCES)
     for version in range(1, 11):
         disturb(model, version)
         publisher.publish(version)
     assert publisher.canary(10).mean_abs < 0.01
-    after = engine.score(SEQUENCES)
+    after = engine.logprobs(SEQUENCES)
     engine.close()
     fresh = start_engine(model, folder, tmp_path / "fresh")
-    reloaded = fresh.score(SEQUENCES)
+    reloaded = fresh.logprobs(SEQUENCES)
     fresh.close()
     assert after != before
     assert after == reloaded

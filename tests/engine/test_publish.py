@@ -14,7 +14,8 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 from quant.types import LowBitTensor
 from rollout.engine import Engine, EngineError
-from rollout.vllm.engine import VllmEngine, VllmOptions
+from rollout.vllm.engine import VllmEngine
+from rollout.vllm.options import VllmOptions
 from sync.audit import AuditError, audit, require_agreement
 from sync.export import export_checkpoint
 from sync.publisher import Publisher, PublishError
@@ -40,15 +41,15 @@ def test_fifty_publishes_equal_a_fresh_engine_bit_for_bit(
     model = make_model(folder, scheme, dtype)
     engine = start_engine(model, folder, tmp_path / "start", dtype)
     publisher = Publisher(model, engine, SEQUENCES, model.scheme.bound, canary_every=25)
-    before = engine.score(SEQUENCES)
+    before = engine.logprobs(SEQUENCES)
     for version in range(1, 51):
         disturb(model, version)
         published = publisher.publish(version)
         assert (published.canary is not None) == (version in (1, 26))
-    after = engine.score(SEQUENCES)
+    after = engine.logprobs(SEQUENCES)
     engine.close()
     fresh = start_engine(model, folder, tmp_path / "fresh", dtype)
-    reloaded = fresh.score(SEQUENCES)
+    reloaded = fresh.logprobs(SEQUENCES)
     fresh.close()
     assert after != before
     assert after == reloaded
@@ -121,7 +122,7 @@ def test_a_tensor_too_many_is_refused(random_policy: Callable[[bool], Path], tmp
     with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
         publisher.publish(1)
     with pytest.raises(EngineError, match="parts of two weight versions"):
-        engine.score(SEQUENCES)
+        engine.logprobs(SEQUENCES)
     with pytest.raises(EngineError, match="one engine a process"):
         VllmEngine(tmp_path / "start", VllmOptions())
     engine.close()

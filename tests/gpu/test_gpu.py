@@ -124,7 +124,8 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
 ):
     """Audit, five publishes of changing weights, log-probs bit for bit those of an engine loaded afresh."""
     from quant.checkpoint.load import load_masters
-    from rollout.vllm.engine import VllmEngine, VllmOptions
+    from rollout.vllm.engine import VllmEngine
+    from rollout.vllm.options import VllmOptions
     from sync.audit import audit, require_agreement
     from sync.export import export_checkpoint
     from sync.publisher import Publisher
@@ -144,9 +145,9 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
                 master.mul_(1.01)
         model.refresh()
         publisher.publish(version)
-    published = engine.score(sequences)
+    published = engine.logprobs(sequences)
     engine.close()
     export_checkpoint(model, folder, tmp_path / "end")
     fresh = VllmEngine(tmp_path / "end", VllmOptions(max_model_len=128))
-    assert fresh.score(sequences) == published
+    assert fresh.logprobs(sequences) == published
     fresh.close()

@@ -22,13 +22,12 @@ from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, methods_for
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
-from qarl.run.session import engine_options
 from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from rollout.vllm.engine import VllmEngine
+from rollout.open import open_engine
 from sync.audit import AuditError
 from sync.checkpoint_folder import ExportError
 from sync.export import export_checkpoint
@@ -245,11 +244,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_and_verify(source: Source, folder: Path) -> float:
-    engine = VllmEngine(folder, engine_options(source.config))
-    try:
+    with open_engine(folder, source.config.rollout, source.config.dtype) as engine:
         return verify(source, engine)
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from quant.checkpoint.load import load_masters
 from quant.kernels import make_factory
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
-from rollout.vllm.engine import VllmEngine, VllmOptions
+from rollout.vllm.engine import VllmEngine
+from rollout.vllm.options import VllmOptions
 from sync.export import export_checkpoint
 
 SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]

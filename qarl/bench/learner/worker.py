@@ -6,6 +6,7 @@ prints one line of JSON (`Steps`) last. A process of its own, so that one traine
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from qarl.bench.learner.step_memory import StepMemory
 
 def run(job: Job) -> Steps:
     """Warm up with one step, time `job.steps` more, and take the memory of a last one where it is asked for."""
+    if job.variant != "compile":
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as in a run without learner.compile
     sequences = Sequences.load(Path(job.batch))
     import torch
 
@@ -27,9 +30,7 @@ def run(job: Job) -> Steps:
     from quant.kernels import make_factory
     from quant.model.low_bit_model import LowBitModel
     from quant.schemes import COMPUTE_DTYPES, get_scheme
-    from rollout.vllm.engine import VllmOptions, prepare_environment
 
-    prepare_environment(VllmOptions(compile=job.variant == "compile"))
     cuda = torch.cuda.is_available()
     dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(sequences)
     factory = make_factory(job.kernel, dtype)

@@ -1,0 +1,92 @@
+"""A run's rollout section in vLLM's words: arguments of `vllm.LLM`, and what vLLM reads from the environment."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema.run import RolloutConfig
+from rollout.engine import EngineError
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib: CPU
+    key/value cache size in GiB. memory_share: of the device's memory vLLM may plan with. router_replay: return the
+    experts that each token was routed to. several: this process is one of several, each with an engine of its own, and
+    torch's process group is open.
+    """
+
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+    max_num_seqs: int = 256
+    kv_cache_gib: int = 1
+    memory_share: float = 0.2
+    prefix_caching: bool = True
+    enforce_eager: bool = True
+    router_replay: bool = False
+    several: bool = False
+
+
+def vllm_options(rollout: RolloutConfig, dtype: str, several: bool) -> VllmOptions:
+    """The options that a run's `rollout` section and `dtype` stand for. several: see `VllmOptions`."""
+    return VllmOptions(
+        dtype=dtype,
+        max_model_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_gib=rollout.kv_cache_gib,
+        memory_share=rollout.memory_share,
+        prefix_caching=rollout.prefix_caching,
+        enforce_eager=rollout.enforce_eager,
+        router_replay=rollout.router_replay,
+        several=several,
+    )
+
+
+def prepare_environment() -> None:
+    """Set what vLLM takes from the environment alone, read when an engine starts. Values the user set are kept."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def refuse_unsupported(options: VllmOptions) -> None:
+    """Raise `EngineError` for options that vLLM cannot honour on this machine."""
+    import torch
+
+    if options.router_replay and not torch.cuda.is_available():
+        raise EngineError(
+            "rollout.router_replay: vLLM returns expert choices through its V2 model runner alone, which needs "
+            "Triton and so a GPU; set it to false on this machine"
+        )
+
+
+def llm_arguments(options: VllmOptions) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`, but for the checkpoint."""
+    return {
+        "dtype": options.dtype,
+        "enforce_eager": options.enforce_eager,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "gpu_memory_utilization": options.memory_share,
+        "enable_prefix_caching": options.prefix_caching,
+        # Each engine is whole: tensor parallelism is 1. vLLM takes its place in the open group, no more.
+        "distributed_executor_backend": "external_launcher" if options.several else "uni",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "enable_return_routed_experts": options.router_replay,
+        **_cpu_arguments(options),
+    }
+
+
+def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
+    """On CPUs the key/value cache has a size of its own, and prompts are scheduled whole: vLLM 0.32 rewinds a seeded
+    request's generator when a prompt is cut in chunks, which torch's CPU generator cannot do ("CPU Generator does not
+    use offset")."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    return {
+        "kv_cache_memory_bytes": options.kv_cache_gib * 2**30,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, options.max_model_len),
+    }
