@@ -1,0 +1,67 @@
+"""Random legal runs: options drawn one by one, and the true reason where a combination of them cannot run.
+
+`draw` may draw anything; `refusals` says, from the options alone, whether and why the command must refuse them. So a
+test can hold both ways: what has no reason here runs, what has one is refused in its words.
+"""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+AMX = torch.cpu._is_amx_tile_supported()
+RATIO_FREE = ("on_policy",)
+CUTS = ("tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip")
+OBJECTIVES = (*CUTS, "sapo", "cispo", "on_policy", "pg_seq_is")
+CORRECTIONS = ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric")
+SCHEMES = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """options: dotted name → value as on the command line. processes: None leaves the launcher out."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    processes: int | None = None
+
+    def arguments(self) -> list[str]:
+        """After `qarl train`."""
+        flags = [part for name, value in self.options.items() for part in (f"--{name}", value)]
+        return [*flags, *(["--processes", str(self.processes)] if self.processes else [])]
+
+    def __str__(self) -> str:
+        return " ".join(self.arguments())
+
+
+def draw(seed: int) -> Combination:
+    """The combination of a seed; every option is left at its default about half of the time."""
+    rng = random.Random(seed)
+
+    def maybe(options: dict[str, str], name: str, values: Any, often: float = 0.5) -> None:
+        if rng.random() < often:
+            options[name] = str(rng.choice(values))
+
+    options = {"scheme": rng.choice(SCHEMES)}
+    maybe(options, "model", ["tiny-qwen3-moe"], 0.35)
+    maybe(options, "dtype", ["float16", "float32"])
+    maybe(options, "learner.master_dtype", ["bfloat16", "float16"], 0.4)
+    maybe(options, "learner.optimizer.name", ["adamw"], 0.4)
+    if options.get("learner.master_dtype") and rng.random() < 0.5:
+        options["learner.optimizer.rounding"] = rng.choice(["nearest", "stochastic", "kahan"])
+    maybe(options, "learner.objective.name", OBJECTIVES, 0.6)
+    options["learner.mini_batches"] = "1" if options.get("learner.objective.name") == "on_policy" else "2"
+    maybe(options, "learner.correction.name", CORRECTIONS)
+    maybe(options, "learner.advantage", ["dr_grpo", "rloo"], 0.3)
+    maybe(options, "learner.kl.name", ["k1", "k2", "k3"], 0.3)
+    maybe(options, "learner.lora.name", ["lora"], 0.25)
+    maybe(options, "learner.packing", ["false"], 0.3)
+    maybe(options, "learner.gradient_checkpointing", ["true"], 0.3)
+    maybe(options, "learner.aligned", ["false"], 0.2)
+    maybe(options, "learner.operators", ["transformers"], 0.2)
+    maybe(options, "learner.kernel", ["torch", "reference"], 0.2)
+    maybe(options, "layers", ["first:1=bf16", "*.down_proj=w8a8", "last:1=w4a16"], 0.3)
+    processes = 2 if rng.random() < 0.2 else None
+    if processes or rng.random() < 0.15:
+        options["learner.zero_stage"] = str(rng.choice([0, 1, 2, 3]))
+    return Combination(options, processes)
