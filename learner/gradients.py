@@ -18,7 +18,7 @@ def rounds_weights(model: LowBitModel, asked: Literal["auto", "exact", "compute"
             f"learner.input_gradients is 'compute', but gradients through experts ({next(iter(model.experts))} and "
             "others) are computed exactly; set it to auto, which is about the linear layers, or to exact"
         )
-    return multiplies_natively(model.compute_dtype, model.device) if asked == "auto" else asked == "compute"
+    return multiplies_natively(model.context.compute_dtype, model.device) if asked == "auto" else asked == "compute"
 
 
 def compiles(model: LowBitModel, asked: bool) -> bool:

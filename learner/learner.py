@@ -80,14 +80,16 @@ class Learner:
         self.config = config
         self.processes = processes or Processes()
         self.backend = make_backend(model, config, self.processes)
-        self.loss_scale = LossScale(model.compute_dtype == torch.float16, config.loss_scale, config.loss_scale_growth)
+        self.loss_scale = LossScale(
+            model.context.compute_dtype == torch.float16, config.loss_scale, config.loss_scale_growth
+        )
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
-        model.records_router_logits = self._balance > 0
+        model.router_log.enabled = self._balance > 0
         self._reference = reference
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
-        model.gradients.exact_inputs = not rounds_weights(model, config.input_gradients)
-        model.gradients.compiled = compiles(model, config.compile)
+        model.context.gradients.exact_inputs = not rounds_weights(model, config.input_gradients)
+        model.context.gradients.compiled = compiles(model, config.compile)
         self.stopwatch = Stopwatch()
         self._diagnosis: Diagnosis | None = None
 
@@ -198,7 +200,7 @@ class Learner:
     def _update(
         self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor, lr_factor: float
     ) -> "_Update":
-        self.model.gradients.scale = self.loss_scale.scale
+        self.model.context.gradients.scale = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         sums = torch.zeros(len(_SUMMED), dtype=torch.float64)
@@ -229,7 +231,7 @@ class Learner:
     def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, float]:
         """The loss with the routers' auxiliary one, where that is on, and what was added. share: of the mini-batch's
         sequences that are in these rows."""
-        if not self.model.records_router_logits:
+        if not self.model.router_log.enabled:
             return loss, 0.0
         real = rows.real().flatten()
         balance = load_balance_loss(self.model, real[real] if self.packed else real) * share

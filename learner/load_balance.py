@@ -37,4 +37,4 @@ def load_balance_loss(model: LowBitModel, real: torch.Tensor) -> torch.Tensor:
     config = model.config
     module: Any = sys.modules[type(model.module).__module__]
     experts = next(iter(model.experts.values())).shape.experts
-    return module.load_balancing_loss_func(tuple(model.router_logits), experts, config.num_experts_per_tok, real)
+    return module.load_balancing_loss_func(tuple(model.router_log.logits), experts, config.num_experts_per_tok, real)

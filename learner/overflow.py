@@ -44,11 +44,11 @@ def require_finite_logprobs(
     if wrong == 0:
         return
     fault = first_fault(model, rows, packed, forward)
-    dtype = short_name(model.forward_dtype)
+    dtype = short_name(model.context.forward_dtype)
     where = "no module's output is, so it is their normalization" if fault is None else _in_words(fault, dtype)
     raise PrecisionError(
         f"{dtype} forward: the log-probs of {wrong} of {int(rows.response.sum())} tokens are infinite or NaN; {where}. "
-        f"{_remedy(model.forward_dtype)}; no step was taken from them, the last checkpoint is intact"
+        f"{_remedy(model.context.forward_dtype)}; no step was taken from them, the last checkpoint is intact"
     )
 
 

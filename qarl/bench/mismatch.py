@@ -23,7 +23,7 @@ from learner.mismatch import Mismatch, measure_mismatch
 from qarl.embedded.recipe import RECIPES, ensure_recipe
 from qarl.run.session import model_folder
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.engine import Engine
@@ -158,8 +158,8 @@ def _low_bit(options: MismatchOptions, dtype: str, scheme: str, kind: LearnerKin
         with torch.no_grad():
             masters.get_parameter("lm_head.weight").mul_(options.peak)
     compute = COMPUTE_DTYPES[dtype]
-    factory = make_factory(kind.kernel, compute)
-    return LowBitModel(masters, get_scheme(scheme), compute, factory, kind.aligned, kind.operators)
+    context = LayerContext(compute, kind.kernel, kind.aligned)
+    return LowBitModel(masters, get_scheme(scheme), context, kind.operators)
 
 
 def _untie(model) -> None:

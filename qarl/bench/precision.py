@@ -24,8 +24,8 @@ from learner.learner import Learner
 from qarl.bench.learner.batch import MODELS, PAD, draw_sequences, write_model
 from qarl.bench.learner.worker import groups_of
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
 from quant.kernels.supported import require_support
+from quant.layers.context import LayerContext
 from quant.materialize.code_changes import FlipCount
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
@@ -135,7 +135,8 @@ def _learner(folder: Path, options: PrecisionOptions, dtype: str, rounding: str)
     with torch.no_grad():
         for name, values in _start(folder).items():
             loaded.get_parameter(name).copy_(values)
-    model = LowBitModel(loaded, get_scheme(options.scheme), compute, make_factory(options.kernel, compute))
+    context = LayerContext(compute, options.kernel)
+    model = LowBitModel(loaded, get_scheme(options.scheme), context)
     optimizer = {"name": options.optimizer, "lr": options.lr, "weight_decay": 0.0, "rounding": rounding}
     config = {"objective": {"name": "grpo"}, "mini_batches": 2, "master_dtype": dtype, "optimizer": optimizer}
     return Learner(model, LearnerConfig.model_validate(config))

@@ -21,7 +21,7 @@ from configs.errors import ConfigError
 from qarl.bench.learner.memory import PeakMemory
 from quant.checkpoint.load import empty_model
 from quant.digest import StreamDigest
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
@@ -83,7 +83,7 @@ def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repea
     masters = random_masters(config, master)
     materialize(torch.ones(128, 256, dtype=master), found, compute)  # compiles: neither time nor memory of a version
     with PeakMemory() as building:
-        model = LowBitModel(masters, found, compute, make_factory("reference", compute))
+        model = LowBitModel(masters, found, LayerContext(compute, "reference"))
     sink = [torch.zeros_like(item.tensor) for item in model.low_bit_tensors()]
     with PeakMemory() as running:
         bandwidths, work = _rounds(model, sink, repeats)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from quant.checkpoint.families import ExpertLayout, expert_layout
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from quant.types import LayerReport, LowBitTensor
@@ -43,7 +43,7 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
     """
     compute = COMPUTE_DTYPES[dtype]
     masters = load_masters(folder, compute)
-    model = LowBitModel(masters, get_scheme(scheme), compute, make_factory("reference", compute))
+    model = LowBitModel(masters, get_scheme(scheme), LayerContext(compute, "reference"))
     experts = expert_layout(model.config.model_type)
     tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
     return Layout(tensors, tuple(model.plan.ignored), checkpoint_config(model), model.layers(), experts)

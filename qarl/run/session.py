@@ -22,8 +22,8 @@ from qarl.run.prompts import Prompter
 from qarl.tasks import Task, load_task
 from quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
-from quant.kernels import make_factory
 from quant.kernels.supported import require_support
+from quant.layers.context import LayerContext
 from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
@@ -111,14 +111,12 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     together = processes or Processes()
     alone = {"zero_stage": None, "deepspeed": None, "compile": False}
     learning = config.learner if processes else config.learner.model_copy(update=alone)
-    factory = make_factory(config.learner.kernel, dtype)
 
     def initial_model() -> LowBitModel:
         reading = partitioned_loading(learning)
         masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], together.device, reading)
-        return LowBitModel(
-            masters, scheme, dtype, factory, config.learner.aligned, config.learner.operators, config.layers, compute
-        )
+        context = LayerContext(dtype, config.learner.kernel, config.learner.aligned, compute)
+        return LowBitModel(masters, scheme, context, config.learner.operators, config.layers)
 
     model = initial_model()
     if isinstance(config.learner.lora, LoraConfig):
@@ -135,7 +133,7 @@ def trained_part(policy: Policy, config: RunConfig) -> list[str]:
     processes that share the work; nothing where one process trains every master in the engine's dtype."""
     lora, stage = config.learner.lora, config.learner.zero_stage
     told = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
-    if policy.model.compute_dtype != policy.model.dtype:
+    if policy.model.context.compute_dtype != policy.model.context.dtype:
         told.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
     if policy.processes.world > 1 or stage is not None:
         told.append(f"processes: {policy.processes.world}, DeepSpeed ZeRO stage {stage or 0}")

@@ -11,23 +11,25 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from quant.layers.context import LayerContext
 from quant.layers.gradients import Gradients
 from quant.runtime.zero3 import whole_shape
 
 
 class MasterCopy:
     """One parameter as engine and learner read it. published: in the engine's dtype. computed: in the learner's; where
-    that is the same, one tensor. Both are to be filled. published_forward: whether the learner reads `published`."""
+    that is the same, one tensor. Both are to be filled."""
 
-    def __init__(self, master: torch.Tensor, dtype: torch.dtype, compute_dtype: torch.dtype):
-        self.published = empty_copy(master, dtype)
-        self.computed = self.published if compute_dtype == dtype else empty_copy(master, compute_dtype)
-        self.published_forward = False
+    def __init__(self, master: torch.Tensor, context: LayerContext):
+        dtype, compute_dtype = context.dtype, context.compute_dtype
+        self.published = _empty_copy(master, dtype)
+        self.computed = self.published if compute_dtype == dtype else _empty_copy(master, compute_dtype)
+        self.context = context
 
     @property
     def read(self) -> torch.Tensor:
         """What the forward takes."""
-        return self.published if self.published_forward else self.computed
+        return self.published if self.context.multiplies_codes else self.computed
 
     def refresh(self, master: torch.Tensor) -> None:
         """Take over the master's present values."""
@@ -39,26 +41,24 @@ class MasterCopy:
 class ComputeCopy(nn.Module):
     """A torch parametrization: reading the parameter gives the copy, with a way back to the master."""
 
-    def __init__(self, copy: MasterCopy, gradients: Gradients):
+    def __init__(self, copy: MasterCopy):
         super().__init__()
         self._copy = copy
-        self._gradients = gradients
 
     def forward(self, master: torch.Tensor) -> torch.Tensor:
         """master: any shape → the copy."""
-        return _Route.apply(master, self._copy.read, self._gradients)
+        return _Route.apply(master, self._copy.read, self._copy.context.gradients)
 
 
 class MasterEmbedding(nn.Module):
     """Replaces an `nn.Embedding`: rows of the copy forward; backward sums rows in fp32, without a compute-dtype
     gradient [V, H] in between."""
 
-    def __init__(self, embedding: nn.Embedding, copy: MasterCopy, gradients: Gradients):
+    def __init__(self, embedding: nn.Embedding, copy: MasterCopy):
         super().__init__()
         self.master = embedding.weight
         self.copy = copy
         self.padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
-        self.gradients = gradients
 
     @property
     def weight(self) -> torch.Tensor:
@@ -75,15 +75,16 @@ def plain_lookup(embedding: nn.Embedding) -> bool:
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
-def empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Room for a copy of a master, of any dtype; `LowBitModel.refresh` fills it."""
     return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
 
 
-def detach_copy(module: nn.Module, key: str, copy: MasterCopy, gradients: Gradients) -> None:
+def detach_copy(module: nn.Module, key: str, copy: MasterCopy) -> None:
     """Let a module read its parameter `key` as that copy of it."""
-    copied = ComputeCopy(copy, gradients)
-    parametrize.register_parametrization(module, key, copied, unsafe=True)  # unsafe: the dtype changes on purpose
+    parametrize.register_parametrization(
+        module, key, ComputeCopy(copy), unsafe=True
+    )  # unsafe: the dtype changes on purpose
 
 
 class _Route(torch.autograd.Function):
@@ -109,11 +110,12 @@ class _Lookup(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         embedding: MasterEmbedding = ctx.embedding
         dy = grad_outputs[0].to(torch.float32)
-        total = embedding.gradients.into(embedding.master)
+        gradients = embedding.copy.context.gradients
+        total = gradients.into(embedding.master)
         if total is not None:
             taught = tokens != embedding.padding_idx
-            total.index_put_((tokens[taught],), embedding.gradients.unscaled(dy[taught]), accumulate=True)
+            total.index_put_((tokens[taught],), gradients.unscaled(dy[taught]), accumulate=True)
             return None, None, None
         rows = embedding.weight.shape[0]
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
-        return None, embedding.gradients.unscaled(gradient), None
+        return None, gradients.unscaled(gradient), None

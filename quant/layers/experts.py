@@ -16,23 +16,23 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import ExpertsProduct, ProductFactory
+from quant.kernels.base import ExpertsProduct
 from quant.kernels.experts_loop import PerExpertProduct
-from quant.layers.gradients import Gradients
-from quant.layers.linear import PlainProduct
+from quant.kernels.plain import PlainProduct
+from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
+from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from quant.layers.straight_through import add_weight_gradient
 from quant.materialize.activations import LowBitActivation, quantize_activation
 from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import Scheme
 
 
-class RoutedLowBitExperts(nn.Module):
+class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsProduct]):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
-    first. scheme, dtype, compute_dtype, aligned, gradients: as of `LowBitLinear`. gate_up_adapter, down_adapter:
-    what is trained instead of the masters (`quant.model.add_lora.add_adapters`), or None.
+    first. gate_up_adapter, down_adapter: what is trained instead of the masters, or None.
     """
 
     def __init__(
@@ -42,100 +42,54 @@ class RoutedLowBitExperts(nn.Module):
         down: nn.Parameter,
         shape: ExpertsShape,
         scheme: Scheme,
-        factory: ProductFactory,
-        dtype: torch.dtype,
-        aligned: bool = True,
+        context: LayerContext,
     ):
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer, scheme, context)
         self.gate_up_proj = gate_up
         self.down_proj = down
         self.shape = shape
-        self.scheme = scheme
-        self.dtype = dtype
-        self.compute_dtype = dtype
-        self.aligned = aligned
         # The function, not the module: the backward calls it once an expert that has tokens, and ZeRO-3 wants every
         # process to call the same modules.
         self.activation: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[shape.activation].forward
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
-        self.gradients = Gradients()
-        self._factory = factory
-        self.low_bit: LowBitExperts | None = None
-        self._product: ExpertsProduct | None = None
-
-    def refresh(self) -> None:
-        """See `LowBitLinear.refresh`."""
-        self._product = None
-        self.low_bit = materialize_experts(*self.merged(), self.scheme, self.dtype, self.layer, self.low_bit)
-        if not self.aligned:
-            self._product = self._plain()
 
     @property
-    def product(self) -> ExpertsProduct:
-        """See `LowBitLinear.product`."""
-        if self.low_bit is None:
-            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
-        if self._product is None:
-            with torch.no_grad():
-                self._product = self._factory.experts(self.layer, self.shape, self.low_bit)
-        return self._product
-
-    def release_product(self) -> None:
-        """See `LowBitLinear.release_product`."""
-        if self.aligned:
-            self._product = None
-
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
-        dtype [N, H]. The signature is that of the transformers modules replaced."""
-        factors = [f for adapter in self.adapters if adapter is not None for f in (adapter.lora_A, adapter.lora_B)]
-        weights = top_k_weights.to(torch.float32)
-        return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, *factors)
-
-    def weights_used(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
-        assert self.low_bit is not None
-        if self.aligned:
-            found = self.low_bit.experts[expert]
-            return found.gate_up.dequantized(torch.float32), found.down.dequantized(torch.float32)
-        gate_up, down = (matrix.to(self.compute_dtype).to(torch.float32) for matrix in self.merged(expert))
-        return gate_up, down
-
-    def _plain(self) -> ExpertsProduct:
-        """The masters cast to the compute dtype: an unaligned learner."""
-        casts = zip(*(merged.to(self.compute_dtype, copy=True) for merged in self.merged()), strict=True)
-        return PerExpertProduct(
-            [(PlainProduct(g, None), PlainProduct(d, None)) for g, d in casts], self.shape.activation
-        )
-
-    @property
-    def masters(self) -> tuple[nn.Parameter, nn.Parameter]:
+    def masters(self) -> tuple[nn.Parameter, ...]:
         """Gate and up [E, 2I, H], down [E, H, I]."""
         return self.gate_up_proj, self.down_proj
 
     @property
-    def adapters(self) -> tuple[Adapter | None, Adapter | None]:
+    def adapters(self) -> tuple[Adapter | None, ...]:
         """Of gate and up, and of down."""
         return self.gate_up_adapter, self.down_adapter
 
-    def merged(self, expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is materialized, as `LowBitLinear.merged`: gate and up [E, 2I, H] and down [E, H, I], or one expert's
-        [2I, H] and [H, I]."""
-        masters = [m.detach() if expert is None else m.detach()[expert] for m in self.masters]
-        gate_up, down = (m if a is None else a.merge(m, expert) for m, a in zip(masters, self.adapters, strict=True))
+    def _materialize(self) -> LowBitExperts:
+        gate_up, down = self.merged()
+        return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, self.low_bit)
+
+    def _prepare(self, low_bit: LowBitExperts) -> ExpertsProduct:
+        return self.context.factory.experts(self.layer, self.shape, low_bit)
+
+    def _cast(self) -> ExpertsProduct:
+        casts = zip(*(merged.to(self.context.compute_dtype, copy=True) for merged in self.merged()), strict=True)
+        pairs = [(PlainProduct(gate_up, None), PlainProduct(down, None)) for gate_up, down in casts]
+        return PerExpertProduct(pairs, self.shape.activation)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
+        dtype [N, H]. The signature is that of the transformers modules replaced."""
+        weights = top_k_weights.to(torch.float32)
+        return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, *self.factors)
+
+    def weights_used(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
+        assert self.low_bit is not None
+        if self.context.multiplies_codes:
+            codes = self.low_bit.experts[expert]
+            return codes.gate_up.dequantized(torch.float32), codes.down.dequantized(torch.float32)
+        gate_up, down = (matrix.to(self.context.compute_dtype).to(torch.float32) for matrix in self.merged(expert))
         return gate_up, down
-
-    @property
-    def forward_dtype(self) -> torch.dtype:
-        """See `LowBitLinear.forward_dtype`."""
-        return self.dtype if self.aligned else self.compute_dtype
-
-    @property
-    def quantizes_activations(self) -> bool:
-        """Whether inputs of both products are quantized."""
-        return self.aligned and self.scheme.activations is not None
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -151,18 +105,16 @@ class _StraightThrough(torch.autograd.Function):
         *factors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.experts = experts
-        if experts.quantizes_activations:
-            low_bit = quantize_activation(x, experts.scheme)
-            ctx.save_for_backward(weights, index, low_bit.codes, low_bit.scale, low_bit.zero_point)
-        else:
-            ctx.save_for_backward(weights, index, x)
+        ctx.save_for_backward(weights, index, *experts.kept_input(x))
         return experts.product(x, weights, index)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         experts: RoutedLowBitExperts = ctx.experts
-        weights, index, *saved = ctx.saved_tensors
-        x = saved[0].to(torch.float32) if len(saved) == 1 else LowBitActivation(*saved).dequantized(torch.float32)
+        gradients = experts.context.gradients
+        weights, index, *kept = ctx.saved_tensors
+        multiplied = multiplied_input(kept)
+        x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
         dy = grad_outputs[0].to(torch.float32)
         dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
         dmasters, returned = _master_gradients(experts, ctx.needs_input_grad[2:4])
@@ -177,19 +129,21 @@ class _StraightThrough(torch.autograd.Function):
             dweights[rows, slots] = grads.weights
             for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
                 if dmaster is not None:
-                    add_weight_gradient(dmaster[expert], dout, used, experts.gradients)
+                    add_weight_gradient(dmaster[expert], dout, used, gradients)
             for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
                 if adapter is not None:
                     for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
-                        into[expert] = experts.gradients.unscaled(grad)
-        return dx.to(experts.forward_dtype), dweights, *returned, None, None, *dfactors[0], *dfactors[1]
+                        into[expert] = gradients.unscaled(grad)
+        return dx.to(experts.context.forward_dtype), dweights, *returned, None, None, *dfactors[0], *dfactors[1]
 
 
 def _master_gradients(
     experts: RoutedLowBitExperts, needed: Sequence[bool]
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """What to add the masters' gradients to, fp32, and what of it autograd is given; None where there is none."""
-    placed = [experts.gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
+    placed = [
+        experts.context.gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)
+    ]
     returned = [
         torch.zeros_like(master, dtype=torch.float32) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, placed, strict=True)
@@ -212,10 +166,10 @@ def _expert_backward(
     """x: fp32 [n, H], as multiplied; weights: fp32 [n]; dy: fp32 [n, H], of the layer's output."""
     gate_up, down = experts.weights_used(expert)
     with torch.enable_grad():
-        merged = (x @ gate_up.t()).to(experts.forward_dtype).to(torch.float32).requires_grad_()
+        merged = (x @ gate_up.t()).to(experts.context.forward_dtype).to(torch.float32).requires_grad_()
         gate, up = merged.chunk(2, dim=-1)
         activated = experts.activation(gate) * up
-    used = activated.detach().to(experts.forward_dtype)
+    used = activated.detach().to(experts.context.forward_dtype)
     if experts.quantizes_activations:
         used = quantize_activation(used, experts.scheme).dequantized(torch.float32)
     used = used.to(torch.float32)

@@ -1,119 +1,99 @@
 """A linear layer whose forward is the engine's low-bit product and whose backward is straight-through.
 
-Forward:  y = kernel(x, codes(W)), the codes being those that are published.
-Backward: gradients through the dequantized weight and activation actually used,
-          dx = dy · Ŵ,  dW = dyᵀ · x̂,  the rounding itself counted as identity (`quant.layers.straight_through`: in
-          what precision).
+Three products, and what is rounded in each (W the master, Ŵ and x̂ the values its and the input's codes stand for):
 
+    forward   y  = x̂ · Ŵᵀ     by the engine's own kernel over the published codes, so to the same bits: x is quantized
+                              a token at a time where the scheme has low-bit activations, else x̂ is x in the compute
+                              dtype; sums and scales as that kernel has them; y is rounded once to the compute dtype.
+    backward  dx = dy · Ŵ      Ŵ is dequantized in fp32. It is multiplied as such and only the sum is rounded, or, where
+                              the device multiplies 16-bit values natively, Ŵ is rounded to dy's dtype first.
+              dW = dyᵀ · x̂     exact operands, fp32 sums, an fp32 result: masters move by less than a 16-bit gradient
+                              resolves.
+
+Why Ŵ and x̂, not W and x: rounding is a staircase, of slope zero wherever it has one, so its gradient is replaced by
+that of the identity (straight-through). All else is the exact gradient of what the sampler computed. With W and x it
+would be that of another policy, off by the rounding the engine makes in every layer. x̂ is kept between forward and
+backward as its codes.
+
+`quant.layers.straight_through` has the backward's arithmetic, block by block.
 Axes: N tokens, O output rows, I input columns.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from quant.checkpoint.families import FUSED_IN_ENGINE
-from quant.kernels.base import Product, ProductFactory
-from quant.layers.gradients import Gradients
+from quant.kernels.base import Product
+from quant.kernels.plain import PlainProduct
+from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
+from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from quant.layers.straight_through import add_weight_gradient, input_gradient
 from quant.materialize import LowBitWeight, materialize
-from quant.materialize.activations import LowBitActivation, quantize_activation
+from quant.materialize.activations import LowBitActivation
 from quant.schemes import Scheme
 
 
-class LowBitLinear(nn.Module):
+class LowBitLinear(LowBitLayer[LowBitWeight, Product]):
     """Replaces one `nn.Linear`.
 
-    master: fp32, bf16 or fp16 [O, I], what the optimizer steps. scheme: of this layer, `bf16` where it is left alone.
-    aligned: multiply the low-bit codes (True), or the master cast to the compute dtype (False, the plain
-    quantized-rollout baseline; the low-bit tensors are still materialized for publishing).
-    compute_dtype: what an unaligned forward computes in, set by the model where it is not `dtype`, the engine's.
-    fused: the layers the engine multiplies together with this one; see `fuse_scales`.
-    adapter: None, or what is trained instead of the master (`quant.model.add_lora.add_adapters`).
-    gradients: the model's (`quant.layers.gradients`).
+    master: fp32, bf16 or fp16 [O, I], what the optimizer steps. bias: [O], or None. fused: the layers the engine
+    multiplies together with this one; see `fuse_scales`. adapter: None, or what is trained instead of the master.
     """
 
     def __init__(
-        self,
-        layer: str,
-        master: nn.Parameter,
-        bias: nn.Parameter | None,
-        scheme: Scheme,
-        factory: ProductFactory,
-        dtype: torch.dtype,
-        aligned: bool = True,
+        self, layer: str, master: nn.Parameter, bias: nn.Parameter | None, scheme: Scheme, context: LayerContext
     ):
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer, scheme, context)
         self.master = master
         self.bias = bias
-        self.scheme = scheme
-        self.dtype = dtype
-        self.compute_dtype = dtype
-        self.aligned = aligned
-        self.gradients = Gradients()
-        self._factory = factory
         self.fused: tuple[LowBitLinear, ...] = ()
         self.adapter: Adapter | None = None
-        self.low_bit: LowBitWeight | None = None
         self.low_bit_bias: torch.Tensor | None = None
-        self._product: Product | None = None
-
-    def refresh(self) -> None:
-        """Materialize the masters' present values, into the buffers of the version before: whatever still points to
-        those tensors then sees the new version. The kernel is prepared by the next use of `product`."""
-        self._product = None
-        fused = tuple(other.merged() for other in self.fused)
-        self.low_bit = materialize(self.merged(), self.scheme, self.dtype, self.layer, fused, self.low_bit)
-        if self.bias is not None:
-            self.low_bit_bias = self.bias.detach().to(self.dtype, copy=True)
-        if not self.aligned:  # now, for the master may have moved on by the next forward
-            bias = None if self.bias is None else self.bias.detach().to(self.compute_dtype, copy=True)
-            self._product = PlainProduct(self.merged().to(self.compute_dtype, copy=True), bias)
-
-    def merged(self) -> torch.Tensor:
-        """What is materialized: the master, with the adapter's product added where there is one; master's dtype
-        [O, I]."""
-        master = self.master.detach()
-        return master if self.adapter is None else self.adapter.merge(master)
 
     @property
-    def product(self) -> Product:
-        """This weight version in the kernel's own layout: a second copy of it, built at first use, so that publishing
-        and exporting alone do without. Raises `KernelError` where the kernel family has none."""
-        if self.low_bit is None:
-            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
-        if self._product is None:
-            with torch.no_grad():
-                self._product = self._factory(self.layer, self.low_bit, self.low_bit_bias)
-        return self._product
+    def masters(self) -> tuple[nn.Parameter, ...]:
+        """[O, I]."""
+        return (self.master,)
 
-    def release_product(self) -> None:
-        """Give the kernel's copy back; the next forward builds it again. That of an unaligned layer is
-        its weight, and stays."""
-        if self.aligned:
-            self._product = None
+    @property
+    def adapters(self) -> tuple[Adapter | None, ...]:
+        """See `LowBitLayer.adapters`."""
+        return (self.adapter,)
+
+    def _read_by_refresh(self) -> Iterator[nn.Parameter]:
+        for layer in (self, *self.fused):
+            yield from layer.parameters()
+
+    def _materialize(self) -> LowBitWeight:
+        if self.bias is not None:
+            self.low_bit_bias = self.bias.detach().to(self.context.dtype, copy=True)
+        weight, fused = self.merged()[0], tuple(other.merged()[0] for other in self.fused)
+        return materialize(weight, self.scheme, self.context.dtype, self.layer, fused, self.low_bit)
+
+    def _prepare(self, low_bit: LowBitWeight) -> Product:
+        return self.context.factory(self.layer, low_bit, self.low_bit_bias)
+
+    def _cast(self) -> Product:
+        dtype, (weight,) = self.context.compute_dtype, self.merged()
+        bias = None if self.bias is None else self.bias.detach().to(dtype, copy=True)
+        return PlainProduct(weight.to(dtype, copy=True), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]."""
         flat = x.reshape(-1, x.shape[-1])
-        factors = () if self.adapter is None else (self.adapter.lora_A, self.adapter.lora_B)
-        y = _StraightThrough.apply(flat, self.master, self.bias, self, *factors)
+        y = _StraightThrough.apply(flat, self.master, self.bias, self, *self.factors)
         return y.view(*x.shape[:-1], -1)
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight the forward multiplied with, dequantized in fp32 and rounded once to `dtype`, [O, I]."""
         assert self.low_bit is not None
-        if self.aligned:
+        if self.context.multiplies_codes:
             return self.low_bit.dequantized(dtype)
-        return self.merged().to(self.compute_dtype).to(dtype)
-
-    @property
-    def forward_dtype(self) -> torch.dtype:
-        """Of what the forward is given and returns."""
-        return self.dtype if self.aligned else self.compute_dtype
+        return self.merged()[0].to(self.context.compute_dtype).to(dtype)
 
 
 def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
@@ -130,20 +110,6 @@ def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
             linear.fused = tuple(other for other in others if other is not None)
 
 
-class PlainProduct:
-    """The master cast to the compute dtype: an unaligned learner. weight: compute dtype [O, I]."""
-
-    name = "plain"
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [N, I] → compute dtype [N, O]."""
-        return nn.functional.linear(x, self._weight, self._bias)
-
-
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -155,22 +121,17 @@ class _StraightThrough(torch.autograd.Function):
         *factors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.linear = linear
-        if linear.aligned and linear.scheme.activations is not None:
-            low_bit = quantize_activation(x, linear.scheme)
-            ctx.save_for_backward(low_bit.codes, low_bit.scale, low_bit.zero_point)
-        else:
-            ctx.save_for_backward(x)
+        ctx.save_for_backward(*linear.kept_input(x))
         return linear.product(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         linear: LowBitLinear = ctx.linear
-        gradients, dy, saved = linear.gradients, grad_outputs[0], ctx.saved_tensors
+        gradients, dy, x = linear.context.gradients, grad_outputs[0], multiplied_input(ctx.saved_tensors)
         need_x, need_master, need_bias, *_ = ctx.needs_input_grad
         dx = None
         if need_x:
             dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.exact_inputs else dy.dtype))
-        x = saved[0] if len(saved) == 1 else LowBitActivation(*saved)
         dw = gradients.into(linear.master) if need_master else None
         added = dw is not None
         if need_master:

@@ -91,13 +91,11 @@ def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
     """
     adapted = adapted_weights(model.shapes, model.config.model_type, config)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in (*model.loaded.values(), *model.parameters()):
-        parameter.requires_grad_(False)
     masters: dict[str, nn.Parameter] = {}
     for name in adapted:
         adapter = _attach(model, name, config, generator)
         masters |= {f"{name}.lora_A": adapter.lora_A, f"{name}.lora_B": adapter.lora_B}
-    model.adapted, model.masters = tuple(adapted), masters
+    model.train_only(masters, adapted)
 
 
 def _attach(model: LowBitModel, name: str, config: LoraConfig, generator: torch.Generator) -> Adapter:

@@ -24,19 +24,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from configs.errors import InputError
+from quant.layers.context import LayerContext
 from quant.layers.gradients import Gradients
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
-from quant.operators.moe import EngineMoeBlock
+from quant.operators.moe import EngineMoeBlock, OperatorError
 
 OPERATORS = ("auto", "engine", "transformers")
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-
-
-class OperatorError(InputError):
-    """Engine operators were asked for a model they are not written for."""
-
-    heading = "operators"
 
 
 class EngineRMSNorm(nn.Module):
@@ -90,15 +84,11 @@ def _norm_or_identity(attention: nn.Module, name: str, gradients: Gradients) -> 
 
 
 class EngineDecoderLayer(nn.Module):
-    """A pre-norm decoder layer whose residual stream crosses layers as the unrounded fp32 sum.
+    """A pre-norm decoder layer whose residual stream crosses layers as the unrounded fp32 sum."""
 
-    checkpointing: keep the layer's input alone for the backward, and compute the rest again there.
-    """
-
-    def __init__(self, layer: nn.Module, dtype: torch.dtype, gradients: Gradients):
+    def __init__(self, layer: nn.Module, context: LayerContext):
         super().__init__()
-        self.dtype = dtype
-        self.checkpointing = False
+        self._context, gradients = context, context.gradients
         self.self_attn = EngineAttention(layer.self_attn, gradients)  # type: ignore[arg-type]
         self.mlp: nn.Module = layer.get_submodule("mlp")
         self.input_layernorm = EngineRMSNorm(layer.input_layernorm, gradients)  # type: ignore[arg-type]
@@ -118,7 +108,7 @@ class EngineDecoderLayer(nn.Module):
         whole causal sequences.
         """
         given = (hidden_states, *position_embeddings, lengths)
-        if not (self.checkpointing and torch.is_grad_enabled()):
+        if not (self._context.checkpointing and torch.is_grad_enabled()):
             return self._layer(*given)
         # Nothing here is random. The output is the same bits: codes and kernels stay those of one weight version.
         return checkpoint(self._layer, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
@@ -126,11 +116,12 @@ class EngineDecoderLayer(nn.Module):
     def _layer(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None
     ) -> torch.Tensor:
-        residual = hidden_states.to(self.dtype)
+        dtype = self._context.forward_dtype
+        residual = hidden_states.to(dtype)
         branch = self.self_attn(self.input_layernorm(hidden_states), cos, sin, lengths)
         total = branch.to(torch.float32) + residual.to(torch.float32)
         branch = self.mlp(self.post_attention_layernorm(total))
-        return branch.to(torch.float32) + total.to(self.dtype).to(torch.float32)
+        return branch.to(torch.float32) + total.to(dtype).to(torch.float32)
 
 
 def causal_attention(
@@ -163,9 +154,8 @@ def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[i
     return decoder.norm(hidden)  # type: ignore[operator]
 
 
-def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype, gradients: Gradients) -> None:
-    """Replace the decoder's modules in place; parameter names stay. gradients: of the model. Raises `OperatorError` for
-    other models."""
+def install_engine_operators(model: PreTrainedModel, context: LayerContext) -> None:
+    """Replace the decoder's modules in place; parameter names stay. Raises `OperatorError` for other models."""
     reason = why_not(model)
     if reason:
         raise OperatorError(f"engine operators: {reason}; set learner.operators to 'transformers' or 'auto'")
@@ -174,9 +164,9 @@ def install_engine_operators(model: PreTrainedModel, dtype: torch.dtype, gradien
         if hasattr(layer.mlp, "experts"):
             layer.mlp = EngineMoeBlock(layer.mlp, number, getattr(model.config, "norm_topk_prob", True))
         else:
-            layer.mlp = GatedMLP(layer.mlp, gradients)
-    decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, dtype, gradients) for layer in decoder.layers)  # type: ignore[union-attr]
-    decoder.norm = EngineRMSNorm(decoder.norm, gradients)  # type: ignore[arg-type]
+            layer.mlp = GatedMLP(layer.mlp, context.gradients)
+    decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, context) for layer in decoder.layers)  # type: ignore[union-attr]
+    decoder.norm = EngineRMSNorm(decoder.norm, context.gradients)  # type: ignore[arg-type]
 
 
 def why_not(model: PreTrainedModel) -> str:

@@ -8,10 +8,20 @@ itself stays in full precision: it is a linear layer no scheme quantizes.
 Axes: B sequences, T tokens, N = B·T, K experts a token, E experts, H hidden columns.
 """
 
+import contextlib
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import nn
 
+from configs.errors import InputError
 from quant.runtime.zero3 import whole_shape
+
+
+class OperatorError(InputError):
+    """Engine operators were asked for a model they are not written for."""
+
+    heading = "operators"
 
 
 class EngineMoeBlock(nn.Module):
@@ -55,6 +65,48 @@ def route(
     picked = logits.gather(-1, index)
     weights = picked.softmax(-1) if renormalize else (picked - logits.logsumexp(-1, keepdim=True)).exp()
     return weights.to(torch.float32), index
+
+
+def replay_experts(model: nn.Module, experts: torch.Tensor | None) -> None:
+    """Let the next forwards route to given experts, or by their own routers where there are none.
+
+    experts: integer [B, T, L, K] over decoder layers L, -1 where the router is to choose. Raises `OperatorError` for a
+    model without `EngineMoeBlock`s.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, EngineMoeBlock)]
+    if experts is not None and not blocks:
+        raise OperatorError(
+            "the engine's expert choices can be replayed by the engine's operators alone, which this model does "
+            "not run with; set rollout.router_replay false, or learner.operators 'engine' where the model allows"
+        )
+    for block in blocks:
+        block.replayed = None if experts is None else experts[:, :, block.decoder_layer].flatten(0, 1)
+
+
+class RouterLog:
+    """Logits of a model's routers in its last forward, [N, E] a layer, in order. enabled: whether they are kept."""
+
+    def __init__(self, routers: Iterable[nn.Module]):
+        self.enabled = False
+        self.logits: list[torch.Tensor] = []
+        self._open = False
+        for router in routers:
+            router.register_forward_hook(self._take)
+
+    @contextlib.contextmanager
+    def one_forward(self) -> Iterator[None]:
+        """Drop what is held, and take what routers return within this context: in the backward, a checkpointed layer
+        comes by its router again."""
+        self.logits.clear()
+        self._open = self.enabled
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def _take(self, router: nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        if self._open:
+            self.logits.append(output if isinstance(output, torch.Tensor) else output[0])
 
 
 def _linear(weight: nn.Parameter) -> nn.Linear:

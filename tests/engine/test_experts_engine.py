@@ -48,7 +48,7 @@ def held(experts: Any) -> dict[str, torch.Tensor]:
 def product_of(layer: RoutedLowBitExperts) -> Any:
     """The learner's module, built anew from the tensors that are published."""
     assert layer.low_bit is not None
-    return make_factory("vllm", layer.dtype).experts(layer.layer, layer.shape, layer.low_bit)
+    return make_factory("vllm", layer.context.dtype).experts(layer.layer, layer.shape, layer.low_bit)
 
 
 def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> None:

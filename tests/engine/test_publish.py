@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from quant.digest import StreamDigest
 from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 from quant.types import LowBitTensor
@@ -192,7 +193,7 @@ def make_model_like(model: LowBitModel, scheme: str) -> LowBitModel:
     from transformers import AutoModelForCausalLM
 
     masters = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    return LowBitModel(masters, get_scheme(scheme), torch.bfloat16, make_factory("vllm", torch.bfloat16))
+    return LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "vllm"))
 
 
 def test_completions_do_not_depend_on_the_cache_of_older_weights(running: tuple[LowBitModel, VllmEngine]):

@@ -17,6 +17,7 @@ from torch import nn
 from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.kernels import make_factory
 from quant.kernels.supported import why_not
+from quant.layers.context import LayerContext
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
@@ -77,7 +78,7 @@ def test_straight_through_gradients_are_those_of_the_cpu(scheme: str, family: st
 
     def gradients(device: str, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
         master = nn.Parameter(values(256, 512).to(device))
-        linear = LowBitLinear("layer", master, None, get_scheme(scheme), make_factory(kernel, DTYPE), DTYPE)
+        linear = LowBitLinear("layer", master, None, get_scheme(scheme), LayerContext(DTYPE, kernel))
         linear.refresh()
         x = values(40, 512, seed=1).to(device).to(DTYPE).requires_grad_()
         linear(x).backward(values(40, 256, seed=2).to(device).to(DTYPE))
@@ -101,9 +102,8 @@ def test_experts_agree_with_the_dequantized_ones(scheme: str, family: str):
 
     def run(kernel: str) -> list[torch.Tensor]:
         masters = nn.Parameter(gate_up.clone()), nn.Parameter(down.clone())
-        module = RoutedLowBitExperts(
-            "model.layers.0.mlp.experts", *masters, shape, get_scheme(scheme), make_factory(kernel, DTYPE), DTYPE
-        )
+        context = LayerContext(DTYPE, kernel)
+        module = RoutedLowBitExperts("model.layers.0.mlp.experts", *masters, shape, get_scheme(scheme), context)
         module.refresh()
         inputs = x.clone().requires_grad_()
         y = module(inputs, index, weights)
@@ -133,7 +133,7 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     need(scheme, "vllm")
     folder = random_policy(False)
     masters = load_masters(folder, torch.float32, torch.device("cuda"))
-    model = LowBitModel(masters, get_scheme(scheme), DTYPE, make_factory("vllm", DTYPE))
+    model = LowBitModel(masters, get_scheme(scheme), LayerContext(DTYPE, "vllm"))
     sequences = [list(range(20, 60)), [5] * 20]
     export_checkpoint(model, folder, tmp_path / "start")
     engine = VllmEngine(tmp_path / "start", VllmOptions(max_model_len=128))

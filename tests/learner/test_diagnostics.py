@@ -14,7 +14,7 @@ from learner.learner import Learner
 from learner.lost_updates import Diagnosis, is_due
 from learner.optim.optimizer import MasterOptimizer
 from qarl.report.metrics import StepMetrics
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.materialize import code_changes as flips
 from quant.materialize import materialize
 from quant.materialize.code_changes import FlipCount, changed_codes
@@ -63,8 +63,7 @@ def test_flipped_codes_by_hand():
 def test_a_refresh_counts_the_codes_of_linears_and_experts(scheme: str):
     """Contract: over a mixture of experts, changed and all codes are those of the published stream's weight tensors of
     quantized layers, unpacked. Routers, output head and embeddings, in the compute dtype, are not among them."""
-    factory = make_factory("reference", torch.bfloat16)
-    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme(scheme), torch.bfloat16, factory)
+    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     layers = [*model.linears.values(), *model.experts.values()]
     before = [[w.unpacked().clone() for w in flips._weights(layer)] for layer in layers]
     generator = torch.Generator().manual_seed(1)

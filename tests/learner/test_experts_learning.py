@@ -14,7 +14,7 @@ from torch import nn
 
 from configs.schema.learner import OptimizerConfig
 from learner.optim.optimizer import MasterOptimizer, matrices_of
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 from tests.support.moe_models import CONFIGS, random_moe
@@ -74,7 +74,7 @@ def test_muon_on_stacks_is_muon_on_matrices(experts: int, inner: int, hidden: in
 def test_which_matrices_muon_takes(kind: str):
     """Experts, shared experts and attention; no router, embedding or output head."""
     dtype = torch.bfloat16
-    model = LowBitModel(random_moe(CONFIGS[kind]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
+    model = LowBitModel(random_moe(CONFIGS[kind]), get_scheme("w8a8"), LayerContext(dtype, "reference"))
     taken = model.matrices()
     left = {name for name, master in model.masters.items() if master.ndim > 1} - taken
     routers = {name for name in model.masters if name.endswith((".gate.weight", ".shared_expert_gate.weight"))}
@@ -90,7 +90,7 @@ def test_which_matrices_muon_takes(kind: str):
 def test_a_step_moves_the_experts_that_got_tokens():
     """From the loss to stepped masters through the whole model: gradients reach chosen experts and every router."""
     dtype = torch.bfloat16
-    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
+    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), LayerContext(dtype, "reference"))
     before = {name: master.detach().clone() for name, master in model.masters.items()}
     optimizer = MasterOptimizer(
         model.masters, model.matrices(), OptimizerConfig(name="muon", lr=0.01, weight_decay=0.0)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.digest import StreamDigest
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 from tests.support.learners import batch_of, make_learner, random_model
@@ -46,7 +46,7 @@ def digest(name: str) -> str:
     masters = random_moe(CONFIGS["qwen3_moe"]) if name == "moe" else random_model()
     fill(masters)
     scheme = get_scheme("w4a16-g32" if name == "moe" else name)
-    model = LowBitModel(masters, scheme, torch.bfloat16, make_factory("reference", torch.bfloat16))
+    model = LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference"))
     total = StreamDigest()
     for item in model.low_bit_tensors():
         total.update(item)

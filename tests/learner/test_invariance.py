@@ -68,13 +68,13 @@ def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
     batch = random_batch(
         [7, 12, 3], config.vocab_size, (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
     )
-    model.records_router_logits = True
+    model.router_log.enabled = True
     padded, expected = logprob_gradients(model, batch)
-    of_all = [logits[batch.real().flatten()].detach() for logits in model.router_logits]
+    of_all = [logits[batch.real().flatten()].detach() for logits in model.router_log.logits]
     packed, found = logprob_gradients(model, batch, length=batch.length)
     torch.testing.assert_close(packed, padded, rtol=0, atol=0.02)  # int8 codes may flip
     assert drift(found, expected)[1] <= 0.05
-    for ours, theirs in zip(model.router_logits, of_all, strict=True):
+    for ours, theirs in zip(model.router_log.logits, of_all, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=0.02)
     other = dataclasses.replace(batch, experts=batch.experts.flip(1))  # type: ignore[union-attr]
     assert (logprob_gradients(model, other, length=other.length)[0] - packed).abs().max() > 0.05
@@ -140,12 +140,12 @@ def count_calls(model: LowBitModel) -> list[int]:
 def test_checkpointed_experts_count_their_routers_once():
     """The backward passes by every router again; the load-balance loss and replay see one forward."""
     model = experts_policy(BFLOAT16)
-    model.records_router_logits = True
+    model.router_log.enabled = True
     batch = random_batch([7, 12, 3], model.config.vocab_size)
     kept, expected = logprob_gradients(model, batch, length=batch.length)
     model.checkpoint_layers(True)
     again, found = logprob_gradients(model, batch, length=batch.length)
-    assert len(model.router_logits) == len(model.experts)
+    assert len(model.router_log.logits) == len(model.experts)
     assert torch.equal(again, kept) and all(torch.equal(found[n], expected[n]) for n in expected)
 
 

@@ -15,7 +15,7 @@ from learner.learner import Learner
 from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch
 from learner.objectives import OBJECTIVES
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import (
@@ -38,8 +38,7 @@ def test_token_logprobs_are_a_full_softmax_of_transformers_logits(tied: bool, dt
     outside the response; entropy -Σ p log p of the same distribution, in nats. In bfloat16 bit for bit with
     transformers' operators and nothing quantized: same logits, then fp32."""
     plain = random_model(tied)
-    factory = make_factory("reference", dtype)
-    model = LowBitModel(random_model(tied), get_scheme("bf16"), dtype, factory, operators="transformers")
+    model = LowBitModel(random_model(tied), get_scheme("bf16"), LayerContext(dtype, "reference"), "transformers")
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(dtype)
     batch = batch_of()

@@ -22,7 +22,7 @@ from learner.learner import Learner
 from learner.optim.optimizer import MasterOptimizer
 from qarl.run.checkpoint import save_checkpoint
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.add_lora import add_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
@@ -186,7 +186,11 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     """One process that learned as `zero_worker` does."""
     config = LearnerConfig.model_validate(settings)
     model, reference = (
-        LowBitModel(load_masters(folder, torch.float32), get_scheme(scheme), dtype, make_factory("reference", dtype))
+        LowBitModel(
+            load_masters(folder, torch.float32),
+            get_scheme(scheme),
+            LayerContext(dtype, "reference"),
+        )
         for _ in range(2)
     )
     if isinstance(config.lora, LoraConfig):

@@ -48,7 +48,7 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
     x, dy = heavy(13, 256, seed=3).to(BFLOAT16), normal(13, 128, seed=6).to(BFLOAT16)
     exact = layer_gradients(linear, x, dy)
     linear.zero_grad()
-    linear.gradients.exact_inputs = False
+    linear.context.gradients.exact_inputs = False
     rounded = layer_gradients(linear, x, dy)
     assert all(torch.equal(a, b) for a, b in zip(exact[1:], rounded[1:], strict=True))
     unit = torch.finfo(BFLOAT16).eps / 2
@@ -116,7 +116,7 @@ def test_gradients_added_in_place_are_autograds(scheme: str, loss_scale: float):
     found = []
     for in_place in (False, True):
         model = policy(scheme)
-        model.gradients.scale, model.gradients.in_place = loss_scale, in_place
+        model.context.gradients.scale, model.context.gradients.in_place = loss_scale, in_place
         totals: dict[str, torch.Tensor] = {}
         for lengths in ([9, 4], [17]):
             batch = random_batch(lengths, model.config.vocab_size)
@@ -131,7 +131,7 @@ def test_experts_gradients_added_in_place_are_autograds():
     found = []
     for in_place in (False, True):
         model = experts_policy(BFLOAT16)
-        model.gradients.in_place = in_place
+        model.context.gradients.in_place = in_place
         batch = random_batch([7, 12, 3], model.config.vocab_size)
         found.append(logprob_gradients(model, batch, length=batch.length)[1])
     assert drift(found[1], found[0])[1] <= 1e-5
@@ -140,7 +140,7 @@ def test_experts_gradients_added_in_place_are_autograds():
 def test_hooks_of_a_master_see_its_gradient():
     """In place or not: a master with a hook is delivered to by autograd, the others are not."""
     model = policy("w4a16")
-    model.gradients.in_place = True
+    model.context.gradients.in_place = True
     seen: list[torch.Tensor] = []
     master = model.masters["model.layers.0.mlp.down_proj.weight"]
     handle = master.register_hook(seen.append)
@@ -155,7 +155,7 @@ def test_hooks_of_a_master_see_its_gradient():
 def test_gradients_in_place_add_up_over_backwards():
     """Twice the same batch without clearing: twice the gradient, to the last bit (a doubling is exact)."""
     model = policy("w4a16")
-    model.gradients.in_place = True
+    model.context.gradients.in_place = True
     batch = random_batch([6, 3], model.config.vocab_size)
     _, once = logprob_gradients(model, batch, length=batch.length)
     for master in model.masters.values():

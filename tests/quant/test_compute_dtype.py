@@ -14,7 +14,7 @@ from configs.schema.learner import LearnerConfig
 from learner.learner import Learner
 from learner.optim.loss_scale import PrecisionError
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SchemeError, get_scheme
 from sync.publisher import Publisher
@@ -40,8 +40,8 @@ def wrap(
     kernel: str = "reference",
 ) -> LowBitModel:
     """Unaligned where a compute dtype is given, else aligned."""
-    factory = make_factory(kernel, dtype)
-    return LowBitModel(model, get_scheme(scheme), dtype, factory, compute is None, operators, (), compute)
+    context = LayerContext(dtype, kernel, compute is None, compute)
+    return LowBitModel(model, get_scheme(scheme), context, operators)
 
 
 def stream_of(model: LowBitModel) -> list[tuple[str, bytes]]:
@@ -113,9 +113,8 @@ def test_an_aligned_learner_has_no_dtype_of_its_own():
     with pytest.raises(ConfigError, match=r"compute_dtype 'float32' with learner.aligned true: .* engine's dtype"):
         config_from_tree({"learner": {"compute_dtype": "float32"}})
     assert config_from_tree({"learner": {"compute_dtype": "float32", "aligned": False}}).learner.compute_dtype
-    factory = make_factory("reference", torch.bfloat16)
     with pytest.raises(SchemeError, match="aligned learner multiplies the engine's codes"):
-        LowBitModel(qwen3(), get_scheme("w4a16"), torch.bfloat16, factory, compute_dtype=torch.float32)
+        LayerContext(torch.bfloat16, "reference", compute_dtype=torch.float32)
 
 
 @pytest.mark.slow

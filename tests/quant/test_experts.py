@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.layers.experts import RoutedLowBitExperts
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.kernels import CPU_SCHEMES, no_cuda
@@ -167,8 +168,8 @@ def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):
 
 def test_experts_never_materialized_say_so():
     gate_up, down = nn.Parameter(torch.ones(5, 512, 128)), nn.Parameter(torch.ones(5, 128, 256))
-    factory = make_factory("reference", torch.bfloat16)
-    experts = RoutedLowBitExperts(EXPERTS, gate_up, down, SHAPE, get_scheme("fp8"), factory, torch.bfloat16)
+    context = LayerContext(torch.bfloat16, "reference")
+    experts = RoutedLowBitExperts(EXPERTS, gate_up, down, SHAPE, get_scheme("fp8"), context)
     weights, index = routed(2)
     with pytest.raises(RuntimeError, match=r"'model\.layers\.1\.mlp\.experts' was never materialized.*refresh"):
         experts(torch.ones(2, 128, dtype=torch.bfloat16), index, weights)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quant.checkpoint.families import ExpertLayout
 from quant.digest import StreamDigest
+from quant.layers.context import LayerContext
 from quant.layers.linear import LowBitLinear
 from quant.materialize import LowBitWeight, materialize, materializer
 from quant.materialize import _quantize as by_operators
@@ -228,7 +229,9 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
             raise AssertionError
 
     parameter, bias = torch.nn.Parameter(torch.randn(32, 128)), torch.nn.Parameter(torch.randn(32))
-    linear = LowBitLinear("up", parameter, bias, get_scheme("w4a16"), Counting(), torch.bfloat16, aligned)
+    context = LayerContext(torch.bfloat16, "reference", aligned)
+    context.factory = Counting()
+    linear = LowBitLinear("up", parameter, bias, get_scheme("w4a16"), context)
     x = torch.randn(2, 128).bfloat16()
     linear.refresh()
     assert built == []

@@ -11,7 +11,7 @@ from qarl.cli.schemes import _bytes
 from quant.checkpoint.families import _LAYOUTS
 from quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from quant.checkpoint.shapes import plan_layers, weight_shapes
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, SchemeError, get_scheme
@@ -22,7 +22,7 @@ kinds = pytest.mark.parametrize("kind", CONFIGS)
 
 def wrap(folder: Path, scheme: str, dtype: torch.dtype = torch.bfloat16) -> LowBitModel:
     masters = load_masters(folder, torch.float32)
-    return LowBitModel(masters, get_scheme(scheme), dtype, make_factory("reference", dtype))
+    return LowBitModel(masters, get_scheme(scheme), LayerContext(dtype, "reference"))
 
 
 def streamed(model: LowBitModel) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quant.kernels import KernelError, make_factory
+from quant.layers.context import LayerContext
 from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
@@ -104,9 +105,9 @@ def test_odd_shapes_multiply_too(scheme: str, shape: tuple[int, int], dtype: tor
 
 def fake_quant_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     """The textbook straight-through estimator, v + (dq(v) - v).detach() on both operands, by autograd in float32."""
-    x_used = dequantized_activation(x, linear).float() if linear.aligned else x.float()
-    cast = linear.master.detach().to(linear.dtype)
-    w_used = dequantized_weight(linear).float() if linear.aligned else cast.float()
+    x_used = dequantized_activation(x, linear).float() if linear.context.aligned else x.float()
+    cast = linear.master.detach().to(linear.context.dtype)
+    w_used = dequantized_weight(linear).float() if linear.context.aligned else cast.float()
     x = x.detach().float().requires_grad_()
     weight = linear.master.detach().float().requires_grad_()
     bias = None if linear.bias is None else linear.bias.detach().float().requires_grad_()
@@ -277,8 +278,9 @@ def test_an_unaligned_layer_is_plain_linear_algebra(scheme: str, dtype: torch.dt
 
 def test_a_layer_never_materialized_raises_with_its_name():
     master = nn.Parameter(torch.ones(32, 128))
-    factory = make_factory("reference", torch.bfloat16)
-    linear = LowBitLinear("model.layers.9.k_proj", master, None, get_scheme("fp8"), factory, torch.bfloat16)
+    linear = LowBitLinear(
+        "model.layers.9.k_proj", master, None, get_scheme("fp8"), LayerContext(torch.bfloat16, "reference")
+    )
     with pytest.raises(RuntimeError, match=r"'model\.layers\.9\.k_proj' was never materialized.*refresh"):
         linear(torch.ones(2, 128, dtype=torch.bfloat16))
 
@@ -287,8 +289,7 @@ def test_a_layer_never_materialized_raises_with_its_name():
 def test_a_master_of_the_compute_dtype_is_copied_too(aligned: bool):
     """Until refresh() the forward is that of the last weight version, also where no rounding separates the two."""
     master = nn.Parameter(torch.randn(32, 128).bfloat16())
-    factory = make_factory("torch", torch.bfloat16)
-    linear = LowBitLinear("layer", master, None, get_scheme("bf16"), factory, torch.bfloat16, aligned)
+    linear = LowBitLinear("layer", master, None, get_scheme("bf16"), LayerContext(torch.bfloat16, "torch", aligned))
     linear.refresh()
     x = torch.randn(2, 128).bfloat16()
     before = linear(x)

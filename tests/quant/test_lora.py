@@ -13,7 +13,7 @@ from configs.errors import ConfigError
 from configs.schema.lora import LoraConfig
 from learner.learner import Learner
 from quant.checkpoint.shapes import weight_shapes
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.layers.linear import fuse_scales
 from quant.layers.lora import Adapter
 from quant.materialize import materialize
@@ -99,12 +99,12 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     with torch.no_grad():
         partner.adapter.lora_B.mul_(1e4)
     largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
-    assert partner.merged().abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
+    assert partner.merged()[0].abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
     fuse_scales({"mlp.gate_proj": partner, "mlp.up_proj": linear})
     linear.adapter = adapter_for(linear.master)
     linear.refresh()
     full, full_partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned)
-    full.master, full_partner.master = nn.Parameter(linear.merged()), nn.Parameter(partner.merged())
+    full.master, full_partner.master = (nn.Parameter(each.merged()[0]) for each in (linear, partner))
     fuse_scales({"mlp.gate_proj": full_partner, "mlp.up_proj": full})
     full.refresh()
     assert linear.low_bit is not None and full.low_bit is not None
@@ -127,7 +127,7 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     assert linear.bias is not None
     linear.bias.requires_grad_(False)
     linear.refresh()
-    linear.gradients.scale = 8.0
+    linear.context.gradients.scale = 8.0
     x = heavy(9, 256, seed=4).requires_grad_()
     dy = normal(9, 128, seed=5)
     linear(x).backward(dy * 8.0)
@@ -153,7 +153,7 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
         master.requires_grad_(False)
     experts.gate_up_adapter, experts.down_adapter = (adapter_for(m, seed=i) for i, m in enumerate(experts.masters))
     experts.refresh()
-    experts.gradients.scale = 8.0
+    experts.context.gradients.scale = 8.0
     weights, index = routed(11)
     index[index == 0] = 1
     x, dy = heavy(11, experts.shape.hidden, seed=9), normal(11, experts.shape.hidden, seed=11)
@@ -216,10 +216,10 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
         if name == "lm_head":
             continue
         assert linear.adapter is not None and linear.adapter.lora_B.any() and linear.low_bit is not None
-        fused = tuple(other.merged() for other in linear.fused)
+        fused = tuple(other.merged()[0] for other in linear.fused)
         for (key, ours), (_, theirs) in zip(
             linear.low_bit.tensors(),
-            materialize(linear.merged(), linear.scheme, torch.bfloat16, name, fused).tensors(),
+            materialize(linear.merged()[0], linear.scheme, torch.bfloat16, name, fused).tensors(),
             strict=True,
         ):
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), (name, key)
@@ -284,9 +284,8 @@ def test_adapters_of_another_base_are_refused():
 def test_a_mixture_of_experts_learns_by_adapters(kind: str):
     """Experts are adapted under their layer's name, routers are not; a backward reaches every adapter of a layer with
     tokens, and after a step the experts' codes are those of the merged stacks."""
-    model = LowBitModel(
-        random_moe(CONFIGS[kind]), get_scheme("w8a8"), torch.float32, make_factory("reference", torch.float32)
-    )
+    context = LayerContext(torch.float32, "reference")
+    model = LowBitModel(random_moe(CONFIGS[kind]), get_scheme("w8a8"), context)
     before = stream_of(model)
     add_adapters(model, LORA, seed=0)
     stacks = [name for name in model.adapted if ".experts." in name]

@@ -8,6 +8,7 @@ from compressed_tensors.compressors.format import infer_module_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quant.layers.context import LayerContext
 from quant.layers.linear import LowBitLinear, fuse_scales
 from quant.materialize import LowBitWeight, fp4, integer, materialize
 from quant.materialize.size import stored_bytes
@@ -288,8 +289,8 @@ def test_fused_layers_share_the_global_scale(name: str):
         for scale, leaf in enumerate(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 1):
             master = torch.nn.Parameter(torch.randn(32, 64, generator=generator) * scale * (layer + 1))
             full = f"model.layers.{layer}.{leaf}"
-            factory = lambda *_: lambda x: x  # noqa: E731
-            linears[full] = LowBitLinear(full, master, None, get_scheme(name), factory, torch.bfloat16)  # type: ignore[arg-type]
+            context = LayerContext(torch.bfloat16, "reference")
+            linears[full] = LowBitLinear(full, master, None, get_scheme(name), context)
     fuse_scales(linears)
     for linear in linears.values():
         linear.refresh()

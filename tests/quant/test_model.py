@@ -25,8 +25,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from quant.kernels import make_factory
-from quant.layers.gradients import Gradients
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.operators.decoder import OperatorError, install_engine_operators, why_not
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
@@ -57,7 +56,7 @@ def wrap(
     operators: str = "auto",
     aligned: bool = True,
 ) -> LowBitModel:
-    return LowBitModel(model, get_scheme(scheme), dtype, make_factory(kernel, dtype), aligned, operators)
+    return LowBitModel(model, get_scheme(scheme), LayerContext(dtype, kernel, aligned), operators)
 
 
 def plain_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -287,7 +286,7 @@ def test_engine_operators_compute_the_same_function(
     plain = cast(randomize(build()), dtype)
     engine = copy.deepcopy(plain)
     names = [name for name, _ in plain.named_parameters()]
-    install_engine_operators(engine, dtype, Gradients())
+    install_engine_operators(engine, LayerContext(dtype, "reference"))
     assert [name for name, _ in engine.named_parameters()] == names
     assert engine.state_dict().keys() == plain.state_dict().keys()
     tokens = some_tokens()
@@ -309,7 +308,7 @@ def test_engine_operators_are_closer_to_exact_arithmetic(dtype: torch.dtype):
     plain = cast(qwen3(), dtype)
     exact = cast(copy.deepcopy(plain), torch.float32)
     engine = copy.deepcopy(plain)
-    install_engine_operators(engine, dtype, Gradients())
+    install_engine_operators(engine, LayerContext(dtype, "reference"))
     tokens = some_tokens(8, 32)
     with torch.no_grad():
         reference = exact.base_model(input_ids=tokens).last_hidden_state
@@ -325,7 +324,7 @@ def test_engine_operators_say_why_they_do_not_fit():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY))
     assert "'gpt2' is none of llama" in why_not(gpt2)
     with pytest.raises(OperatorError, match=r"'gpt2'.*learner\.operators.*'transformers'"):
-        install_engine_operators(gpt2, torch.bfloat16, Gradients())
+        install_engine_operators(gpt2, LayerContext(torch.bfloat16, "reference"))
     windowed = qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert "sliding-window" in why_not(windowed)
     assert "sliding-window" in why_not(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)))
@@ -384,7 +383,7 @@ def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
     expected = [LayerReport(name, scheme, found.group_size, "torch.bfloat16", kernel) for name in LINEARS]
     expected.append(LayerReport("lm_head", "bf16", None, "torch.bfloat16", head))
     assert model.layers() == expected
-    config = model.quantization_config()
+    config = model.plan.quantization_config()
     if found.weights is None:
         assert config is None
         return

@@ -18,7 +18,7 @@ from configs.load import load_config
 from configs.schema.run import LayerRule
 from quant.checkpoint.plan import Plan, make_plan
 from quant.checkpoint.shapes import plan_layers
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SchemeError, get_scheme, scheme_of_args
@@ -321,7 +321,7 @@ def test_every_layer_multiplies_and_streams_its_own_scheme():
     model = tiny(tied=True)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     low = LowBitModel(
-        model, get_scheme("w4a16"), torch.bfloat16, make_factory("reference", torch.bfloat16),
+        model, get_scheme("w4a16"), LayerContext(torch.bfloat16, "reference"),
         rules=rules("first:1=bf16,*.down_proj=w8a8"),
     )  # fmt: skip
     assert low.scheme.name == "w4a16"

@@ -14,9 +14,10 @@ from configs.schema.run import RunConfig
 from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
 from qarl.run.session import check_input
-from quant.kernels import KERNELS, make_factory
+from quant.kernels import KERNELS
 from quant.kernels import supported as support_module
 from quant.kernels.supported import Support, require_support, support, why_not
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from sync.export import export_checkpoint
@@ -120,7 +121,7 @@ def test_checkpoint_sizes_are_those_of_the_files(scheme: str, tmp_path: Path):
     """Contract: the size stated from config.json alone is that of the exported tensors, to the byte."""
     model = small_qwen3()
     model.save_pretrained(tmp_path / "model")
-    low_bit = LowBitModel(model, get_scheme(scheme), torch.bfloat16, make_factory("reference", torch.bfloat16))
+    low_bit = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     export_checkpoint(low_bit, tmp_path / "model", tmp_path / "export")
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "export" / "model.safetensors").values())
     row = next(r for r in scheme_rows(str(tmp_path / "model"), "bfloat16", "reference") if r.name == scheme)
@@ -179,7 +180,7 @@ def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path
     recipe = QuantizationModifier(targets="Linear", scheme=LLMCOMPRESSOR_PRESETS[scheme], ignore=["lm_head"])
     llmcompressor.oneshot(model=theirs, recipe=recipe)
     theirs.save_pretrained(tmp_path / "theirs", save_compressed=True)
-    ours = LowBitModel(model, get_scheme(scheme), torch.bfloat16, make_factory("reference", torch.bfloat16))
+    ours = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     export_checkpoint(ours, tmp_path / "model", tmp_path / "ours")
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
     written = load_file(tmp_path / "ours" / "model.safetensors")

@@ -9,7 +9,7 @@ import torch
 from qarl.ptq.compressor import Job, compress
 from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 from sync.export import export_checkpoint
@@ -28,15 +28,19 @@ def test_rtn_is_materialize_bit_for_bit(random_experts: Callable[[bool], Path], 
     """Contract: the same names, dtypes, shapes and bytes as QaRL's export of the same unquantized checkpoint: every
     expert is quantized, no router is."""
     with_tokenizer(kind, random_experts(True), tmp_path / "masters")
-    factory, compute = make_factory("reference", torch.bfloat16), torch.bfloat16
-    plain = LowBitModel(load_masters(tmp_path / "masters", torch.float32), get_scheme("bf16"), compute, factory)
+    compute = torch.bfloat16
+    plain = LowBitModel(
+        load_masters(tmp_path / "masters", torch.float32), get_scheme("bf16"), LayerContext(compute, "reference")
+    )
     export_checkpoint(plain, tmp_path / "masters", tmp_path / "unquantized")
     layout = checkpoint_layout(tmp_path / "unquantized", scheme, "bfloat16")
     (tmp_path / "work").mkdir()
     job = Job(str(tmp_path / "unquantized"), scheme, "rtn", layout.ignored, (), str(tmp_path / "out"))
     compress(job, tmp_path / "work")
     theirs = {item.name: item.tensor for item in read_as(layout, tmp_path / "out")}
-    ours = LowBitModel(load_masters(tmp_path / "unquantized", compute), get_scheme(scheme), compute, factory)
+    ours = LowBitModel(
+        load_masters(tmp_path / "unquantized", compute), get_scheme(scheme), LayerContext(compute, "reference")
+    )
     experts = 0
     for item in ours.low_bit_tensors():
         found = theirs.pop(item.name)

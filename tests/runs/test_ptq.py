@@ -23,7 +23,7 @@ from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calib
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
@@ -42,7 +42,7 @@ def unquantized(folder: Path, out: Path, dtype: str) -> Path:
     """The checkpoint a bf16 run of this policy would deploy."""
     compute = COMPUTE_DTYPES[dtype]
     masters = load_masters(folder, torch.float32)
-    model = LowBitModel(masters, get_scheme("bf16"), compute, make_factory("reference", compute))
+    model = LowBitModel(masters, get_scheme("bf16"), LayerContext(compute, "reference"))
     export_checkpoint(model, folder, out)
     return out
 
@@ -193,7 +193,7 @@ def written(random_policy: Callable[[bool], Path], tmp_path: Path):
     folder = unquantized(random_policy(False), tmp_path / "unquantized", "bfloat16")
     layout = checkpoint_layout(folder, "w4a16", "bfloat16")
     masters = load_masters(folder, torch.bfloat16)
-    model = LowBitModel(masters, get_scheme("w4a16"), torch.bfloat16, make_factory("reference", torch.bfloat16))
+    model = LowBitModel(masters, get_scheme("w4a16"), LayerContext(torch.bfloat16, "reference"))
     export_checkpoint(model, folder, tmp_path / "written")
     return layout, tmp_path / "written", load_file(tmp_path / "written" / "model.safetensors")
 

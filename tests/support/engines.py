@@ -6,7 +6,7 @@ import torch
 
 from configs.load import load_config
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.vllm.engine import VllmEngine
@@ -21,8 +21,8 @@ def make_model(
 ) -> LowBitModel:
     """The low-bit model over a folder's masters; layers: rules as `--layers` takes them."""
     compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
-    masters, factory = load_masters(folder, torch.float32), make_factory(kernel, compute)
-    return LowBitModel(masters, get_scheme(scheme), compute, factory, rules=rules)
+    masters, context = load_masters(folder, torch.float32), LayerContext(compute, kernel)
+    return LowBitModel(masters, get_scheme(scheme), context, rules=rules)
 
 
 def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16") -> VllmEngine:

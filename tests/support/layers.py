@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quant.checkpoint.families import ExpertsShape, expert_layout
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.linear import LowBitLinear
 from quant.materialize import LowBitWeight
@@ -29,10 +29,8 @@ def make_linear(
 ) -> LowBitLinear:
     master = nn.Parameter((heavy(*shape, seed=seed) * 0.05).to(master_dtype))
     bias_master = nn.Parameter((normal(shape[0], seed=seed + 9) * 0.3).to(master_dtype)) if bias else None
-    factory = make_factory(kernel, dtype)
-    linear = LowBitLinear(
-        "model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), factory, dtype, aligned
-    )
+    context = LayerContext(dtype, kernel, aligned)
+    linear = LowBitLinear("model.layers.1.mlp.up_proj", master, bias_master, get_scheme(scheme), context)
     linear.refresh()
     return linear
 
@@ -82,8 +80,8 @@ def make_experts(
     E, H, inner = shape.experts, shape.hidden, shape.intermediate
     gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=seed, rows=False) * 0.06).to(master_dtype))
     down = nn.Parameter((heavy(E, H, inner, seed=seed + 2, rows=False) * 0.04).to(master_dtype))
-    factory = make_factory(kernel, dtype)
-    experts = RoutedLowBitExperts(EXPERTS, gate_up, down, shape, get_scheme(scheme), factory, dtype, aligned)
+    context = LayerContext(dtype, kernel, aligned)
+    experts = RoutedLowBitExperts(EXPERTS, gate_up, down, shape, get_scheme(scheme), context)
     experts.refresh()
     return experts
 
@@ -106,7 +104,7 @@ def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
 
 def as_multiplied(x: torch.Tensor, experts: RoutedLowBitExperts) -> torch.Tensor:
     """x rounded to the compute dtype and then as its scheme quantizes activations, float64."""
-    x = x.to(experts.dtype)
+    x = x.to(experts.context.dtype)
     if not experts.quantizes_activations:
         return x.double()
     low_bit = quantize_activation(x, experts.scheme)
@@ -135,19 +133,19 @@ def experts_fake_quant_gradients(
     y = torch.zeros(x.shape, dtype=torch.float64)
 
     def used(values: torch.Tensor) -> torch.Tensor:
-        rounded = values.detach().to(experts.dtype)
+        rounded = values.detach().to(experts.context.dtype)
         return straight_through(values, as_multiplied(rounded, experts) if activations else rounded)
 
     for e in range(experts.shape.experts):
         rows, slots = (index == e).nonzero(as_tuple=True)
-        if experts.aligned:
+        if experts.context.aligned:
             assert experts.low_bit is not None
             matrices = unpacked(experts.low_bit.experts[e].gate_up), unpacked(experts.low_bit.experts[e].down)
         else:
-            matrices = gate_up[e].to(experts.dtype), down[e].to(experts.dtype)
+            matrices = gate_up[e].to(experts.context.dtype), down[e].to(experts.context.dtype)
         both, out = straight_through(gate_up[e], matrices[0]), straight_through(down[e], matrices[1])
         merged = used(x[rows]) @ both.t()
-        merged = straight_through(merged, merged.detach().to(experts.dtype))
+        merged = straight_through(merged, merged.detach().to(experts.context.dtype))
         gate, up = merged.chunk(2, dim=-1)
         y = y.index_add(0, rows, used(F.silu(gate) * up) @ out.t() * weights[rows, slots, None])
     y.backward(dy.double())

@@ -9,7 +9,7 @@ from configs.schema.learner import LearnerConfig
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from learner.logprobs import token_logprobs
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
 from rollout.types import Completion, Group, Prompt
@@ -49,9 +49,8 @@ def make_learner(
     reference: LowBitModel | None = None,
     **config: Any,
 ) -> Learner:
-    factory = make_factory(kernel, dtype)
     aligned = config.get("aligned", True)
-    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), dtype, factory, aligned, operators)
+    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), LayerContext(dtype, kernel, aligned), operators)
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
     settings = LearnerConfig.model_validate({"mini_batches": 2, "optimizer": optimizer, **config})
     return Learner(model, settings, reference)
@@ -102,12 +101,11 @@ def poison(learner: Learner, name: str, value: float):
 
 
 def policy(scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = torch.bfloat16) -> LowBitModel:
-    factory = make_factory("reference", dtype)
-    return LowBitModel(random_model(), get_scheme(scheme), dtype, factory, operators=operators)
+    return LowBitModel(random_model(), get_scheme(scheme), LayerContext(dtype, "reference"), operators)
 
 
 def experts_policy(dtype: torch.dtype) -> LowBitModel:
-    return LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), dtype, make_factory("reference", dtype))
+    return LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), LayerContext(dtype, "reference"))
 
 
 def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

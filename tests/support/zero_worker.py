@@ -19,7 +19,7 @@ from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
 from quant.checkpoint.load import load_masters
-from quant.kernels import make_factory
+from quant.layers.context import LayerContext
 from quant.model.add_lora import add_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import MASTER_DTYPES, get_scheme
@@ -35,7 +35,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     def initial_model() -> LowBitModel:
         reading = partitioned_loading(config)
         masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], reading=reading)
-        return LowBitModel(masters, get_scheme(job["scheme"]), dtype, make_factory("reference", dtype), config.aligned)
+        context = LayerContext(dtype, "reference", config.aligned)
+        return LowBitModel(masters, get_scheme(job["scheme"]), context)
 
     model = initial_model()
     if isinstance(config.lora, LoraConfig):

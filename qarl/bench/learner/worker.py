@@ -27,16 +27,15 @@ def run(job: Job) -> Steps:
     from learner.batching import make_batch
     from learner.learner import Learner
     from quant.checkpoint.load import load_masters
-    from quant.kernels import make_factory
+    from quant.layers.context import LayerContext
     from quant.model.low_bit_model import LowBitModel
     from quant.schemes import COMPUTE_DTYPES, get_scheme
 
     cuda = torch.cuda.is_available()
     dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(sequences)
-    factory = make_factory(job.kernel, dtype)
     memory = StepMemory(cuda)
     masters = load_masters(Path(job.model), torch.float32, torch.device("cuda" if cuda else "cpu"))
-    model = LowBitModel(masters, get_scheme(job.setting), dtype, factory)
+    model = LowBitModel(masters, get_scheme(job.setting), LayerContext(dtype, job.kernel))
     learner = Learner(model, LearnerConfig.model_validate(learner_options(job)))
     learner.stopwatch.synchronize = cuda
 

@@ -1,0 +1,63 @@
+"""What all low-bit layers of one model share, in one object that each is given when it is built."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from quant.kernels import make_factory
+from quant.layers.gradients import Gradients
+from quant.schemes import SchemeError
+
+
+class LayerContext:
+    """How the layers of one model compute.
+
+    dtype: the engine's compute dtype: of activations, embeddings, norms, and of the scales that are published.
+    kernel: family of the products of codes, one of `quant.kernels.KERNELS`. aligned: whether the learner multiplies
+    those codes (True), or its masters cast to the compute dtype (False, the plain quantized-rollout baseline; codes are
+    still made for publishing). compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the
+    backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
+
+    Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
+    run here.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        kernel: str,
+        aligned: bool = True,
+        compute_dtype: torch.dtype | None = None,
+    ):
+        if aligned and compute_dtype not in (None, dtype):
+            raise SchemeError(
+                f"an aligned learner multiplies the engine's codes in the engine's dtype, {dtype}, not "
+                f"{compute_dtype}; leave the compute dtype out, or set aligned false"
+            )
+        self.dtype = dtype
+        self.compute_dtype = compute_dtype or dtype
+        self.factory = make_factory(kernel, dtype)
+        self.aligned = aligned
+        self.gradients = Gradients()
+        self.checkpointing = False
+        self._published = False
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether forwards read what is published: an aligned learner's always, others' in `published_forward`."""
+        return self.aligned or self._published
+
+    @property
+    def forward_dtype(self) -> torch.dtype:
+        """Of what a layer's forward is given and returns."""
+        return self.dtype if self.multiplies_codes else self.compute_dtype
+
+    @contextlib.contextmanager
+    def published_forward(self) -> Iterator[None]:
+        """Within this context every layer multiplies what is published, in the engine's dtype."""
+        self._published = True
+        try:
+            yield
+        finally:
+            self._published = False

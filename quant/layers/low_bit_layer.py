@@ -1,0 +1,120 @@
+"""What linear layers and routed experts have in common: masters, one weight version of them, and its kernel."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from quant.kernels.base import ExpertsProduct, Product
+from quant.layers.context import LayerContext
+from quant.layers.lora import Adapter
+from quant.materialize import LowBitWeight
+from quant.materialize.activations import LowBitActivation, quantize_activation
+from quant.materialize.experts import LowBitExperts
+from quant.runtime.zero3 import gathered
+from quant.schemes import Scheme
+
+Codes = TypeVar("Codes", LowBitWeight, LowBitExperts)
+Kernel = TypeVar("Kernel", Product, ExpertsProduct)
+
+
+class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
+    """A layer that multiplies one weight version of its masters.
+
+    layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the model's. low_bit: codes
+    and scales of this version, None before the first `refresh`.
+    """
+
+    def __init__(self, layer: str, scheme: Scheme, context: LayerContext):
+        super().__init__()
+        self.layer = layer
+        self.scheme = scheme
+        self.context = context
+        self.low_bit: Codes | None = None
+        self._kernel: Kernel | None = None
+        self._plain: Kernel | None = None
+
+    @property
+    def masters(self) -> tuple[nn.Parameter, ...]:
+        """What is materialized, and trained unless it has an adapter."""
+        raise NotImplementedError
+
+    @property
+    def adapters(self) -> tuple[Adapter | None, ...]:
+        """What is trained instead of each master (`quant.model.add_lora.add_adapters`), or None."""
+        raise NotImplementedError
+
+    def _materialize(self) -> Codes:
+        """Codes of the masters' present values, in `low_bit`'s buffers where it has some."""
+        raise NotImplementedError
+
+    def _prepare(self, low_bit: Codes) -> Kernel:
+        """The engine's kernel over these codes."""
+        raise NotImplementedError
+
+    def _cast(self) -> Kernel:
+        """The masters' present values in the compute dtype."""
+        raise NotImplementedError
+
+    def _read_by_refresh(self) -> Iterator[nn.Parameter]:
+        yield from self.parameters()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Materialize the masters' present values, into the buffers of the version before: whatever still points to
+        those tensors then sees the new version. The kernel is prepared by the next use of `product`."""
+        self._kernel = None
+        with gathered(self._read_by_refresh()):
+            self.low_bit = self._materialize()
+            if not self.context.aligned:  # now, for the masters may have moved on by the next forward
+                self._plain = None
+                self._plain = self._cast()
+
+    @property
+    def product(self) -> Kernel:
+        """This weight version in the kernel's own layout: a second copy of it, built at first use, so that publishing
+        and exporting alone do without. Raises `KernelError` where the kernel family has none."""
+        if self.low_bit is None:
+            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
+        if not self.context.multiplies_codes:
+            assert self._plain is not None
+            return self._plain
+        if self._kernel is None:
+            with torch.no_grad():
+                self._kernel = self._prepare(self.low_bit)
+        return self._kernel
+
+    def release_product(self) -> None:
+        """Give the kernel's copy back; the next forward builds it again. An unaligned layer's cast stays: it is its
+        weight."""
+        self._kernel = None
+
+    def merged(self, expert: int | None = None) -> tuple[torch.Tensor, ...]:
+        """What is materialized: each master with its adapter's product added where it has one, in the master's dtype
+        and shape; of stacks with `expert` that expert's matrices alone."""
+        masters = [m.detach() if expert is None else m.detach()[expert] for m in self.masters]
+        return tuple(m if a is None else a.merge(m, expert) for m, a in zip(masters, self.adapters, strict=True))
+
+    @property
+    def factors(self) -> tuple[nn.Parameter, ...]:
+        """A and B of every adapter, in the masters' order."""
+        return tuple(f for adapter in self.adapters if adapter is not None for f in (adapter.lora_A, adapter.lora_B))
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether inputs are quantized before they are multiplied."""
+        return self.context.multiplies_codes and self.scheme.activations is not None
+
+    def kept_input(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """What the backward keeps of an input [N, I]: codes and scales, 4 to 9 bits a value, where those are what is
+        multiplied, else the input itself."""
+        if not self.quantizes_activations:
+            return (x,)
+        low_bit = quantize_activation(x, self.scheme)
+        return low_bit.codes, low_bit.scale, low_bit.zero_point
+
+
+def multiplied_input(kept: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor | LowBitActivation:
+    """The input as it was multiplied, of what `LowBitLayer.kept_input` kept."""
+    return kept[0] if len(kept) == 1 else LowBitActivation(*kept)

@@ -1,0 +1,59 @@
+"""One weight version in the checkpoint's names: the tensors that are published and exported, and the audit's view."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from quant.layers.context import LayerContext
+from quant.model.surgery import Layers
+from quant.types import LayerReport, LowBitTensor
+
+
+def checkpoint_tensors(
+    layers: Layers, parameters: Iterable[str], buffers: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[LowBitTensor]:
+    """Every tensor of the deployable checkpoint, layer by layer, none of them copied.
+
+    parameters: the model's names of its own, in its order. buffers: those that checkpoints keep.
+    """
+    named = layers.layout.checkpoint_name
+    for name in parameters:
+        layer, _, key = named(name).rpartition(".")
+        if layer in layers.experts:
+            yield from _experts_tensors(layers, layer) if key == "gate_up_proj" else ()
+        elif layer in layers.linears:
+            yield from _linear_tensors(layers, layer, key)
+        else:
+            yield LowBitTensor(named(name), layers.copies[name].published)
+    for name, buffer in buffers:
+        yield LowBitTensor(named(name), buffer)
+
+
+def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTensor]:
+    low_bit, bias = layers.linears[layer].low_bit, layers.linears[layer].low_bit_bias
+    if key == "bias":
+        assert bias is not None
+        yield LowBitTensor(f"{layer}.bias", bias)
+    else:
+        assert low_bit is not None
+        for suffix, tensor in low_bit.tensors():
+            yield LowBitTensor(f"{layer}.{suffix}", tensor)
+
+
+def _experts_tensors(layers: Layers, layer: str) -> Iterator[LowBitTensor]:
+    low_bit = layers.experts[layer].low_bit
+    assert low_bit is not None
+    for suffix, tensor in low_bit.tensors(layers.layout):
+        yield LowBitTensor(f"{layer}.{suffix}", tensor)
+
+
+def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
+    """The learner's side of the audit: every linear layer and every layer's experts, with the kernel that multiplies
+    them; then routers that no linear layer multiplies."""
+    dtype = str(context.dtype)
+    reports = [
+        LayerReport(layer.layer, layer.scheme.name, layer.scheme.group_size, dtype, layer.product.name)
+        for layer in layers.low_bit()
+    ]
+    routers = [name for name in map(layers.layout.checkpoint_name, layers.routers) if name not in layers.linears]
+    return reports + [LayerReport(name, "bf16", None, dtype, "unquantized") for name in routers]

@@ -1,0 +1,116 @@
+"""Replaces a transformers model's modules by low-bit layers and copies, which read the model's parameters as masters.
+
+Linear layers become `LowBitLinear`, fused experts `RoutedLowBitExperts`; everything else (embeddings, norms) keeps a
+compute-dtype copy whose gradient flows to its master.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from quant.checkpoint.families import ExpertLayout, ExpertsShape, expert_layout, fused_experts
+from quant.checkpoint.plan import Plan
+from quant.checkpoint.shapes import router_names
+from quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
+from quant.layers.context import LayerContext
+from quant.layers.experts import RoutedLowBitExperts
+from quant.layers.linear import LowBitLinear, fuse_scales
+from quant.operators.decoder import install_engine_operators, why_not
+from quant.runtime.zero3 import whole_shape
+from quant.schemes import SchemeError
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a model is made of. linears, experts: by checkpoint name. copies: of everything else, by parameter name.
+    routers: by module name. operators: "engine" or "transformers". layout: how checkpoints name all of it."""
+
+    linears: dict[str, LowBitLinear]
+    experts: dict[str, RoutedLowBitExperts]
+    copies: dict[str, MasterCopy]
+    routers: tuple[str, ...]
+    operators: str
+    layout: ExpertLayout
+
+    def low_bit(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
+        """All that is materialized: linear layers, then experts."""
+        yield from self.linears.values()
+        yield from self.experts.values()
+
+
+def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, operators: str = "auto") -> Layers:
+    """Replace modules of `model` in place; its parameters stay the same objects. Nothing is materialized yet.
+
+    operators: "engine" (`quant.operators.decoder`), "transformers", or "auto": the engine's for aligned models they
+    fit. Raises `SchemeError` for a quantized router that transformers' operators would multiply unquantized, and
+    `OperatorError` for "engine" where it does not fit, before anything is changed.
+    """
+    if operators == "auto":
+        operators = "engine" if context.aligned and not why_not(model) else "transformers"
+    layout = expert_layout(model.config.model_type)
+    fused = dict(fused_experts(model))
+    routers = tuple(router_names(fused))
+    if operators == "engine":
+        install_engine_operators(model, context)
+    else:
+        _refuse_quantized_routers(plan, [layout.checkpoint_name(name) for name in routers])
+    linears = _replace_linears(model, layout, plan, context)
+    experts = _replace_experts(model, fused, layout, plan, context)
+    return Layers(linears, experts, _detach_copies(model, context), routers, operators, layout)
+
+
+def _replace_linears(
+    model: nn.Module, layout: ExpertLayout, plan: Plan, context: LayerContext
+) -> dict[str, LowBitLinear]:
+    replaced = {}
+    for name, linear in list(model.named_modules()):
+        if isinstance(linear, nn.Linear):
+            assert isinstance(linear.weight, nn.Parameter)
+            layer = layout.checkpoint_name(name)
+            replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, plan.scheme(layer), context)
+            model.set_submodule(name, replaced[layer])
+    fuse_scales(replaced)
+    return replaced
+
+
+def _replace_experts(
+    model: PreTrainedModel, fused: dict[str, nn.Module], layout: ExpertLayout, plan: Plan, context: LayerContext
+) -> dict[str, RoutedLowBitExperts]:
+    replaced = {}
+    for name, module in fused.items():
+        layer, config = layout.checkpoint_name(name), model.config
+        gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+        count, merged, hidden = whole_shape(gate_up)
+        shape = ExpertsShape(count, config.num_experts_per_tok, hidden, merged // 2, config.hidden_act, layout)
+        scheme = plan.scheme(f"{layer}.0.{layout.down}")  # one for all, as plans make sure
+        replaced[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
+        model.set_submodule(name, replaced[layer])
+    return replaced
+
+
+def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterCopy]:
+    """Let everything outside linear layers and experts read compute-dtype copies; name → copy."""
+    copies: dict[str, MasterCopy] = {}
+    for prefix, module in list(model.named_modules()):
+        if isinstance(module, LowBitLinear | RoutedLowBitExperts):
+            continue
+        if type(module) is nn.Embedding and plain_lookup(module):
+            copy = copies[f"{prefix}.weight"] = MasterCopy(module.weight, context)
+            model.set_submodule(prefix, MasterEmbedding(module, copy))
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{prefix}.{key}" if prefix else key
+            copies[name] = MasterCopy(parameter, context)
+            detach_copy(module, key, copies[name])
+    return copies
+
+
+def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
+    forced = [name for name in routers if plan.scheme(name).quantization is not None]
+    if forced:
+        raise SchemeError(
+            f"a rule quantizes the router {forced[0]!r}, which transformers' own operators multiply unquantized; drop "
+            "the rule, or set learner.operators to 'engine' where the model allows"
+        )
