@@ -14,9 +14,10 @@ from torch import nn
 
 from configs.schema.learner import OptimizerConfig
 from learner.optim.optimizer import MasterOptimizer, matrices_of
+from quant.kernels.supported import require_support
 from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
+from quant.schemes import COMPUTE_DTYPES, get_scheme
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.runs import command, environment, lines, qarl, wait_for_lines
 
@@ -87,10 +88,12 @@ def test_which_matrices_muon_takes(kind: str):
         assert covered == master.numel(), name
 
 
-def test_a_step_moves_the_experts_that_got_tokens():
+@pytest.mark.parametrize(("kernel", "dtype"), [("reference", "bfloat16"), ("auto", "float16")])
+def test_a_step_moves_the_experts_that_got_tokens(kernel: str, dtype: str):
     """From the loss to stepped masters through the whole model: gradients reach chosen experts and every router."""
-    dtype = torch.bfloat16
-    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), LayerContext(dtype, "reference"))
+    compute = COMPUTE_DTYPES[dtype]
+    require_support(get_scheme("w8a8"), compute, kernel, experts=True)
+    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), LayerContext(compute, kernel))
     before = {name: master.detach().clone() for name, master in model.masters.items()}
     optimizer = MasterOptimizer(
         model.masters, model.matrices(), OptimizerConfig(name="muon", lr=0.01, weight_decay=0.0)
