@@ -13,6 +13,7 @@ import torch
 
 from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.kernels import KernelError, make_factory
+from quant.kernels.vllm_names import INT8_ACTIVATIONS
 from quant.materialize import materialize
 from quant.materialize.experts import materialize_experts
 from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
@@ -25,7 +26,7 @@ _LONGEST_REASON = 500
 _WEIGHT_ONLY_KERNELS = ("Marlin", "A16", "CPUFp8BlockScaledMM", "CPUFp8PerTensor")
 """Parts of the names of vLLM kernels that leave activations in the compute dtype, whatever the checkpoint says."""
 
-_ACTIVATION_KERNELS = ("MxFp4", "Mxfp4", "NvFp4")
+_ACTIVATION_KERNELS = ("MxFp4", "Mxfp4", "NvFp4", "CPUExpertsInt4")
 """Of those that quantize activations, unless `_WEIGHT_ONLY_KERNELS` says otherwise."""
 
 _NOTES = {
@@ -65,7 +66,8 @@ def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False)
         return Support("", _in_words(found, error))
     if not torch.isfinite(y).all():
         return Support("", f"{kernel} returned NaN or infinity for a small layer")
-    return Support(kernel, _other_arithmetic(found, kernel))
+    reason = _other_arithmetic(found, kernel)
+    return Support("" if reason else kernel, reason)
 
 
 def _multiply(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
@@ -128,7 +130,8 @@ def _other_arithmetic(scheme: Scheme, kernel: str) -> str:
     weight_only = any(part in kernel for part in _WEIGHT_ONLY_KERNELS)
     if scheme.activations is not None and weight_only:
         return f"vLLM would multiply with {kernel}, which leaves activations in the compute dtype"
-    quantizes = not weight_only and any(part in kernel for part in _ACTIVATION_KERNELS)
+    by_name = not weight_only and any(part in kernel for part in _ACTIVATION_KERNELS)
+    quantizes = by_name or INT8_ACTIVATIONS in kernel
     if scheme.activations is None and quantizes:
         return f"vLLM would multiply with {kernel}, which quantizes activations"
     return ""

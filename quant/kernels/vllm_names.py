@@ -2,22 +2,29 @@
 
 from typing import Any
 
+INT8_ACTIVATIONS = "int8 activations by VLLM_CPU_INT4_W4A8"
+"""Part of the names of kernels to which vLLM gives int8 activations on CPUs with AMX unless that variable is 0."""
+
 
 def kernel_name(layer: Any) -> str:
     """Class name of the kernel object in a loaded vLLM linear layer or experts module.
 
     layer: any vLLM layer with a `quant_method`. Unquantized linear layers have no kernel object and read
-    "unquantized"; experts run as dense products one by one read "… per expert".
+    "unquantized"; experts run as dense products one by one read "… per expert". A kernel that quantizes activations
+    because the environment says so, and not the checkpoint, names the variable.
     """
     method = layer.quant_method
     fused = getattr(method, "moe_kernel", None)
     if fused is not None:
         return type(fused.fused_experts).__name__
+    expert = getattr(method, "expert_layer", None)
+    if expert is not None:
+        return f"{kernel_name(expert)}, per expert"
     for holder in (getattr(layer, "scheme", None), method):
         for attribute in ("kernel", "fp8_linear"):
             kernel = getattr(holder, attribute, None)
             if kernel is not None:
-                dense = hasattr(layer, "output_size")
-                return type(kernel).__name__ if dense else f"{type(kernel).__name__}, per expert"
+                name = type(kernel).__name__
+                return f"{name}, {INT8_ACTIVATIONS}" if getattr(layer, "use_w4a8", False) else name
     name = type(method).__name__
     return "unquantized" if name.startswith("Unquantized") else name

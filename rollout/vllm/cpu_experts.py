@@ -1,9 +1,10 @@
-"""Quantized mixture-of-experts on CPUs without AMX, where vLLM 0.32 has none ("No WNA16 MoE backend…").
+"""Quantized mixture-of-experts on CPUs. vLLM 0.32 has none for CPUs without AMX ("No WNA16 MoE backend…"); with AMX it
+multiplies int4 weights with int8 activations, whatever the checkpoint says, and has no W4A8 and FP8 experts.
 
 Each expert's two products go through the dense low-bit layer that vLLM itself builds for the scheme: gate and up
 projection merged into one, then the gated activation, then the down projection. Registered as the
 `compressed-tensors` config, whose other layers keep vLLM's methods. Remove it when vLLM's own method selection
-(`CompressedTensorsMoEMethod.get_moe_method`) finds a backend on such CPUs.
+(`CompressedTensorsMoEMethod.get_moe_method`) finds a backend on every CPU that leaves activations as the scheme says.
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
@@ -62,10 +63,9 @@ class PerExpertMethod(FusedMoEMethodBase):
         self._experts: dict[str, list[ReplicatedLinear]] = {}
 
     @property
-    def kernel(self) -> object:
-        """The dense kernel that multiplies, as vLLM selected it."""
-        scheme: Any = self._experts["w13"][0].scheme
-        return getattr(scheme, "kernel", None) or scheme.fp8_linear
+    def expert_layer(self) -> ReplicatedLinear:
+        """One of the dense layers that multiply."""
+        return self._experts["w13"][0]
 
     def create_weights(
         self,

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from configs.errors import InputError
 from configs.schema.run import RolloutConfig
 from rollout.engine import EngineError
 
@@ -49,9 +50,16 @@ def prepare_environment() -> None:
 
 
 def refuse_unsupported(options: VllmOptions) -> None:
-    """Raise `EngineError` for options that vLLM cannot honour on this machine."""
+    """Raise `EngineError` for options that vLLM cannot honour on this machine, and `InputError` where the environment
+    would have it multiply otherwise than the schemes say."""
     import torch
 
+    int4_as_w4a8 = os.environ.get("VLLM_CPU_INT4_W4A8", "0")
+    if int4_as_w4a8 != "0" and not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
+        raise InputError(
+            f"VLLM_CPU_INT4_W4A8={int4_as_w4a8}: on this CPU, which has AMX, vLLM would multiply int4 weights with "
+            "int8 activations, which the w4a16 schemes do not say; unset it or set it to 0"
+        )
     if options.router_replay and not torch.cuda.is_available():
         raise EngineError(
             "rollout.router_replay: vLLM returns expert choices through its V2 model runner alone, which needs "

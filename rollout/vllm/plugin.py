@@ -1,15 +1,32 @@
-"""What runs inside vLLM's processes: the publish (`worker`) and quantized experts for CPUs without AMX (`experts`).
+"""What runs inside vLLM's processes: the publish (`worker`), and what vLLM lacks on a CPU or rounds otherwise there
+(`cpu_experts`, `cpu_int8`, `cpu_attention`).
 
 `register` is this package's entry point in vLLM's plugin group `vllm.general_plugins`.
 """
 
+import os
+
 
 def register() -> None:
-    """Called by vLLM in each of its processes. Changes nothing on GPUs and on CPUs whose experts vLLM quantizes."""
+    """Called by vLLM in each of its processes, before it builds a layer. Changes nothing on GPUs.
+
+    On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the environment says not to,
+    whatever the checkpoint says. A value the user set is kept; `options.refuse_unsupported` refuses it. Its int4 kernel
+    does not ask the operating system for AMX, which ends a process that has not asked before ("illegal instruction").
+    """
     import torch
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
-        from rollout.vllm.cpu_experts import register_per_expert_products
+    if not current_platform.is_cpu():
+        return
+    from rollout.vllm.cpu_experts import register_per_expert_products
 
-        register_per_expert_products()
+    register_per_expert_products()
+    if torch.cpu._is_amx_tile_supported():
+        from rollout.vllm.cpu_attention import register_fp32_attention
+        from rollout.vllm.cpu_int8 import register_int8_kernel
+
+        torch.cpu._init_amx()
+        os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
+        register_int8_kernel()
+        register_fp32_attention()

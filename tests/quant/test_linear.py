@@ -88,6 +88,19 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
         assert off > 2 * bound
 
 
+@no_cuda
+@pytest.mark.parametrize("rows", [48, 80])
+@dtypes
+def test_vllm_multiplies_w8a8_of_any_rows(rows: int, dtype: torch.dtype):
+    """vLLM's own kernel for CPUs with AMX takes neither these rows nor float16: `rollout.vllm.cpu_int8` stands in."""
+    linear, x = make_linear("w8a8", "vllm", dtype, (rows, 128), bias=False), heavy(9, 128, seed=3).to(dtype)
+    used, weight = dequantized_activation(x, linear), dequantized_weight(linear)
+    exact = used @ weight.t()
+    with torch.no_grad():
+        error = relative_error(linear(x), exact)
+    assert error <= BOUND["vllm"] * torch.finfo(dtype).eps + summation_error(used, weight) / float(exact.norm())
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (17, 200), (5, 1000)])
 @dtypes

@@ -10,22 +10,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from configs.errors import InputError
 from configs.schema.run import RunConfig
 from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
 from qarl.run.session import check_input
-from quant.kernels import KERNELS
+from quant.kernels import KERNELS, make_factory
 from quant.kernels import supported as support_module
 from quant.kernels.supported import Support, require_support, support, why_not
+from quant.kernels.vllm_names import INT8_ACTIVATIONS, kernel_name
 from quant.layers.context import LayerContext
+from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from rollout.vllm.options import VllmOptions, refuse_unsupported
 from sync.export import export_checkpoint
-from tests.support.kernels import CPU_SCHEMES
-
-on_plain_cpus = pytest.mark.skipif(
-    torch.cuda.is_available() or torch.cpu._is_amx_tile_supported(), reason="states what a CPU without AMX runs"
-)
+from tests.support.kernels import CPU_SCHEMES, no_cuda
 
 
 def small_qwen3() -> Qwen3ForCausalLM:
@@ -45,7 +45,7 @@ def small_qwen3() -> Qwen3ForCausalLM:
     )
 
 
-@on_plain_cpus
+@no_cuda
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
@@ -56,6 +56,15 @@ def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
     assert bool(found.kernel) == runs
     if found.reason:
         assert "\n" not in found.reason and len(found.reason) > 30
+
+
+@no_cuda
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
+@pytest.mark.parametrize("scheme", CPU_SCHEMES)
+def test_experts_run_where_dense_layers_do(scheme: str, dtype: torch.dtype):
+    """Float16's largest number is near: the small layer that is asked with must not overflow it."""
+    dense, experts = (support(scheme, dtype, "vllm", experts) for experts in (False, True))
+    assert bool(experts.kernel) == bool(dense.kernel), experts.reason
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -72,16 +81,17 @@ def test_asking_leaves_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@on_plain_cpus
+@no_cuda
 def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_can():
+    fault = "leaves activations" if torch.cpu._is_amx_tile_supported() else "requires AMX"
     with pytest.raises(
-        SchemeError, match=r"'fp8-block' cannot run in the engine .*requires AMX.*that can: 'bf16', 'w4a16'"
+        SchemeError, match=rf"'fp8-block' cannot run in the engine .*{fault}.*that can: 'bf16', 'w4a16'"
     ):
         require_support(get_scheme("fp8-block"), torch.bfloat16, "reference")
     require_support(get_scheme("w4a8"), torch.bfloat16, "torch")
 
 
-@on_plain_cpus
+@no_cuda
 def test_float32_is_refused_in_vllms_words_where_it_has_none():
     """vLLM's int4 kernel for CPUs has no float32; every scheme that does is named, and none that does not."""
     config = RunConfig.model_validate({"scheme": "w4a16", "dtype": "float32", "model": "./nowhere"})
@@ -91,7 +101,7 @@ def test_float32_is_refused_in_vllms_words_where_it_has_none():
     assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
 
 
-@on_plain_cpus
+@no_cuda
 def test_a_run_is_refused_before_its_model_is_looked_for():
     config = RunConfig.model_validate({"scheme": "nvfp4", "model": "./nowhere"})
     with pytest.raises(SchemeError, match="'nvfp4' cannot run in the engine on this machine"):
@@ -108,12 +118,37 @@ def test_a_run_is_refused_before_its_model_is_looked_for():
         ("nvfp4a16", "FlashInferCuteDslNvFp4W4A16LinearKernel", ""),
         ("nvfp4", "CutlassNvFp4LinearKernel", ""),
         ("w4a16", "CPUWNA16LinearKernel", ""),
+        ("w4a16", f"CPUWNA16LinearKernel, {INT8_ACTIVATIONS}", "quantizes activations"),
+        ("w4a16", f"CPUWNA16LinearKernel, {INT8_ACTIVATIONS}, per expert", "quantizes activations"),
+        ("w4a16", "CPUExpertsInt4", "quantizes activations"),
     ],
 )
 def test_kernels_that_compute_something_else_are_refused(scheme: str, kernel: str, said: str):
     """vLLM falls back to weight-only kernels, and forward, without a word; the scheme's name would then be wrong."""
     reason = support_module._other_arithmetic(get_scheme(scheme), kernel)
     assert (said in reason) if said else reason == ""
+
+
+@no_cuda
+def test_a_kernel_that_the_environment_changes_says_so():
+    """Contract: vLLM's mark on a layer that int8 activations are to multiply is read from the layer. Where vLLM sets it
+    (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused (next test)."""
+    weight = materialize(torch.ones(64, 128), get_scheme("w4a16"), torch.bfloat16)
+    layer = make_factory("vllm", torch.bfloat16)("layer", weight, None)._linear  # type: ignore[attr-defined]
+    assert layer.use_w4a8 is False and kernel_name(layer) == "CPUWNA16LinearKernel"
+    layer.use_w4a8 = True
+    assert kernel_name(layer) == f"CPUWNA16LinearKernel, {INT8_ACTIVATIONS}"
+
+
+@no_cuda
+def test_the_environment_may_not_ask_for_int8_activations(monkeypatch: pytest.MonkeyPatch):
+    """It has no effect, and is let be, without AMX."""
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    if not torch.cpu._is_amx_tile_supported():
+        refuse_unsupported(VllmOptions())
+        return
+    with pytest.raises(InputError, match=r"VLLM_CPU_INT4_W4A8=1: .*AMX.*int8 activations.*set it to 0"):
+        refuse_unsupported(VllmOptions())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

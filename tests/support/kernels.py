@@ -12,8 +12,8 @@ VLLM_CPU_KERNELS = {
     "bf16": "unquantized", "w4a16": "WNA16", "w4a16-g64": "WNA16", "w4a16-g32": "WNA16", "w4a16-channel": "WNA16",
     "w8a8": "Int8ScaledMM", "w4a8": "Dynamic4bit", "fp8": "FP8ScaledMM",
 }  # fmt: skip
-"""Schemes each family runs on a CPU without AMX, and part of the name of the kernel."""
+"""Schemes each family runs on a CPU, and part of the name of the kernel."""
 CPU_SCHEMES = tuple(VLLM_CPU_KERNELS)
-"""Schemes vLLM runs on a CPU without AMX; with this project's plugin, experts too."""
+"""Schemes vLLM runs on a CPU with this project's plugin, for linear layers and for experts."""
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
