@@ -1,7 +1,11 @@
-"""Keeps libraries' start-up chatter off a person's terminal. Their errors still come through."""
+"""What a command does to the process it runs in: libraries' start-up chatter is kept off a person's terminal (their
+errors still come through), and text can be written in any encoding."""
 
+import codecs
+import io
 import logging
 import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -14,6 +18,25 @@ _ENVIRONMENT = {
     "DS_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",
 }
+
+_IN_ASCII = {
+    "…": "...", "×": "x", "→": "->", "–": "-", "—": "-", "─": "-", "━": "=", "│": "|", "·": "*", "≤": "<=", "≥": ">=",
+    "Δ": "d", "β": "beta", "π": "pi", "¹": "1", "²": "2", "\u00a0": " ",
+}  # fmt: skip
+
+
+def write_in_any_encoding() -> None:
+    """Let stdout and stderr write what their encoding has no character for, in ASCII ("x" for "×"), or as "?"."""
+    codecs.register_error("qarl", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="qarl")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_IN_ASCII.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def quiet_libraries(compiles: bool = False) -> None:

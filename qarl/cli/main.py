@@ -1,7 +1,6 @@
 """`qarl`: train, export, eval, bench, schemes. Heavy imports wait until a command needs them."""
 
 import argparse
-import io
 import os
 import sys
 from pathlib import Path
@@ -12,10 +11,11 @@ from rich.console import Console
 
 from configs.errors import ConfigError, QarlError
 from configs.flags import FLAGS
-from configs.load import choice_sections, config_file, default_config, field_paths, load_config
-from configs.schema.base import Choice
+from configs.load import config_file, default_config, load_config
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
+from qarl.cli.environment import write_in_any_encoding
+from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
 from qarl.cli.version import describe_version
@@ -24,9 +24,7 @@ from qarl.cli.version import describe_version
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130 interrupted)."""
     arguments = sys.argv[1:] if argv is None else argv
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII terminal gets "?" for "→", not a traceback
+    write_in_any_encoding()
     console = Console()
     errors = Console(stderr=True)
     try:
@@ -74,9 +72,9 @@ def _add_train(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train a policy",
+        usage="qarl train [OPTIONS] [--ANY.FIELD VALUE …]",
         description="Train a policy. Without --model and --config: the embedded default, minutes on a CPU.",
-        epilog=_field_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     train.add_argument("--config", metavar="FILE", help="YAML file, or the name of a shipped one (tiny-qwen3, paper)")
@@ -89,34 +87,8 @@ def _add_train(commands: Any) -> None:
         "torchrun or deepspeed instead",
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
-    fields = field_paths()
-    for flag, path in FLAGS.items():
-        train.add_argument(
-            f"--{flag}", metavar="VALUE", dest=f"short:{path}", help=f"{fields[path].description} [{path}]"
-        )
+    add_flags(train, FLAGS)
     train.set_defaults(run=_train)
-
-
-def _field_help() -> str:
-    lines = ["every field, as --dotted.name VALUE:"]
-    choices = choice_sections()
-    for path, info in field_paths().items():
-        section, _, leaf = path.rpartition(".")
-        value, text = info.get_default(call_default_factory=True), info.description
-        if section in choices:
-            value, text = _choice_help(choices[section], leaf, text)
-        lines.append(f"  --{path} ({value})\n        {text}")
-    return "\n".join(lines)
-
-
-def _choice_help(alternatives: tuple[type[Choice], ...], leaf: str, text: str | None) -> tuple[str, str]:
-    """Default and description of a field that only some alternatives of a section have."""
-    if leaf == "name":
-        names = [name for section in alternatives for name in section.names()]
-        return ", ".join(names), text or ""
-    having = [s for s in alternatives if leaf in s.options()]
-    defaults = [f"{'/'.join(s.names())} {s.model_fields[leaf].get_default()}" for s in having]
-    return ", ".join(defaults), text or ""
 
 
 def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:

@@ -1,0 +1,64 @@
+"""`qarl train --help` and `--help-all`: what is in them, that they fit, and that any terminal can show them."""
+
+import io
+import sys
+
+import pytest
+
+from configs.load import field_paths
+from qarl.cli.help import GROUPS, written
+from qarl.cli.main import main
+
+
+def shown(option: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of `qarl train OPTION` in a terminal of so many columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["train", option]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_fits_two_screens(columns: int, monkeypatch, capsys):
+    lines = shown("--help", columns, monkeypatch, capsys)
+    assert len(lines) <= 90
+    assert max(map(len, lines)) <= columns
+
+
+def test_help_has_the_default_commands_defaults(monkeypatch, capsys):
+    text = " ".join(" ".join(shown("--help", 80, monkeypatch, capsys)).split())
+    for part in ("--steps N training steps [150]", "--prompts N prompts a step [128]", "[5e-4]", "[tiny-qwen3]"):
+        assert part in text
+    assert all(name in text for name in ("tbpo", "sapo", "pg_seq_is")), "the objectives are named"
+
+
+def test_every_short_flag_is_in_one_group(monkeypatch, capsys):
+    flags = [flag for names in GROUPS.values() for flag in names]
+    assert len(flags) == len(set(flags))
+    lines = shown("--help", 80, monkeypatch, capsys)
+    assert all(any(line.startswith(f"  --{flag} ") for line in lines) for flag in flags)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_help_all_has_every_field_once(columns: int, monkeypatch, capsys):
+    lines = shown("--help-all", columns, monkeypatch, capsys)
+    assert max(map(len, lines)) <= columns
+    named = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert sorted(named) == sorted(f"--{path}" for path in field_paths())
+
+
+@pytest.mark.parametrize("option", ["--help", "--help-all"])
+def test_help_can_be_written_in_ascii(option: str, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["train", option]) == 0
+    sys.stdout.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "PATTERN=SCHEME,..." in text
+    assert "?" not in text, "a character without a word of its own in qarl.cli.environment"
+
+
+def test_defaults_read_as_they_are_typed():
+    numbers = [(5e-4, "5e-4"), (1.5e-3, "1.5e-3"), (0.0, "0"), (65536.0, "65536")]
+    others = [(True, "true"), (None, ""), ((), ""), ((0.9, 0.95), "0.9,0.95"), ({"a": 2}, "{a: 2}")]
+    for value, text in numbers + others:
+        assert written(value) == text
