@@ -18,6 +18,7 @@ from qarl.cli.environment import write_in_any_encoding
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
+from qarl.cli.tasks import add_tasks
 from qarl.cli.version import describe_version
 
 
@@ -56,6 +57,7 @@ def _parser() -> Parser:
     _add_eval(commands)
     add_bench(commands)
     _add_schemes(commands)
+    add_tasks(commands)
     return parser
 
 

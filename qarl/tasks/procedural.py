@@ -39,7 +39,7 @@ class ReasoningGymTask:
             TaskError: unknown name or option, or values that the dataset refuses.
         """
         self.name = name
-        self._dataset_class, self._config_class = _registered(name)
+        self._dataset_class, self._config_class = dataset_of(name)
         self.options = dict(options or DEFAULT_OPTIONS.get(name, {}))
         _check_option_names(name, self.options, self._config_class)
         self._dataset = lru_cache(maxsize=64)(self._create_dataset)
@@ -92,7 +92,8 @@ def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
     return DATASETS
 
 
-def _registered(name: str) -> tuple[Any, Any]:
+def dataset_of(name: str) -> tuple[Any, Any]:
+    """A dataset's class and its config's. Raises `TaskError` for an unknown name, with the nearest."""
     datasets = reasoning_gym_datasets()
     if name in datasets:
         return datasets[name]

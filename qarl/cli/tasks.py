@@ -1,0 +1,123 @@
+"""`qarl tasks`: the built-in tasks, and one task's options with an example. Loads reasoning-gym (2 s), no torch."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from qarl.cli.options import refuse_rest
+from qarl.tasks import DEFAULT_OPTIONS, ReasoningGymTask, TaskError
+from qarl.tasks.procedural import OWN_OPTIONS, dataset_of, reasoning_gym_datasets
+
+_NARROWEST, _WIDEST = 50, 120
+
+_SUMMARIES = {
+    "acre": "Which objects set off a detector, from a few trials (abstract causal reasoning)",
+    "arc_agi": "ARC-AGI grids: find the rule from examples and apply it",
+    "boxnet": "Plan the moves of robot arms that bring boxes to their targets",
+    "calendar_arithmetic": "Weekdays, dates and intervals of a calendar",
+    "emoji_mystery": "Decode a sentence hidden in an emoji's variation selectors",
+    "gsm_symbolic": "Grade-school word problems from GSM-Symbolic templates",
+    "list_functions": "Find the function on lists from examples and apply it",
+    "puzzle24": "Make 24 of four numbers",
+    "rearc": "Re-ARC: ARC grids from procedural generators",
+    "survo": "Fill a table so that rows and columns have the given sums",
+}
+"""Of the datasets without a docstring of their own."""
+
+_FILLER = re.compile(
+    r"^(?:Procedurally |Dataset that |A dataset for )?(?:[Gg]enerates )?(?:an? )?"
+    r"|,? with configurable [a-z ]*$|\[([^]]*)\]\([^)]*\)"
+)
+"""Words the docstrings begin and end with, and Markdown's links."""
+
+
+def add_tasks(commands: Any) -> None:
+    """Add `qarl tasks` to the commands."""
+    tasks = commands.add_parser(
+        "tasks",
+        help="the built-in tasks; with a name, its options and an example",
+        description="List the built-in tasks (reasoning-gym's), or show one's options, defaults and an example.",
+        epilog='Questions of your own: qarl train --task FILE.jsonl, with {"question": …, "answer": …} on each line.',
+    )
+    tasks.add_argument("name", nargs="?", metavar="NAME", help="a task's name")
+    tasks.set_defaults(run=_tasks)
+
+
+def _tasks(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    refuse_rest(rest)
+    width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+    for line in _one(known.name, width) if known.name else _all(width):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _all(width: int) -> Iterator[str]:
+    """Names with a line each, by the family reasoning-gym files them under."""
+    datasets = reasoning_gym_datasets()
+    families: dict[str, list[str]] = {}
+    for name, (dataset, _) in datasets.items():
+        families.setdefault(dataset.__module__.split(".")[1], []).append(name)
+    column = 2 + max(map(len, datasets))
+    for family, names in sorted(families.items()):
+        yield f"{family}:"
+        for name in sorted(names):
+            yield f"  {name:<{column}}{textwrap.shorten(_summary(name), width - column - 2, placeholder=' …')}"
+    yield f"{len(datasets)} tasks; options and an example of one: qarl tasks NAME"
+
+
+def _one(name: str, width: int) -> Iterator[str]:
+    """What a task asks, its options with their defaults, and an example. Raises `TaskError` for an unknown name."""
+    _, config = dataset_of(name)
+    yield f"{name}: {_summary(name)}"
+    yield ""
+    yield "options, as --task.options.NAME VALUE:"
+    comments = _comments(config)
+    fields = [field for field in dataclasses.fields(config) if field.name not in OWN_OPTIONS]
+    for field in fields:
+        text = f"{field.name} [{_default(field)}]  {comments.get(field.name, '')}"
+        yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
+    if not fields:
+        yield "  none"
+    if name in DEFAULT_OPTIONS:
+        ours = ", ".join(f"{option} {value}" for option, value in DEFAULT_OPTIONS[name].items())
+        yield f"without any, QaRL takes {ours}"
+    yield ""
+    yield from _example(name)
+
+
+def _example(name: str) -> Iterator[str]:
+    try:
+        (problem,) = ReasoningGymTask(name).problems("train", 0, 1, seed=0)
+    except TaskError as error:
+        yield f"no example without options: {error}"
+        return
+    for title, text in (("question", problem.question), ("answer", problem.answer)):
+        yield f"{title}:"
+        yield textwrap.indent(text, "  ")
+    yield ""
+    yield f"train on it: qarl train --task {name}"
+
+
+def _summary(name: str) -> str:
+    """One line on what a task asks."""
+    dataset, _ = dataset_of(name)
+    line = _SUMMARIES.get(name) or (dataset.__doc__ or "").strip().split("\n")[0]
+    line = _FILLER.sub(r"\1", line.rstrip(" ."))
+    return line[:1].upper() + line[1:]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _comments(config: type) -> dict[str, str]:
+    """Option → what its line in reasoning-gym's source says about it, where it does."""
+    lines = re.findall(r"^ {4}(\w+): [^#\n]*#[ ]*(.+)$", inspect.getsource(config), re.MULTILINE)
+    return dict(lines)

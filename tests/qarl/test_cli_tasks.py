@@ -1,0 +1,46 @@
+"""`qarl tasks`: every built-in task on a line, and one task with its options and an example that scores as right."""
+
+import subprocess
+import sys
+
+import pytest
+
+from qarl.cli.main import main
+from qarl.tasks.procedural import reasoning_gym_datasets
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_every_task_has_a_name_and_a_line(columns: int, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    described = dict(line.strip().split(maxsplit=1) for line in lines if line.startswith("  "))
+    assert described.keys() == reasoning_gym_datasets().keys()
+    assert all("Config(" not in text and "](" not in text for text in described.values())
+
+
+def test_one_task_shows_options_defaults_and_an_example(capsys):
+    assert main(["tasks", "countdown"]) == 0
+    text = capsys.readouterr().out
+    for part in ("min_numbers [4]  Minimum numbers to provide", "question:\n", "answer:\n", "--task countdown"):
+        assert part in text
+    assert "seed [" not in text, "options that are QaRL's to choose"
+
+
+def test_a_task_that_needs_options_says_so(capsys):
+    assert main(["tasks", "composite"]) == 0
+    assert "no example without options" in capsys.readouterr().out
+
+
+def test_an_unknown_task_is_refused_with_the_nearest(capsys):
+    assert main(["tasks", "countdwon"]) == 2
+    assert "did you mean countdown" in capsys.readouterr().err
+
+
+def test_the_command_loads_neither_torch_nor_vllm():
+    check = (
+        "import sys; from qarl.cli.main import main; main(['tasks', 'lcm']); print({'torch', 'vllm'} & {*sys.modules})"
+    )
+    out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
+    assert out.endswith("set()\n")
