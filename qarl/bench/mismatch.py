@@ -146,8 +146,8 @@ def _measure_scheme(
     for name, kind in learners.items():
         learner = _low_bit(options, dtype, scheme, kind)
         with torch.no_grad():
-            logprobs, _ = token_logprobs(learner, batch.tokens, batch.response)
-        found[name] = measure_mismatch(logprobs, batch.sampler_logprobs, batch.response)
+            logprobs, _ = token_logprobs(learner, batch.tokens, batch.response_mask)
+        found[name] = measure_mismatch(logprobs, batch.sampler_logprobs, batch.response_mask)
     return found
 
 

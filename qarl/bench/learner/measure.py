@@ -179,11 +179,11 @@ def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
     """One process. TRL's finds `qarl.bench`, and nothing else of this environment, by PYTHONPATH. wanted: the digest of
     the tokens it has to train on."""
     assert qarl.__file__ is not None
-    python, module = (sys.executable, "learner_worker") if trainer == "qarl" else (str(trl_python), "trl_worker")
+    python, module = (sys.executable, "worker") if trainer == "qarl" else (str(trl_python), "trl_worker")
     environment = {**os.environ, "PYTHONPATH": str(Path(qarl.__file__).parent.parent), "TRL_EXPERIMENTAL_SILENCE": "1"}
     if job.memory:  # glibc's heap would count what it keeps of freed memory
         environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    command = [python, "-m", f"qarl.bench.{module}", job.as_argument()]
+    command = [python, "-m", f"qarl.bench.learner.{module}", job.as_argument()]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     steps = Steps.find(ended.stdout)
     if ended.returncode or steps is None:

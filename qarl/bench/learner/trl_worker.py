@@ -1,6 +1,6 @@
 """TRL's side of `qarl bench learner --against trl`: its own training step, on QaRL's batch, in TRL's own environment.
 
-    TRL-PYTHON -m qarl.bench.trl_worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
+    TRL-PYTHON -m qarl.bench.learner.trl_worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
 
 `GRPOTrainer.train` runs unchanged. Completions enter through its public `rollout_func`; the clock starts when that
 hands them over, and stops at the callback after the batch's last optimizer step. In between lies everything TRL does
@@ -93,7 +93,7 @@ def arguments(job: Job, sequences: Sequences, output: str, cuda: bool) -> dict[s
 
 
 def run(job: Job) -> Steps:
-    """The same steps as `learner_worker.run`."""
+    """The same steps as `learner.worker.run`."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

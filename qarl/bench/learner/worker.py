@@ -1,6 +1,6 @@
 """QaRL's side of `qarl bench learner`: one process, one model in one scheme, learner steps on the batch it is given.
 
-    python -m qarl.bench.learner_worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
+    python -m qarl.bench.learner.worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
 
 prints one line of JSON (`Steps`) last. A process of its own, so that one trainer's memory is not another's.
 """
