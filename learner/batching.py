@@ -1,6 +1,7 @@
 """Completions → padded tensors, and how a batch is cut into mini- and micro-batches.
 
-Axes: B sequences, T tokens.
+Axes: B sequences, T tokens of prompt, response and padding. What belongs to a predicted token is [B, T-1]: position t
+is token t + 1's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +19,15 @@ class Batch:
     """Sequences padded on the right.
 
     tokens: int64 [B, T], prompt then response then padding. length: int64 [B], prompt + response.
-    response: bool [B, T-1], True where tokens[:, 1:] is a response token (position t predicts token t + 1).
-    sampler_logprobs: fp32 [B, T-1], the sampler's, zero outside the response. advantages: fp32 [B].
+    response_mask: bool [B, T-1], True where tokens[:, 1:] is a token to learn from: the response's.
+    sampler_logprobs: fp32 [B, T-1], the sampler's, and advantages: fp32 [B, T-1]; both zero outside the mask.
     group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed each
     token to in each decoder layer, -1 where it did not tell; None where routing is not replayed.
     """
 
     tokens: torch.Tensor
     length: torch.Tensor
-    response: torch.Tensor
+    response_mask: torch.Tensor
     sampler_logprobs: torch.Tensor
     advantages: torch.Tensor
     group: torch.Tensor
@@ -47,29 +48,34 @@ class Batch:
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (int64 [n]), with padding no longer than their longest."""
         longest = int(self.length[index].max())
-        cut = {"tokens": longest, "response": longest - 1, "sampler_logprobs": longest - 1, "experts": longest}
+        cut = dict.fromkeys(("response_mask", "sampler_logprobs", "advantages"), longest - 1)
+        cut |= {"tokens": longest, "experts": longest}
         picked = {name: tensor[index] for name, tensor in self._tensors().items()}
         return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
 
 
 def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo") -> Batch:
-    """Every completion of every group as one row, in order. advantage: estimator, see
-    `learner.objectives.advantages`."""
+    """Every completion of every group as one row, in order. advantage: estimator, see `learner.objectives.advantages`;
+    all tokens of a response have its advantage."""
     rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float32)
-    advantages = group_advantages(rewards, advantage).flatten()
+    of_sequences = group_advantages(rewards, advantage).flatten()
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
     longest = max(len(p) + len(c.token_ids) for _, p, c in pairs)
     tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)
-    response = torch.zeros((len(pairs), longest - 1), dtype=torch.bool)
+    response_mask = torch.zeros((len(pairs), longest - 1), dtype=torch.bool)
     sampler = torch.zeros((len(pairs), longest - 1), dtype=torch.float32)
     for row, (_, prompt, completion) in enumerate(pairs):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
         tokens[row, :end] = torch.tensor([*prompt, *completion.token_ids])
-        response[row, start - 1 : end - 1] = True
+        response_mask[row, start - 1 : end - 1] = True
         sampler[row, start - 1 : end - 1] = torch.tensor(completion.logprobs)
+    advantages = torch.where(response_mask, of_sequences[:, None], 0.0)
     length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
     experts = _stack_experts([c.experts for _, _, c in pairs], longest)
-    return Batch(tokens, length, response, sampler, advantages, torch.tensor([i for i, _, _ in pairs]), experts)
+    return Batch(
+        tokens=tokens, length=length, response_mask=response_mask, sampler_logprobs=sampler, advantages=advantages,
+        group=torch.tensor([i for i, _, _ in pairs]), experts=experts,
+    )  # fmt: skip
 
 
 def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:

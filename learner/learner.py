@@ -112,7 +112,7 @@ class Learner:
         logprobs, entropy = (self.processes.total(values) for values in (logprobs, entropy))
         if not logprobs.isfinite().all():
             self._explain(model, batch, index, logprobs)
-        return logprobs, float(entropy) / int(batch.response[index].sum())
+        return logprobs, float(entropy) / int(batch.response_mask[index].sum())
 
     def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
@@ -120,7 +120,7 @@ class Learner:
         for part in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
             rows = batch.rows(part)
             require_finite_logprobs(
-                model, rows.to(model.device), logprobs[part, : rows.response.shape[1]], self.packed, forward
+                model, rows.to(model.device), logprobs[part, : rows.response_mask.shape[1]], self.packed, forward
             )
 
     def _share(self, batch: Batch, index: torch.Tensor) -> Iterator["_Part"]:
@@ -129,7 +129,7 @@ class Learner:
         rank, world = self.processes.rank, self.processes.world
         for start in range(0, len(parts), world):
             dealt = parts[start : start + world]
-            most = max(int(batch.response[part].sum()) for part in dealt)
+            most = max(int(batch.response_mask[part].sum()) for part in dealt)
             chunks = None if world == 1 else -(-most // self.config.logprob_chunk_tokens)
             yield _Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
 
@@ -138,7 +138,7 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         length = rows.length if self.packed else None
         chunk = self.config.logprob_chunk_tokens
-        return token_logprobs(model, rows.tokens, rows.response, rows.experts, length, chunk, entropy, chunks)
+        return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, length, chunk, entropy, chunks)
 
     def _engine_precision(self, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The log-probs that ratios are made of: with a shadow forward those of the published codes."""
@@ -167,7 +167,7 @@ class Learner:
         with self.stopwatch("old"):
             old, entropy = self._engine_precision(batch, everything)
         require_finite_sampler(batch, self.model.dtype)
-        mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response)
+        mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response_mask)
         if gate is not None:
             gate(mismatch)
         taught = [i for i in mini_batches(batch, self.config.mini_batches, seed) if batch.advantages[i].any()]
@@ -201,7 +201,7 @@ class Learner:
         self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor, lr_factor: float
     ) -> "_Update":
         self.model.context.gradients.scale = self.loss_scale.scale
-        totals = Totals(len(index), int(batch.response[index].sum()))
+        totals = Totals(len(index), int(batch.response_mask[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
         sums = torch.zeros(len(_SUMMED), dtype=torch.float64)
         parts = list(self._share(batch, index))
@@ -213,7 +213,7 @@ class Learner:
             old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
             assert old_ is not None
             current = current if shadow_ is None else shadowed(current, shadow_)
-            given = LossInput(current, old_, rows.sampler_logprobs, reference_, rows.response, rows.advantages)
+            given = LossInput(current, old_, rows.sampler_logprobs, reference_, rows.response_mask, rows.advantages)
             with self.stopwatch("forward"):
                 share = policy_loss(given, self.config, totals)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))

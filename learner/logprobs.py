@@ -23,7 +23,7 @@ CHUNK_TOKENS = 512
 def token_logprobs(
     model: Callable[..., Any],
     tokens: torch.Tensor,
-    response: torch.Tensor,
+    response_mask: torch.Tensor,
     experts: torch.Tensor | None = None,
     length: torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -33,28 +33,28 @@ def token_logprobs(
     """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
 
     model: a `LowBitModel`, or what a backend wraps it in. tokens: int64 [B, T], padded on the right (attention is
-    causal, so padding needs no mask). response: bool [B, T-1], the positions wanted; logits are computed for these
+    causal, so padding needs no mask). response_mask: bool [B, T-1], the positions wanted; logits are computed for these
     alone. experts, length: see `LowBitModel.hidden`; with length, int64 [B], padding is not computed. chunk_tokens:
     positions whose logits are held at once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient
     and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output head and
     normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead, which processes that
     compute different rows have to agree on (ZeRO-3 gathers the head's master for each call).
     """
-    return model(_token_logprobs, tokens, response, experts, length, chunk_tokens, entropy, chunks)
+    return model(_token_logprobs, tokens, response_mask, experts, length, chunk_tokens, entropy, chunks)
 
 
 def _token_logprobs(
     model: LowBitModel,
     tokens: torch.Tensor,
-    response: torch.Tensor,
+    response_mask: torch.Tensor,
     experts: torch.Tensor | None,
     length: torch.Tensor | None,
     chunk_tokens: int,
     entropy: bool,
     chunks: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = model.hidden(tokens, nn.functional.pad(response, (0, 1)), experts, length)
-    targets = tokens[:, 1:][response]
+    hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, length)
+    targets = tokens[:, 1:][response_mask]
     parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
     # One chunk is held between forward and backward rather than computed twice.
     again = torch.is_grad_enabled() and len(parts) > 1
@@ -64,9 +64,9 @@ def _token_logprobs(
         found = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False) if again else _chunk(*given)
         picked.append(found[0])  # type: ignore[index]
         entropies.append(found[1])  # type: ignore[index]
-    zeros = torch.zeros(response.shape, dtype=torch.float32, device=tokens.device)
+    zeros = torch.zeros(response_mask.shape, dtype=torch.float32, device=tokens.device)
     found = (torch.cat(values)[: len(targets)] for values in (picked, entropies))
-    picked, entropies = (zeros.masked_scatter(response, values) for values in found)
+    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in found)
     return picked, entropies
 
 

@@ -1,6 +1,6 @@
 """How far two policies' log-probs of the same tokens are apart.
 
-Axes: B sequences, T tokens.
+Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Mismatch:
     log_w_high: float
 
 
-def measure_mismatch(learner: torch.Tensor, sampler: torch.Tensor, response: torch.Tensor) -> Mismatch:
-    """learner, sampler: fp32 [B, T]; response: bool [B, T] with at least one True."""
-    difference = (learner - sampler)[response].double()
-    log_w = sequence_log_ratio(learner, sampler, response)
+def measure_mismatch(learner: torch.Tensor, sampler: torch.Tensor, response_mask: torch.Tensor) -> Mismatch:
+    """learner, sampler: fp32 [B, T-1]; response_mask: bool [B, T-1] with at least one True."""
+    difference = (learner - sampler)[response_mask].double()
+    log_w = sequence_log_ratio(learner, sampler, response_mask)
     k3 = (difference.expm1() - difference).mean()
     return Mismatch(
         float(difference.abs().mean()),

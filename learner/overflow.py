@@ -47,8 +47,8 @@ def require_finite_logprobs(
     dtype = short_name(model.context.forward_dtype)
     where = "no module's output is, so it is their normalization" if fault is None else _in_words(fault, dtype)
     raise PrecisionError(
-        f"{dtype} forward: the log-probs of {wrong} of {int(rows.response.sum())} tokens are infinite or NaN; {where}. "
-        f"{_remedy(model.context.forward_dtype)}; no step was taken from them, the last checkpoint is intact"
+        f"{dtype} forward: the log-probs of {wrong} of {int(rows.response_mask.sum())} tokens are infinite or NaN; "
+        f"{where}. {_remedy(model.context.forward_dtype)}; no step was taken from them, the last checkpoint is intact"
     )
 
 
@@ -57,7 +57,7 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
     wrong = int((~batch.sampler_logprobs.isfinite()).sum())
     if wrong:
         raise PrecisionError(
-            f"the engine's log-probs of {wrong} of {int(batch.response.sum())} tokens are infinite or NaN, the "
+            f"the engine's log-probs of {wrong} of {int(batch.response_mask.sum())} tokens are infinite or NaN, the "
             f"learner's of the same tokens are not. {_remedy(dtype)}; no step was taken from them, the last "
             "checkpoint is intact"
         )
@@ -73,7 +73,7 @@ def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = No
         handles.append(module.register_forward_hook(watch.left(name)))
     try:
         length = rows.length if packed else None
-        token_logprobs(forward or model, rows.tokens, rows.response, rows.experts, length, entropy=False)
+        token_logprobs(forward or model, rows.tokens, rows.response_mask, rows.experts, length, entropy=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -84,14 +84,14 @@ class Publisher:
     def canary(self, version: int) -> Mismatch:
         """Compare log-probs of the fixed sequences; raises `PublishError` beyond the bound."""
         scored = self._engine.logprobs(self._sequences)
-        tokens, response = _pad(self._sequences)
-        sampler = torch.zeros(response.shape)
+        tokens, response_mask = _pad(self._sequences)
+        sampler = torch.zeros(response_mask.shape)
         for row, logprobs in enumerate(scored):
             sampler[row, : len(logprobs)] = torch.tensor(logprobs)
         with torch.no_grad(), self._model.published_forward():
             device = self._model.device
-            learner, _ = token_logprobs(self._model, tokens.to(device), response.to(device))
-        found = measure_mismatch(learner.cpu(), sampler, response)
+            learner, _ = token_logprobs(self._model, tokens.to(device), response_mask.to(device))
+        found = measure_mismatch(learner.cpu(), sampler, response_mask)
         within = found.mean_abs <= self._bound  # False for NaN too
         self._check(
             within,

@@ -4,7 +4,9 @@
     token-mean            Σ_b Σ_t ℓ_bt / Σ_b T_b      DAPO (arXiv 2503.14476, eq. 8)
     seq-sum               1/B Σ_b 1/L Σ_t ℓ_bt        Dr. GRPO (arXiv 2503.20783), L a constant
 
-B and Σ_b T_b are the mini-batch's, never the micro-batch's; so the parts just add up. Axes: B sequences, T tokens.
+B and Σ_b T_b are the mini-batch's, never the micro-batch's; so the parts just add up.
+
+Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 from dataclasses import dataclass
@@ -23,26 +25,28 @@ class Totals:
     tokens: int
 
 
-def aggregate(values: torch.Tensor, response: torch.Tensor, config: AnyAggregation, totals: Totals) -> torch.Tensor:
+def aggregate(
+    values: torch.Tensor, response_mask: torch.Tensor, config: AnyAggregation, totals: Totals
+) -> torch.Tensor:
     """A micro-batch's share of the mini-batch's loss, 0-d.
 
-    values: fp32 [B, T], or [B, 1] where a response's tokens share one value. response: bool [B, T]. Sharing instead of
-    repeating the value keeps sequence-level losses free of the rounding of a mean over equal numbers.
+    values: fp32 [B, T-1], or [B, 1] where a response's tokens share one value. response_mask: bool [B, T-1]. Sharing
+    instead of repeating the value keeps sequence-level losses free of the rounding of a mean over equal numbers.
     """
     if config.name == "seq-mean-token-mean":
-        return over_tokens(values, response).sum() / totals.sequences
-    tokens = values.expand(response.shape) if is_shared(values, response) else values
-    sums = (tokens * response).sum(-1)
+        return over_tokens(values, response_mask).sum() / totals.sequences
+    tokens = values.expand(response_mask.shape) if is_shared(values, response_mask) else values
+    sums = (tokens * response_mask).sum(-1)
     if isinstance(config, SeqSumAggregation):
         return sums.sum() / (totals.sequences * config.constant)
     return sums.sum() / totals.tokens
 
 
-def over_tokens(values: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+def over_tokens(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Mean within each response, fp32 [B]; values as in `aggregate`."""
-    return values[:, 0] if is_shared(values, response) else sequence_mean(values, response)
+    return values[:, 0] if is_shared(values, response_mask) else sequence_mean(values, response_mask)
 
 
-def is_shared(values: torch.Tensor, response: torch.Tensor) -> bool:
+def is_shared(values: torch.Tensor, response_mask: torch.Tensor) -> bool:
     """Whether `values` has one number a sequence instead of one a token."""
-    return values.shape[1] == 1 and response.shape[1] != 1
+    return values.shape[1] == 1 and response_mask.shape[1] != 1

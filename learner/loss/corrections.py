@@ -14,7 +14,7 @@ With `ratio_from: sampler` the objective's own ratio π_cur / π_sampler holds t
 only mask. A masked token still counts where an aggregation divides: masking shrinks a step, it does not shift it onto
 the other tokens.
 
-Axes: B sequences, T tokens.
+Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 from dataclasses import dataclass
@@ -27,21 +27,24 @@ from learner.objectives.ratios import sequence_log_ratio
 
 @dataclass(frozen=True)
 class Correction:
-    """weight: fp32, of each token [B, T] or of each sequence [B, 1]. held: bool, same shape: at a cap, or masked."""
+    """weight: fp32, of each token [B, T-1] or of each sequence [B, 1]. truncated: bool, same shape: cut to a
+    cap, or to 0."""
 
     weight: torch.Tensor
-    held: torch.Tensor
+    truncated: torch.Tensor
 
 
-def correction(old: torch.Tensor, sampler: torch.Tensor, response: torch.Tensor, config: AnyCorrection) -> Correction:
-    """Weights of a batch. old, sampler: log-probs, fp32 [B, T], no gradient; response: bool [B, T]."""
-    log_w = (old - sampler) * response
+def correction(
+    old: torch.Tensor, sampler: torch.Tensor, response_mask: torch.Tensor, config: AnyCorrection
+) -> Correction:
+    """Weights of a batch. old, sampler: log-probs, fp32 [B, T-1], no gradient; response_mask: bool [B, T-1]."""
+    log_w = (old - sampler) * response_mask
     if isinstance(config, TruncatedConfig):
         if config.name == "geometric":
-            weight = sequence_log_ratio(old, sampler, response)[:, None].exp()
-            return _held(weight, weight.clamp(1.0 / config.cap, config.cap))
+            weight = sequence_log_ratio(old, sampler, response_mask)[:, None].exp()
+            return _truncated(weight, weight.clamp(1.0 / config.cap, config.cap))
         weight = (log_w if config.name == "token_tis" else log_w.sum(-1, keepdim=True)).exp()
-        return _held(weight, weight.clamp_max(config.cap))
+        return _truncated(weight, weight.clamp_max(config.cap))
     if isinstance(config, TokenMisConfig | SequenceMisConfig):
         weight = (log_w if config.name == "token_mis" else log_w.sum(-1, keepdim=True)).exp()
         kept = (weight >= config.floor) & (weight <= config.cap)
@@ -51,5 +54,5 @@ def correction(old: torch.Tensor, sampler: torch.Tensor, response: torch.Tensor,
     return Correction(ones, torch.zeros_like(ones, dtype=torch.bool))
 
 
-def _held(weight: torch.Tensor, capped: torch.Tensor) -> Correction:
+def _truncated(weight: torch.Tensor, capped: torch.Tensor) -> Correction:
     return Correction(capped, capped != weight)

@@ -10,18 +10,18 @@ As a loss, what counts is the gradient. k2's is -d ∇log π_cur, an unbiased gr
 k3's gradient is that of the reverse direction, KL(π_ref ‖ π_cur) (GRPO, arXiv 2402.03300, eq. 4, uses it). All take
 tokens as drawn from π_cur; the drift within a batch is not corrected for.
 
-Axes: B sequences, T tokens.
+Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 import torch
 
 
-def kl_estimate(current: torch.Tensor, reference: torch.Tensor, response: torch.Tensor, kind: str) -> torch.Tensor:
-    """Nats a token, fp32 [B, T], zero outside the response. current: with gradient; reference: without.
+def kl_estimate(current: torch.Tensor, reference: torch.Tensor, response_mask: torch.Tensor, kind: str) -> torch.Tensor:
+    """Nats a token, fp32 [B, T-1], zero outside the response. current: with gradient; reference: without.
 
     kind: "k1", "k2" or "k3".
     """
-    d = (reference - current) * response
+    d = (reference - current) * response_mask
     if kind == "k3":
         return d.expm1() - d
     k2 = d.square() / 2

@@ -1,6 +1,6 @@
 """A micro-batch's share of the loss: correction → objective → remedy → aggregation → KL penalty.
 
-Axes: B sequences, T tokens.
+Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from learner.objectives.ratios import sequence_log_ratio
 
 @dataclass(frozen=True)
 class LossInput:
-    """Log-probs of the same tokens, fp32 [B, T]: current (being stepped, with gradient), old (the learner before the
+    """Log-probs of the same tokens, fp32 [B, T-1]: current (being stepped, with gradient), old (the learner before the
     batch), sampler (the engine's), reference (the policy the run started with; None without a KL penalty).
-    response: bool [B, T]. advantages: fp32 [B]."""
+    response_mask: bool [B, T-1]. advantages: fp32 [B, T-1]."""
 
     current: torch.Tensor
     old: torch.Tensor
     sampler: torch.Tensor
     reference: torch.Tensor | None
-    response: torch.Tensor
+    response_mask: torch.Tensor
     advantages: torch.Tensor
 
 
@@ -48,33 +48,33 @@ class LossShare:
 
 def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> LossShare:
     """The loss of one micro-batch. totals: of the mini-batch it is cut from."""
-    response = given.response
-    weights = correction(given.old, given.sampler, response, config.correction)
+    response_mask = given.response_mask
+    weights = correction(given.old, given.sampler, response_mask, config.correction)
     bypass = ratio_from(config.correction) == "sampler"
     objective, section = OBJECTIVES[config.objective.name], config.objective
     if config.ratio_fix == "no_clip":
         section = section.unclipped()
     proximal = given.sampler if bypass else given.old
-    inputs = ObjectiveInput(given.current, proximal, weights.weight, response, given.advantages)
+    inputs = ObjectiveInput(given.current, proximal, weights.weight, response_mask, given.advantages)
     result = objective(inputs, section)
     if config.ratio_fix == "detached":
         result = detached(result, inputs)
-    loss = aggregate(result.loss, response, config.aggregation, totals)
+    loss = aggregate(result.loss, response_mask, config.aggregation, totals)
     with torch.no_grad():
         phantom = torch.zeros_like(result.clipped)
         if bypass:  # log r = α + β here; with the learner's denominator β is gone
             phantom = result.clipped & ~objective(replace(inputs, proximal=given.old), section).clipped
-        log_ratio = sequence_log_ratio(given.current, given.old, response).abs().sum()
+        log_ratio = sequence_log_ratio(given.current, given.old, response_mask).abs().sum()
 
     def share(flags: torch.Tensor) -> float:
-        return float(over_tokens(flags.float(), response).sum()) / totals.sequences
+        return float(over_tokens(flags.float(), response_mask).sum()) / totals.sequences
 
     kl = 0.0
     if isinstance(config.kl, KlConfig):
         assert given.reference is not None
-        estimate = kl_estimate(given.current, given.reference, response, config.kl.name)
-        loss = loss + config.kl.coefficient * aggregate(estimate, response, config.aggregation, totals)
-        kl = float(over_tokens(estimate.detach(), response).sum()) / totals.sequences
+        estimate = kl_estimate(given.current, given.reference, response_mask, config.kl.name)
+        loss = loss + config.kl.coefficient * aggregate(estimate, response_mask, config.aggregation, totals)
+        kl = float(over_tokens(estimate.detach(), response_mask).sum()) / totals.sequences
     return LossShare(
-        loss, share(result.clipped), share(phantom), share(weights.held), float(log_ratio) / totals.sequences, kl
+        loss, share(result.clipped), share(phantom), share(weights.truncated), float(log_ratio) / totals.sequences, kl
     )

@@ -9,7 +9,7 @@ trainer-generator precision mismatch in TRL", Hugging Face, 2026). The fixes:
     no_clip             bounds at 10, so that β cannot reach them (`Objective.unclipped`)
     detached            the bounded ratio weights the score function ∇log π instead of gating it
 
-Axes: B sequences, T tokens.
+Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 import torch
@@ -20,7 +20,7 @@ from learner.objectives.ratios import score, sequence_mean
 
 
 def shadowed(current: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
-    """The shadow's values with `current`'s gradient, fp32 [B, T]. shadow: without gradient."""
+    """The shadow's values with `current`'s gradient, fp32 [B, T-1]. shadow: without gradient."""
     return shadow + (current - current.detach())
 
 
@@ -30,8 +30,8 @@ def detached(result: ObjectiveResult, given: ObjectiveInput) -> ObjectiveResult:
     Inside the bounds that is the objective's own gradient, since ℓ = -w r A and ∇r = r ∇log π (for a sequence ratio,
     the mean of ∇log π over its tokens).
     """
-    if is_shared(result.loss, given.response):
-        scored = score(sequence_mean(given.current, given.response))[:, None]
+    if is_shared(result.loss, given.response_mask):
+        scored = score(sequence_mean(given.current, given.response_mask))[:, None]
     else:
         scored = score(given.current)
     return ObjectiveResult(result.loss.detach() * scored, torch.zeros_like(result.clipped))

@@ -15,5 +15,5 @@ from learner.objectives.ratios import score
 def cispo(given: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
     """-w · r̂ · A · score of each token; `clipped` marks capped ratios, whose gradient stays."""
     ratio = token_ratio(given).detach()
-    reinforce = ratio.clamp_max(config.ratio_cap) * given.advantages[:, None] * score(given.current)
+    reinforce = ratio.clamp_max(config.ratio_cap) * given.advantages * score(given.current)
     return ObjectiveResult(-(given.weight * reinforce), ratio > config.ratio_cap)

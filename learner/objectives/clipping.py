@@ -2,18 +2,38 @@
 
 import torch
 
+from configs.errors import ConfigError
 from learner.objectives.base import ObjectiveInput
 from learner.objectives.ratios import sequence_log_ratio
 
 
 def token_ratio(given: ObjectiveInput) -> torch.Tensor:
-    """π_cur / π_proximal of each token, fp32 [B, T]."""
+    """π_cur / π_proximal of each token, fp32 [B, T-1]."""
     return (given.current - given.proximal).exp()
 
 
 def sequence_ratio(given: ObjectiveInput) -> torch.Tensor:
     """exp(mean_t(log π_cur - log π_proximal)), fp32 [B, 1] (GSPO, arXiv 2507.18071, eq. 7)."""
-    return sequence_log_ratio(given.current, given.proximal, given.response)[:, None].exp()
+    return sequence_log_ratio(given.current, given.proximal, given.response_mask)[:, None].exp()
+
+
+def sequence_advantages(given: ObjectiveInput) -> torch.Tensor:
+    """The advantage that a response's tokens share, fp32 [B, 1], to the bit; 0 for a row without a response.
+
+    Raises `ConfigError` where they do not share one: an objective with one ratio a sequence cannot weigh its tokens.
+    """
+    mask, advantages = given.response_mask, given.advantages
+    shared = advantages.gather(-1, mask.int().argmax(-1, keepdim=True)).where(mask.any(-1, keepdim=True), 0.0)
+    wrong = (mask & (advantages != shared)).any(-1)
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        values = advantages[row][mask[row]]
+        raise ConfigError(
+            f"advantages differ within a response ({float(values.min()):g} to {float(values.max()):g}), and this "
+            "objective has one ratio for the whole of it; take an objective with a ratio for each token, such as grpo "
+            "or dapo, or give each response one advantage"
+        )
+    return shared
 
 
 def clipped_surrogate(
@@ -21,7 +41,7 @@ def clipped_surrogate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """min(r A, clip(r, 1 - low, 1 + high) A), and where the clip decided, bool.
 
-    ratio: fp32 [B, T] or [B, 1]; advantages: fp32 [B, 1]. Both results have the ratio's shape.
+    ratio and advantages: fp32 [B, T-1], or [B, 1] of whole sequences. Both results have their shape.
     """
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - low, 1.0 + high) * advantages

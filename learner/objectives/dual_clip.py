@@ -12,6 +12,6 @@ from learner.objectives.clipping import dual_clipped_surrogate, token_ratio
 
 def dual_clip(given: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
     """-w · surrogate of each token."""
-    ratio, advantages = token_ratio(given), given.advantages[:, None]
+    ratio, advantages = token_ratio(given), given.advantages
     surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
     return ObjectiveResult(-(given.weight * surrogate), clipped)

@@ -13,6 +13,6 @@ from learner.objectives.clipping import clipped_surrogate, token_ratio
 
 def grpo(given: ObjectiveInput, config: GrpoConfig) -> ObjectiveResult:
     """-w · surrogate of each token."""
-    ratio, advantages = token_ratio(given), given.advantages[:, None]
+    ratio, advantages = token_ratio(given), given.advantages
     surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
     return ObjectiveResult(-(given.weight * surrogate), clipped)

@@ -8,11 +8,11 @@ Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1).
 
 from configs.schema.objectives import GspoConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import clipped_surrogate, sequence_ratio
+from learner.objectives.clipping import clipped_surrogate, sequence_advantages, sequence_ratio
 
 
 def gspo(given: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
     """-w · surrogate of each sequence."""
-    ratio, advantages = sequence_ratio(given), given.advantages[:, None]
+    ratio, advantages = sequence_ratio(given), sequence_advantages(given)
     surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
     return ObjectiveResult(-(given.weight * surrogate), clipped)

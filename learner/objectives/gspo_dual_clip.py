@@ -8,11 +8,11 @@ with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's band; with the usual 
 
 from configs.schema.objectives import GspoDualClipConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import dual_clipped_surrogate, sequence_ratio
+from learner.objectives.clipping import dual_clipped_surrogate, sequence_advantages, sequence_ratio
 
 
 def gspo_dual_clip(given: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
     """-w · surrogate of each sequence."""
-    ratio, advantages = sequence_ratio(given), given.advantages[:, None]
+    ratio, advantages = sequence_ratio(given), sequence_advantages(given)
     surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
     return ObjectiveResult(-(given.weight * surrogate), clipped)

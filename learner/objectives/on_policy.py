@@ -14,5 +14,5 @@ from learner.objectives.ratios import score
 
 def on_policy(given: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:
     """-w · A · score of each token."""
-    reinforce = given.advantages[:, None] * score(given.current)
-    return ObjectiveResult(-(given.weight * reinforce), torch.zeros_like(given.response))
+    reinforce = given.advantages * score(given.current)
+    return ObjectiveResult(-(given.weight * reinforce), torch.zeros_like(given.response_mask))

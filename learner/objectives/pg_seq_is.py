@@ -16,7 +16,7 @@ _LOG_BOUND = 20.0
 
 def pg_seq_is(given: ObjectiveInput, config: PgSeqIsConfig) -> ObjectiveResult:
     """-w · W · A · score of each token; `clipped` marks sequences whose log W was held."""
-    log_weight = ((given.current.detach() - given.proximal) * given.response).sum(-1, keepdim=True)
+    log_weight = ((given.current.detach() - given.proximal) * given.response_mask).sum(-1, keepdim=True)
     weight = log_weight.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
-    reinforce = weight * given.advantages[:, None] * score(given.current)
+    reinforce = weight * given.advantages * score(given.current)
     return ObjectiveResult(-(given.weight * reinforce), log_weight.abs() > _LOG_BOUND)

@@ -1,16 +1,16 @@
-"""Means and ratios over responses. Axes: B sequences, T tokens."""
+"""Means and ratios over responses. Axes: B sequences, T tokens, of which T-1 are predicted."""
 
 import torch
 
 
-def sequence_mean(values: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """Mean over each response's tokens. values: fp32 [B, T]; response: bool [B, T] → fp32 [B]."""
-    return (values * response).sum(-1) / response.sum(-1).clamp_min(1)
+def sequence_mean(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Mean over each response's tokens. values: fp32 [B, T-1]; response_mask: bool [B, T-1] → fp32 [B]."""
+    return (values * response_mask).sum(-1) / response_mask.sum(-1).clamp_min(1)
 
 
-def sequence_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+def sequence_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """mean_t(log numerator - log denominator) of each response, fp32 [B]: the log of a geometric-mean ratio."""
-    return sequence_mean(numerator - denominator, response)
+    return sequence_mean(numerator - denominator, response_mask)
 
 
 def score(logprobs: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from learner.objectives.clipping import token_ratio
 
 def sapo(given: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:
     """-w · f(r) · A of each token; nothing is ever clipped."""
-    ratio, advantages = token_ratio(given), given.advantages[:, None]
+    ratio, advantages = token_ratio(given), given.advantages
     tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
     gate = (tau * (ratio - 1.0)).sigmoid() * (4.0 / tau)
-    return ObjectiveResult(-(given.weight * (gate * advantages)), torch.zeros_like(given.response))
+    return ObjectiveResult(-(given.weight * (gate * advantages)), torch.zeros_like(given.response_mask))

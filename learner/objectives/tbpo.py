@@ -14,12 +14,12 @@ import torch
 
 from configs.schema.objectives import TbpoConfig
 from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import sequence_ratio
+from learner.objectives.clipping import sequence_advantages, sequence_ratio
 
 
 def tbpo(given: ObjectiveInput, config: TbpoConfig) -> ObjectiveResult:
     """-w · r̃ · A of each sequence."""
-    advantages = given.advantages[:, None]
+    advantages = sequence_advantages(given)
     ratio = sequence_ratio(given)
     positive = advantages >= 0
     low = torch.where(positive, 0.0, 1.0 - config.delta_low)

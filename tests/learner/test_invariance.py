@@ -53,10 +53,10 @@ def test_a_packed_sequence_has_the_log_probs_it_has_alone():
     changed = dataclasses.replace(batch, tokens=batch.tokens.clone())
     changed.tokens[0] = (changed.tokens[0] + 1) % VOCABULARY
     with torch.no_grad():
-        ours = token_logprobs(model, batch.tokens, batch.response, length=batch.length)[0]
-        other = token_logprobs(model, changed.tokens, changed.response, length=changed.length)[0]
+        ours = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length)[0]
+        other = token_logprobs(model, changed.tokens, changed.response_mask, length=changed.length)[0]
         alone = batch.rows(torch.tensor([1]))
-        single = token_logprobs(model, alone.tokens, alone.response)[0]
+        single = token_logprobs(model, alone.tokens, alone.response_mask)[0]
     assert torch.equal(ours[1:], other[1:]) and not torch.equal(ours[0], other[0])
     torch.testing.assert_close(ours[1], single[0], rtol=0, atol=1e-4)
 
@@ -91,7 +91,9 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
     whole, expected = logprob_gradients(model, batch, chunk_tokens=10**6)
     parts, found = logprob_gradients(model, batch, chunk_tokens=chunk)
     with torch.no_grad():
-        entropies = [token_logprobs(model, batch.tokens, batch.response, chunk_tokens=c)[1] for c in (10**6, chunk)]
+        entropies = [
+            token_logprobs(model, batch.tokens, batch.response_mask, chunk_tokens=c)[1] for c in (10**6, chunk)
+        ]
     exact = dtype == BFLOAT16 and chunk > 1
     torch.testing.assert_close(parts, whole, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)
     torch.testing.assert_close(*entropies, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)
@@ -102,9 +104,9 @@ def test_gradients_of_log_probs_are_autograds():
     """By plain autograd through `log_softmax` of the model's own logits, without chunks or a backward of ours."""
     model, batch = policy(dtype=torch.float32), batch_of()
     _, found = logprob_gradients(model, batch, chunk_tokens=5)
-    logits = model.logits(batch.tokens, torch.nn.functional.pad(batch.response, (0, 1)))
-    picked = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:][batch.response][:, None])[:, 0]
-    weights = torch.linspace(-1, 1, batch.response.numel()).view_as(batch.response)[batch.response]
+    logits = model.logits(batch.tokens, torch.nn.functional.pad(batch.response_mask, (0, 1)))
+    picked = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:][batch.response_mask][:, None])[:, 0]
+    weights = torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)[batch.response_mask]
     (picked * weights).sum().backward()
     expected = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
     assert drift(found, expected)[1] <= 1e-5
@@ -193,4 +195,4 @@ def test_what_cannot_be_packed_is_said():
         packs(plain, True)
     batch = batch_of()
     with pytest.raises(OperatorError, match="'transformers'"):
-        token_logprobs(plain, batch.tokens, batch.response, length=batch.length)
+        token_logprobs(plain, batch.tokens, batch.response_mask, length=batch.length)

@@ -44,13 +44,13 @@ def test_token_logprobs_are_a_full_softmax_of_transformers_logits(tied: bool, dt
     batch = batch_of()
     with torch.no_grad():
         full = plain(input_ids=batch.tokens).logits.float().log_softmax(-1)[:, :-1]
-        ours, entropy = token_logprobs(model, batch.tokens, batch.response)
-    expected = full.gather(-1, batch.tokens[:, 1:, None])[..., 0] * batch.response
-    expected_entropy = -(full.exp() * full).sum(-1) * batch.response
+        ours, entropy = token_logprobs(model, batch.tokens, batch.response_mask)
+    expected = full.gather(-1, batch.tokens[:, 1:, None])[..., 0] * batch.response_mask
+    expected_entropy = -(full.exp() * full).sum(-1) * batch.response_mask
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(entropy, expected_entropy, rtol=0, atol=max(tolerance, 1e-5))
-    assert (ours[batch.response] < 0).all() and entropy[batch.response].max() < math.log(VOCABULARY)
+    assert (ours[batch.response_mask] < 0).all() and entropy[batch.response_mask].max() < math.log(VOCABULARY)
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -124,11 +124,12 @@ def test_the_gradient_is_the_objectives_by_hand():
     learner = make_learner(dtype=torch.float32, mini_batches=1, optimizer={"grad_clip": 0.01})
     batch = batch_of()
     (given,), stats = gradients_of_learning(learner, batch)
-    logprobs, _ = token_logprobs(learner.model, batch.tokens, batch.response)
-    lengths = batch.response.sum(-1)
+    logprobs, _ = token_logprobs(learner.model, batch.tokens, batch.response_mask)
+    lengths = batch.response_mask.sum(-1)
     w = ((logprobs.detach() - batch.sampler_logprobs).sum(-1) / lengths).exp().clamp(0.5, 2.0)
     assert (w == 0.5).any() and ((w > 0.5) & (w < 2.0)).any()
-    loss = -(w * batch.advantages * logprobs.sum(-1) / lengths).mean()
+    advantages = batch.advantages.sum(-1) / lengths
+    loss = -(w * advantages * logprobs.sum(-1) / lengths).mean()
     loss.backward()
     gradients = {n: p.grad for n, p in learner.model.masters.items() if p.grad is not None}
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
@@ -136,7 +137,7 @@ def test_the_gradient_is_the_objectives_by_hand():
     for name, gradient in gradients.items():
         expected = gradient * (0.01 / norm)
         assert (given[name] - expected).norm() <= 1e-3 * expected.norm(), name
-    assert stats.loss == pytest.approx(float(-(w * batch.advantages).mean()), abs=1e-5)
+    assert stats.loss == pytest.approx(float(-(w * advantages).mean()), abs=1e-5)
     assert stats.clipped == 0.0 and stats.update_log_ratio < 1e-6
 
 
@@ -157,8 +158,8 @@ def test_learning_raises_what_was_rewarded(scheme: str):
     for seed in range(1, 4):
         learner.learn(batch, seed=seed)
     new, _ = learner.logprobs(batch)
-    lengths = batch.response.sum(-1)
-    gain = ((new - old).sum(-1) / lengths * batch.advantages).mean()
+    lengths = batch.response_mask.sum(-1)
+    gain = ((new - old).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean()
     assert gain > 0.05
 
 
@@ -257,7 +258,7 @@ def test_the_gate_comes_before_any_update():
     with pytest.raises(RuntimeError, match="closed"):
         learner.learn(batch, seed=0, gate=gate)
     assert all_equal(masters_of(learner), before)
-    difference = (learner.logprobs(batch)[0] - batch.sampler_logprobs)[batch.response]
+    difference = (learner.logprobs(batch)[0] - batch.sampler_logprobs)[batch.response_mask]
     assert seen[0].mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-5)
 
 
@@ -297,7 +298,7 @@ def test_a_kl_penalty_holds_the_policy_near_its_start(kind: str):
         assert learner.learn(batch, seed=0).kl == 0.0
         for seed in range(1, 5):
             learner.learn(batch, seed=seed)
-        difference = (learner.logprobs(batch)[0] - reference_logprobs(reference, batch))[batch.response]
+        difference = (learner.logprobs(batch)[0] - reference_logprobs(reference, batch))[batch.response_mask]
         kl[coefficient] = float(difference.square().mean())
         assert all(torch.equal(p, before[n]) and p.grad is None for n, p in reference.masters.items())
     assert 0 < kl[100.0] < kl[1e-6]
@@ -305,7 +306,7 @@ def test_a_kl_penalty_holds_the_policy_near_its_start(kind: str):
 
 def reference_logprobs(reference: LowBitModel, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
-        return token_logprobs(reference, batch.tokens, batch.response)[0]
+        return token_logprobs(reference, batch.tokens, batch.response_mask)[0]
 
 
 @pytest.mark.parametrize("given_one", [True, False])

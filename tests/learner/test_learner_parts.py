@@ -76,16 +76,17 @@ def test_make_batch_by_hand():
     batch = make_batch(groups, pad_token=99)
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 99], [5, 6, 7, 9, 10], [11, 12, 13, 14, 99], [11, 15, 99, 99, 99]]
     assert batch.length.tolist() == [4, 5, 4, 2]
-    assert batch.response.int().tolist() == [[0, 0, 1, 0], [0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0], [0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
     sampler = [[0, 0, -0.5, 0], [0, 0, -1, -2], [-3, -4, -5, 0], [-6, 0, 0, 0]]
     assert batch.sampler_logprobs.tolist() == sampler and batch.sampler_logprobs.dtype == torch.float32
-    assert batch.advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert batch.advantages.tolist() == [[0, 0, 1, 0], [0, 0, -1, -1], [0] * 4, [0] * 4]
     assert batch.group.tolist() == [0, 0, 1, 1]
     rows = batch.rows(torch.tensor([2, 0]))
     assert rows.tokens.tolist() == [[11, 12, 13, 14], [5, 6, 7, 8]]
-    assert rows.response.int().tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert rows.response_mask.int().tolist() == [[1, 1, 1], [0, 0, 1]]
     assert rows.sampler_logprobs.tolist() == [[-3, -4, -5], [0, 0, -0.5]]
-    assert rows.advantages.tolist() == [0.0, 1.0] and rows.group.tolist() == [1, 0] and rows.length.tolist() == [4, 4]
+    assert rows.advantages.tolist() == [[0, 0, 0], [0, 0, 1]]
+    assert rows.group.tolist() == [1, 0] and rows.length.tolist() == [4, 4]
 
 
 @st.composite
@@ -140,10 +141,10 @@ def test_micro_batches_cover_rows_within_the_token_budget(batch: Batch, budget: 
 def test_mismatch_by_hand():
     """Differences 0.1, -0.3 | 0.2 (learner - sampler), padding ignored: mean |d| = 0.2, max 0.3, k3 = mean(e^d-1-d),
     log weights -0.1 and 0.2."""
-    response = torch.tensor([[True, True, False], [False, True, False]])
+    response_mask = torch.tensor([[True, True, False], [False, True, False]])
     sampler = torch.tensor([[-1.0, -2.0, -9.0], [-7.0, -0.5, 4.0]])
     learner = torch.tensor([[-0.9, -2.3, 0.0], [0.0, -0.3, 0.0]])
-    found = measure_mismatch(learner, sampler, response)
+    found = measure_mismatch(learner, sampler, response_mask)
     k3 = sum(math.expm1(d) - d for d in (0.1, -0.3, 0.2)) / 3
     expected = (0.2, 0.3, k3, 0.05, 0.15, -0.1, 0.2)
     assert (
@@ -162,12 +163,12 @@ def test_k3_is_never_negative_and_zero_only_for_equal_policies(B: int, T: int, s
     generator = torch.Generator().manual_seed(seed)
     sampler = -torch.rand(B, T, generator=generator) * 5
     learner = sampler + torch.randn(B, T, generator=generator) * spread
-    response = torch.rand(B, T, generator=generator) < 0.7
-    response[0, 0] = True
-    found = measure_mismatch(learner, sampler, response)
+    response_mask = torch.rand(B, T, generator=generator) < 0.7
+    response_mask[0, 0] = True
+    found = measure_mismatch(learner, sampler, response_mask)
     assert found.k3 >= 0 and found.max_abs >= found.mean_abs and found.log_w_low <= found.log_w_high
-    assert (found.k3 > 0) == bool((learner != sampler)[response].any())
-    same = measure_mismatch(sampler, sampler, response)
+    assert (found.k3 > 0) == bool((learner != sampler)[response_mask].any())
+    same = measure_mismatch(sampler, sampler, response_mask)
     assert (same.k3, same.mean_abs, same.max_abs, same.mean_abs_log_w) == (0.0, 0.0, 0.0, 0.0)
 
 

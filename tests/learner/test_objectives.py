@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
 from learner.loss.aggregation import Totals, over_tokens
@@ -19,6 +20,7 @@ from learner.loss.kl import kl_estimate
 from learner.loss.loss import LossInput, policy_loss
 from learner.loss.ratio_fix import shadowed
 from learner.objectives import OBJECTIVES, ObjectiveInput
+from learner.objectives.clipping import sequence_advantages
 from learner.objectives.ratios import sequence_log_ratio, sequence_mean
 
 Rows = Sequence[Sequence[float]]
@@ -37,16 +39,16 @@ def learner_config(objective: str | dict[str, Any], **options: Any) -> LearnerCo
 def loss_input(cur_old: Rows, old_sampler: Rows, advantages: Sequence[float], dtype=torch.float32) -> LossInput:
     """Log-probs with the given differences per token; rows may differ in length (the rest is padding)."""
     longest = max(len(row) for row in cur_old)
-    response = torch.zeros(len(cur_old), longest, dtype=torch.bool)
+    response_mask = torch.zeros(len(cur_old), longest, dtype=torch.bool)
     current, old, sampler = (torch.zeros(len(cur_old), longest, dtype=dtype) for _ in range(3))
     for b, (upper, lower) in enumerate(zip(cur_old, old_sampler, strict=True)):
         for t, (up, low) in enumerate(zip(upper, lower, strict=True)):
-            response[b, t] = True
+            response_mask[b, t] = True
             old[b, t] = -1.0 - 0.25 * t - 0.5 * b
             current[b, t] = old[b, t] + up
             sampler[b, t] = old[b, t] - low
-    advantage = torch.tensor(advantages, dtype=dtype)
-    return LossInput(current.requires_grad_(), old, sampler, None, response, advantage)
+    advantage = torch.where(response_mask, torch.tensor(advantages, dtype=dtype)[:, None], 0.0)
+    return LossInput(current.requires_grad_(), old, sampler, None, response_mask, advantage)
 
 
 def random_input(seed: int, lengths: Sequence[int] = (4, 1, 7, 3), spread: float = 0.3, dtype=torch.float64):
@@ -60,11 +62,11 @@ def random_input(seed: int, lengths: Sequence[int] = (4, 1, 7, 3), spread: float
 
 def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-sequence token means of loss and clipped share, [B] each."""
-    weight = correction(given.old, given.sampler, given.response, config.correction).weight
+    weight = correction(given.old, given.sampler, given.response_mask, config.correction).weight
     proximal = given.sampler if ratio_from(config.correction) == "sampler" else given.old
-    inputs = ObjectiveInput(given.current, proximal, weight, given.response, given.advantages)
+    inputs = ObjectiveInput(given.current, proximal, weight, given.response_mask, given.advantages)
     result = OBJECTIVES[config.objective.name](inputs, config.objective)
-    return over_tokens(result.loss, given.response), over_tokens(result.clipped.float(), given.response)
+    return over_tokens(result.loss, given.response_mask), over_tokens(result.clipped.float(), given.response_mask)
 
 
 def gradient(loss: torch.Tensor, given: LossInput) -> torch.Tensor:
@@ -73,7 +75,7 @@ def gradient(loss: torch.Tensor, given: LossInput) -> torch.Tensor:
 
 
 def totals(given: LossInput) -> Totals:
-    return Totals(len(given.response), int(given.response.sum()))
+    return Totals(len(given.response_mask), int(given.response_mask.sum()))
 
 
 def test_the_switch_has_every_objective_of_the_configuration():
@@ -224,7 +226,7 @@ def test_gradients_are_the_derivatives_of_the_values(name: str, aggregation: str
     options = {k: v for k, v in wide.items() if k in OPTIONS[name]}
     config = learner_config({"name": name, **options}, aggregation={"name": aggregation}, kl={"name": "k3"})
     base = random_input(3)
-    given_ = replace(base, reference=base.sampler + 0.1 * base.response)
+    given_ = replace(base, reference=base.sampler + 0.1 * base.response_mask)
 
     def loss(current: torch.Tensor) -> torch.Tensor:
         return policy_loss(replace(given_, current=current), config, totals(given_)).loss
@@ -243,14 +245,14 @@ def test_reinforce_like_gradients_in_closed_form(name: str):
     aggregation says: over all tokens, within responses, or summed within responses."""
     given_ = random_input(5)
     config = learner_config(name, **({} if name == "pg_seq_is" else {"correction": {"name": "none"}}))
-    current, response = given_.current.detach(), given_.response
-    B, N, T = len(response), int(response.sum()), response.sum(-1, keepdim=True)
+    current, response_mask = given_.current.detach(), given_.response_mask
+    B, N, T = len(response_mask), int(response_mask.sum()), response_mask.sum(-1, keepdim=True)
     factor, divisor = {
         "cispo": ((current - given_.old).exp().clamp_max(5.0), torch.tensor(N)),
         "on_policy": (torch.ones_like(current), B * T),
-        "pg_seq_is": (((current - given_.sampler) * response).sum(-1, keepdim=True).exp(), torch.tensor(B)),
+        "pg_seq_is": (((current - given_.sampler) * response_mask).sum(-1, keepdim=True).exp(), torch.tensor(B)),
     }[name]
-    expected = -factor * given_.advantages[:, None] * response / divisor
+    expected = -factor * given_.advantages * response_mask / divisor
     found = gradient(policy_loss(given_, config, totals(given_)).loss, given_)
     torch.testing.assert_close(found, expected)
 
@@ -268,7 +270,7 @@ def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float
     for objective in (TBPO, {"name": "gspo_dual_clip", **bounds}):
         config = learner_config(objective)
         inputs = ObjectiveInput(
-            given_.current, given_.old, torch.full((6, 1), weight), given_.response, given_.advantages
+            given_.current, given_.old, torch.full((6, 1), weight), given_.response_mask, given_.advantages
         )
         result = OBJECTIVES[config.objective.name](inputs, config.objective)
         found.append((result.loss, result.clipped, gradient(result.loss.sum(), given_)))
@@ -314,26 +316,26 @@ def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], 
     lows = [torch.rand(len(row), generator=generator).mul(3).sub(1.5).tolist() for row in ups]
     tight = loss_input(ups, lows, torch.randn(len(ups), generator=generator).tolist())
     config = learner_config(name)
-    B, T = tight.response.shape
+    B, T = tight.response_mask.shape
 
     def garbage() -> torch.Tensor:
         return torch.randn(B, T + padding + 2, generator=generator) * 10
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         wide = garbage()
-        wide[:, 2 : T + 2] = torch.where(tight.response, values, wide[:, 2 : T + 2])
+        wide[:, 2 : T + 2] = torch.where(tight.response_mask, values, wide[:, 2 : T + 2])
         return wide
 
-    response = torch.zeros(B, T + padding + 2, dtype=torch.bool)
-    response[:, 2 : T + 2] = tight.response
+    response_mask = torch.zeros(B, T + padding + 2, dtype=torch.bool)
+    response_mask[:, 2 : T + 2] = tight.response_mask
     current = spread(tight.current.detach()).requires_grad_()
-    wide = LossInput(current, spread(tight.old), spread(tight.sampler), None, response, tight.advantages)
+    wide = LossInput(current, spread(tight.old), spread(tight.sampler), None, response_mask, spread(tight.advantages))
     ours, padded = evaluate(tight, config), evaluate(wide, config)
     for a, b in zip(ours, padded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     tight_gradient, wide_gradient = gradient(ours[0].sum(), tight), gradient(padded[0].sum(), wide)
-    assert (wide_gradient[~response] == 0).all() and (tight_gradient[~tight.response] == 0).all()
-    torch.testing.assert_close(wide_gradient[response], tight_gradient[tight.response], rtol=1e-5, atol=1e-6)
+    assert (wide_gradient[~response_mask] == 0).all() and (tight_gradient[~tight.response_mask] == 0).all()
+    torch.testing.assert_close(wide_gradient[response_mask], tight_gradient[tight.response_mask], rtol=1e-5, atol=1e-6)
     for b in range(B):
         alone = rows_of(tight, slice(b, b + 1), T)
         torch.testing.assert_close(evaluate(alone, config)[0][0], ours[0][b], rtol=1e-6, atol=1e-7)
@@ -360,9 +362,9 @@ def test_every_objective_is_weighted_by_every_correction(name: str, correction_n
     given_ = replace(base, current=base.old.clone().requires_grad_())
     plain = learner_config(name, correction={"name": "none"})
     config = learner_config(name, correction={"name": correction_name})
-    log_w = (given_.old - given_.sampler) * given_.response
+    log_w = (given_.old - given_.sampler) * given_.response_mask
     token, sequence = log_w.exp(), log_w.sum(-1, keepdim=True).exp()
-    geometric = sequence_mean(log_w, given_.response)[:, None].exp()
+    geometric = sequence_mean(log_w, given_.response_mask)[:, None].exp()
     weight = {
         "none": torch.ones_like(token),
         "token_tis": token.clamp_max(2.0),
@@ -373,7 +375,7 @@ def test_every_objective_is_weighted_by_every_correction(name: str, correction_n
     }[correction_name]
     unweighted, _ = evaluate(given_, plain)
     weighted, _ = evaluate(given_, config)
-    mean_weight = sequence_mean(weight, given_.response)
+    mean_weight = sequence_mean(weight, given_.response_mask)
     torch.testing.assert_close(weighted, unweighted * mean_weight)
     expected = gradient(unweighted.sum(), given_)
     shared = name in ("tbpo", "gspo", "gspo_dual_clip")
@@ -386,11 +388,11 @@ def test_corrections_by_hand():
     """One response of two tokens, log w 0.5 and -3, one of a single token, log w 1, each with padding."""
     old = torch.tensor([[-1.0, -1.0, 7.0], [-1.0, 3.0, 3.0]])
     sampler = torch.tensor([[-1.5, 2.0, 1.0], [-2.0, 9.0, 9.0]])
-    response = torch.tensor([[True, True, False], [True, False, False]])
+    response_mask = torch.tensor([[True, True, False], [True, False, False]])
 
     def found(**options: Any) -> tuple[list[list[float]], list[list[bool]]]:
-        result = correction(old, sampler, response, learner_config("grpo", correction=options).correction)
-        return result.weight.tolist(), result.held.tolist()
+        result = correction(old, sampler, response_mask, learner_config("grpo", correction=options).correction)
+        return result.weight.tolist(), result.truncated.tolist()
 
     def near(*rows: Sequence[float]) -> list[Any]:
         return [pytest.approx(row) for row in rows]
@@ -449,14 +451,14 @@ def test_aggregations_by_hand():
 def test_parts_add_up_to_the_whole(name: str, aggregation: str):
     """Accumulation 1 × 8 ≡ 8 × 1 ≡ 2 + 6: loss, gradient and every statistic, KL penalty included, in float64."""
     given_ = random_input(7, (4, 1, 7, 3, 1, 9, 2, 5))
-    given_ = replace(given_, reference=given_.old - 0.2 * given_.response)
+    given_ = replace(given_, reference=given_.old - 0.2 * given_.response_mask)
     config = learner_config(name, aggregation={"name": aggregation}, kl={"name": "k2", "coefficient": 0.5})
     whole = policy_loss(given_, config, totals(given_))
     expected = gradient(whole.loss, given_)
     for cuts in ([1] * 8, [2, 6]):
         shares = []
         for rows in torch.arange(8).split(cuts):
-            part = rows_of(given_, rows, int(given_.response[rows].sum(-1).max()))
+            part = rows_of(given_, rows, int(given_.response_mask[rows].sum(-1).max()))
             shares.append(policy_loss(part, config, totals(given_)))
         loss = torch.stack([share.loss for share in shares]).sum()
         torch.testing.assert_close(loss, whole.loss)
@@ -541,3 +543,76 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     assert torch.equal(mixed, shadow)
     weights = torch.randn(3, 5, generator=generator)
     assert torch.equal(torch.autograd.grad((mixed * weights).sum(), current)[0], weights)
+
+
+KEPT = {
+    "tbpo": (0.43837055563926697, 0.02465834468603134, 0.75),
+    "grpo": (0.4448648691177368, 0.2563525140285492, 0.0982142835855484),
+    "positive_grpo": (-0.07289264351129532, 0.029099632054567337, 0.0357142873108387),
+    "dapo": (0.30165666341781616, 0.17608222365379333, 0.0982142835855484),
+    "dual_clip": (0.4448648691177368, 0.2563525140285492, 0.0982142835855484),
+    "gspo": (0.45236697793006897, 0.14442221820354462, 0.5),
+    "gspo_dual_clip": (0.45236697793006897, 0.14442221820354462, 0.5),
+    "sapo": (0.8126053214073181, 0.2518404722213745, 0.0),
+    "cispo": (0.2897418141365051, 0.18552741408348083, 0.0),
+    "on_policy": (0.42968320846557617, 0.27501174807548523, 0.0),
+    "pg_seq_is": (1.8139952421188354, 0.9077076315879822, 0.0),
+}
+"""Loss, norm of its gradient and clipped share of `random_input(11)`, as they were when an advantage was one number a
+sequence."""
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_one_advantage_a_sequence_gives_what_it_always_gave(name: str):
+    """The kept numbers (to 1e-6: exp differs in its last bit between machines), and to the bit whatever the advantages
+    outside the responses are."""
+    given_, config = random_input(11, dtype=torch.float32), learner_config(name)
+    share = policy_loss(given_, config, totals(given_))
+    slopes = gradient(share.loss, given_)
+    assert (share.loss.item(), slopes.norm().item(), share.clipped) == pytest.approx(KEPT[name], rel=1e-6)
+    everywhere = given_.advantages.sum(-1, keepdim=True) / given_.response_mask.sum(-1, keepdim=True)
+    assert torch.allclose(everywhere, given_.advantages[:, :1])
+    filled = replace(given_, advantages=given_.advantages[:, :1].expand_as(given_.current).clone())
+    other = policy_loss(filled, config, totals(filled))
+    assert torch.equal(other.loss, share.loss) and torch.equal(gradient(other.loss, filled), slopes)
+
+
+@pytest.mark.parametrize(
+    ("name", "losses", "slopes"),
+    [
+        # min(r A, clip(r; 0.8, 1.3) A): r = 1.105 inside; 0.607 below, A < 0: 0.8 · -2; 1.492 above, A > 0: 1.3 · 0.5
+        ("grpo", (math.exp(0.1), -1.6, 0.65), (math.exp(0.1), 0, 0)),
+        ("on_policy", (1, -2, 0.5), (1, -2, 0.5)),
+        ("cispo", (math.exp(0.1), -2 * math.exp(-0.5), 0.5 * math.exp(0.4)), None),
+        ("positive_grpo", (math.exp(0.1), 0, 0.6), (math.exp(0.1), 0, 0)),  # its bound is 1.2
+    ],
+)
+def test_each_token_has_its_own_advantage_by_hand(name: str, losses: Sequence[float], slopes: Sequence[float] | None):
+    """Tokens 0, 1 and 3 of four are learned from, as in a conversation of several turns, with advantages 1, -2, 0.5.
+    J is their mean, and a gap in the mask counts for nothing."""
+    given_ = loss_input([[0.1, -0.5, 9.0, 0.4]], [[0.0] * 4], [0.0], torch.float64)
+    mask, credit = torch.tensor([[True, True, False, True]]), torch.tensor([[1, -2, 77, 0.5]], dtype=torch.float64)
+    given_ = replace(given_, response_mask=mask, advantages=credit)
+    objective = GRPO if name == "grpo" else name
+    means = {"correction": {"name": "none"}, "aggregation": {"name": "seq-mean-token-mean"}}
+    loss = policy_loss(given_, learner_config(objective, **means), totals(given_)).loss
+    assert loss.item() == pytest.approx(-sum(losses) / 3)
+    expected = [-slope / 3 for slope in slopes or losses]
+    slope = gradient(loss, given_)[0].tolist()
+    assert slope[2] == 0.0 and [slope[t] for t in (0, 1, 3)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["tbpo", "gspo", "gspo_dual_clip"])
+def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
+    """Its first response token's, the mask may have gaps; and different ones are refused rather than averaged."""
+    given_ = random_input(11, (4, 3), dtype=torch.float32)
+    mask = given_.response_mask.clone()
+    mask[:, 0] = mask[0, 2] = False
+    gapped, config = replace(given_, response_mask=mask), learner_config(name)
+    inputs = ObjectiveInput(gapped.current, gapped.old, torch.ones(2, 1), mask, gapped.advantages)
+    assert sequence_advantages(inputs)[:, 0].tolist() == given_.advantages[:, 0].tolist()
+    policy_loss(gapped, config, totals(gapped))
+    uneven = gapped.advantages.clone()
+    uneven[1, 2] = uneven[1, 1] + 0.5
+    with pytest.raises(ConfigError, match=r"differ within a response \(.*\).*such as grpo"):
+        policy_loss(replace(gapped, advantages=uneven), config, totals(gapped))

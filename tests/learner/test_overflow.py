@@ -70,7 +70,7 @@ def test_a_finite_forward_has_no_fault_and_keeps_no_hooks():
 def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():
     learner, batch = make_learner(), batch_of()
     spoiled = batch.sampler_logprobs.clone()
-    row, position = batch.response.nonzero()[0].tolist()
+    row, position = batch.response_mask.nonzero()[0].tolist()
     spoiled[row, position] = math.nan
     with pytest.raises(PrecisionError, match="the engine's log-probs of 1 of"):
         learner.learn(dataclasses.replace(batch, sampler_logprobs=spoiled), seed=0)

@@ -161,7 +161,7 @@ def test_gradients_in_place_add_up_over_backwards():
     for master in model.masters.values():
         master.grad = None
     for _ in range(2):
-        logprobs, _ = token_logprobs(model, batch.tokens, batch.response, length=batch.length)
+        logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length)
         (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
     total = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
     assert drift(total, {n: 2 * g for n, g in once.items()})[1] <= 1e-6

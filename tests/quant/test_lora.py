@@ -205,7 +205,8 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     for seed in range(3):
         assert learner.learn(batch, seed=seed).updates == 2
     new, _ = learner.logprobs(batch)
-    assert ((new - old).sum(-1) / batch.response.sum(-1) * batch.advantages).mean() > 0.02
+    lengths = batch.response_mask.sum(-1)
+    assert ((new - old).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean() > 0.02
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.loaded.items())
     steps = learner.state_dict()["optimizer"]["masters"]
     assert steps.keys() == model.masters.keys()

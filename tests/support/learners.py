@@ -110,7 +110,7 @@ def experts_policy(dtype: torch.dtype) -> LowBitModel:
 
 def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs, and gradients of their sum weighted by position and row."""
-    logprobs, _ = token_logprobs(model, batch.tokens, batch.response, batch.experts, **how)
+    logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, batch.experts, **how)
     weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
     (logprobs * weights).sum().backward()
     found = {n: p.grad.clone() for n, p in model.masters.items() if p.grad is not None}
@@ -132,11 +132,11 @@ def random_batch(lengths: list[int], vocabulary: int, experts: tuple[int, int, i
     longest = max(lengths)
     length = torch.tensor(lengths)
     tokens = torch.randint(0, vocabulary, (len(lengths), longest), generator=generator)
-    response = torch.arange(longest - 1)[None] < length[:, None] - 1
+    response_mask = torch.arange(longest - 1)[None] < length[:, None] - 1
     chosen = None
     if experts:
         layers, k, count = experts
         order = torch.rand(len(lengths), longest, layers, count, generator=generator).argsort(-1)
         chosen = order[..., :k].to(torch.int32)
-    zeros = torch.zeros(response.shape)
-    return Batch(tokens, length, response, zeros, torch.zeros(len(lengths)), torch.arange(len(lengths)), chosen)
+    zeros = torch.zeros(response_mask.shape)
+    return Batch(tokens, length, response_mask, zeros, zeros, torch.arange(len(lengths)), chosen)
