@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from quant.checkpoint.families import ExpertLayout, expert_layout
+from quant.checkpoint.families import ExpertLayout, family_of
 from quant.checkpoint.load import load_masters
 from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
@@ -44,7 +44,7 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
     compute = COMPUTE_DTYPES[dtype]
     masters = load_masters(folder, compute)
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(compute, "reference"))
-    experts = expert_layout(model.config.model_type)
+    experts = family_of(model.config.model_type).experts or ExpertLayout()
     tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
     return Layout(tensors, tuple(model.plan.ignored), checkpoint_config(model), model.layers(), experts)
 

@@ -1,14 +1,14 @@
-"""How checkpoints name what transformers fuses or renames: experts one by one, and some modules in other words.
+"""Model families: what checkpoints, engine and operators make of a transformers `model_type`, one row each.
 
 transformers 5 holds a layer's experts as two 3-D parameters, `mlp.experts.gate_up_proj` [E, 2I, H] and
-`mlp.experts.down_proj` [E, H, I]. Checkpoints and vLLM name every expert's three matrices. This is the one place that
-knows both; tests/quant/test_layout.py holds it to what `save_pretrained` writes.
+`mlp.experts.down_proj` [E, H, I]. Checkpoints and vLLM name every expert's three matrices, and some modules in other
+words. tests/quant/test_layout.py holds the names to what `save_pretrained` writes.
 
 Axes: E experts, H hidden columns, I expert columns.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,31 +16,25 @@ from transformers import PreTrainedModel
 from quant.runtime.zero3 import whole_shape
 from quant.schemes import SchemeError
 
-FUSED_IN_ENGINE = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""What engines stack into one product and so give one scheme and one tensor-wide scale: vLLM's
-`packed_modules_mapping` of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts."""
+STACKED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""vLLM's `packed_modules_mapping` of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts."""
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """gate, up, down: a checkpoint's names of an expert's matrices. renamed: parts of other names that differ,
-    (transformers', the checkpoint's)."""
+    """A checkpoint's names of an expert's matrices."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    renamed: tuple[tuple[str, str], ...] = ()
 
     @property
     def projections(self) -> tuple[str, str, str]:
         """Gate, up and down, in checkpoint order."""
         return self.gate, self.up, self.down
-
-    def checkpoint_name(self, name: str) -> str:
-        """A module's or parameter's name as checkpoints have it."""
-        for ours, written in self.renamed:
-            name = name.replace(ours, written)
-        return name
 
 
 @dataclass(frozen=True)
@@ -56,17 +50,58 @@ class ExpertsShape:
     layout: ExpertLayout
 
 
-_QWEN = ExpertLayout()
-_LAYOUTS = {
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "dots1"), _QWEN),
-    "ernie4_5_moe": ExpertLayout(renamed=((".gate.moe_statics.", ".moe_statics."),)),
-    "mixtral": ExpertLayout("w1", "w3", "w2", renamed=((".mlp.", ".block_sparse_moe."),)),
+@dataclass(frozen=True)
+class Family:
+    """One row of `FAMILIES`.
+
+    experts: the names of experts' matrices; None for a dense model. renamed: parts of other names that differ,
+    (transformers', the checkpoint's). stacked: what the engine multiplies as one, and so gives one scheme and one
+    tensor-wide scale → its parts. engine_operators: whether `quant.operators` computes its decoder as vLLM does.
+    quantizes_router: whether vLLM multiplies the router in the scheme the checkpoint says. windowed: whether
+    `config.sliding_window` alone limits attention; elsewhere `config.layer_types` says which layers it does.
+    """
+
+    experts: ExpertLayout | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: STACKED)
+    engine_operators: bool = False
+    quantizes_router: bool = True
+    windowed: bool = False
+
+    def checkpoint_name(self, name: str) -> str:
+        """A module's or parameter's name as checkpoints have it."""
+        for ours, written in self.renamed:
+            name = name.replace(ours, written)
+        return name
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(engine_operators=True),
+    "mistral": Family(engine_operators=True, windowed=True),
+    "qwen2": Family(engine_operators=True),
+    "qwen3": Family(engine_operators=True),
+    "qwen3_moe": Family(ExpertLayout(), engine_operators=True, windowed=True),
+    "mixtral": Family(
+        ExpertLayout("w1", "w3", "w2"),
+        renamed=((".mlp.", ".block_sparse_moe."),),
+        engine_operators=True,
+        quantizes_router=False,
+        windowed=True,
+    ),
+    "qwen2_moe": Family(ExpertLayout()),
+    "deepseek_v2": Family(ExpertLayout()),
+    "deepseek_v3": Family(ExpertLayout()),
+    "glm4_moe": Family(ExpertLayout()),
+    "olmoe": Family(ExpertLayout()),
+    "dots1": Family(ExpertLayout()),
+    "ernie4_5_moe": Family(ExpertLayout(), renamed=((".gate.moe_statics.", ".moe_statics."),)),
 }
 
 
-def expert_layout(model_type: str) -> ExpertLayout:
-    """The layout of a model type; dense models have the common one, of which they use no expert name."""
-    return _LAYOUTS.get(model_type, _QWEN)
+def family_of(model_type: str) -> Family:
+    """The row of a model type. Those without one are taken for dense models in transformers' own names, run by
+    transformers' operators."""
+    return FAMILIES.get(model_type, Family())
 
 
 def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -78,11 +113,12 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         three = {key for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3}
         if not three:
             continue
-        known = model.config.model_type in _LAYOUTS and three == {"gate_up_proj", "down_proj"}
-        if not known or any(True for _ in module.named_parameters() if _[0] not in three):
+        known = family_of(model.config.model_type).experts is not None and three == {"gate_up_proj", "down_proj"}
+        if not known or any(key not in three for key, _ in module.named_parameters()):
+            mixtures = sorted(kind for kind, family in FAMILIES.items() if family.experts)
             raise SchemeError(
                 f"{name!r} holds fused experts {sorted(three)} of model type {model.config.model_type!r}, whose "
-                f"checkpoint layout is not known here; known are {', '.join(sorted(_LAYOUTS))} with gate_up_proj and "
+                f"checkpoint layout is not known here; known are {', '.join(mixtures)} with gate_up_proj and "
                 "down_proj and no biases"
             )
         yield name, module

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from quant.checkpoint.families import expert_layout, fused_experts
+from quant.checkpoint.families import family_of, fused_experts
 from quant.checkpoint.shapes import weight_shapes
 
 
@@ -23,7 +23,7 @@ def expert_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     model: its architecture, may be on the meta device. A layer of which the checkpoint has no expert under the
     layout's names is left to the loader: it may be stored fused, or under a prefix the loader strips.
     """
-    layers = [expert_layout(model.config.model_type).checkpoint_name(name) for name, _ in fused_experts(model)]
+    layers = [family_of(model.config.model_type).checkpoint_name(name) for name, _ in fused_experts(model)]
     files = _weight_files(folder) if layers else []
     unreadable = [f"file {file.name!r} is missing" for file in files if not file.is_file()]
     if unreadable:

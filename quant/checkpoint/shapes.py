@@ -10,13 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from configs.schema.run import LayerRule
-from quant.checkpoint.families import expert_layout, fused_experts
+from quant.checkpoint.families import family_of, fused_experts
 from quant.checkpoint.plan import Plan, make_plan
 from quant.runtime.zero3 import whole_shape
 from quant.schemes import Scheme, SchemeError
-
-_UNQUANTIZED_ROUTERS = ("mixtral",)
-"""Model types whose router vLLM builds without a scheme, whatever the checkpoint says."""
 
 
 def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:
@@ -27,7 +24,9 @@ def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRul
     """
     _check_head(model)
     shapes = weight_shapes(model)
-    plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
+    plan = make_plan(
+        scheme, rules, list(shapes), _never_quantized(model, shapes), family_of(model.config.model_type).stacked
+    )
     _check_shapes(shapes, plan)
     return plan
 
@@ -37,29 +36,29 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
     Raises `SchemeError` for fused experts of an unknown layout.
     """
-    layout = expert_layout(model.config.model_type)
-    experts = dict(fused_experts(model))
+    family, experts = family_of(model.config.model_type), dict(fused_experts(model))
     routers = set(router_names(experts))
     shapes: dict[str, tuple[int, int]] = {}
     module: Any
     for name, module in model.named_modules():
-        written = layout.checkpoint_name(name)
+        written = family.checkpoint_name(name)
         if isinstance(module, nn.Linear) or name in routers:
             rows, columns = whole_shape(module.weight)
             shapes[written] = (rows, columns)
         elif name in experts:
+            assert family.experts is not None
             count, merged, hidden = whole_shape(module.gate_up_proj)
             for expert in range(count):
-                for projection in (layout.gate, layout.up):
+                for projection in (family.experts.gate, family.experts.up):
                     shapes[f"{written}.{expert}.{projection}"] = (merged // 2, hidden)
-                shapes[f"{written}.{expert}.{layout.down}"] = (hidden, merged // 2)
+                shapes[f"{written}.{expert}.{family.experts.down}"] = (hidden, merged // 2)
     return shapes
 
 
 def expert_modules(model: PreTrainedModel) -> list[str]:
     """Checkpoint names of the modules that hold routed experts ("model.layers.0.mlp.experts")."""
-    layout = expert_layout(model.config.model_type)
-    return [layout.checkpoint_name(name) for name, _ in fused_experts(model)]
+    family = family_of(model.config.model_type)
+    return [family.checkpoint_name(name) for name, _ in fused_experts(model)]
 
 
 def router_names(experts: dict[str, nn.Module]) -> list[str]:
@@ -70,13 +69,12 @@ def router_names(experts: dict[str, nn.Module]) -> list[str]:
 def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> dict[str, str]:
     """Modules with a weight matrix that no scheme can quantize → why not."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    layout = expert_layout(model.config.model_type)
-    reasons = {}
-    if model.config.model_type in _UNQUANTIZED_ROUTERS:
+    family, reasons = family_of(model.config.model_type), {}
+    if not family.quantizes_router:
         why = f"vLLM multiplies the router of a {model.config.model_type!r} model unquantized"
-        reasons = {layout.checkpoint_name(name): why for name in router_names(dict(fused_experts(model)))}
+        reasons = {family.checkpoint_name(name): why for name in router_names(dict(fused_experts(model)))}
     for name, module in model.named_modules():
-        written = layout.checkpoint_name(name)
+        written = family.checkpoint_name(name)
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Embedding):
             reasons[written] = "an embedding is looked up, not multiplied, so it has no low-bit product"

@@ -19,13 +19,13 @@ backward as its codes.
 Axes: N tokens, O output rows, I input columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.checkpoint.families import FUSED_IN_ENGINE
+from quant.checkpoint.families import STACKED
 from quant.kernels.base import Product
 from quant.kernels.plain import PlainProduct
 from quant.layers.context import LayerContext
@@ -96,16 +96,17 @@ class LowBitLinear(LowBitLayer[LowBitWeight, Product]):
         return self.merged()[0].to(self.context.compute_dtype).to(dtype)
 
 
-def fuse_scales(linears: dict[str, LowBitLinear]) -> None:
+def fuse_scales(linears: dict[str, LowBitLinear], stacked: Mapping[str, Sequence[str]] = STACKED) -> None:
     """Tell layers that the engine stacks, and whose tensor-wide scale must agree then (`Scheme.fuses_scales`), of each
     other.
 
-    linears: all of a model's, by name. Without this the engine would multiply k and v with the scale of q.
+    linears: all of a model's, by name. stacked: `Family.stacked`. Without this the engine would multiply k and v with
+    the scale of q.
     """
     for name, linear in linears.items():
         if linear.scheme.fuses_scales:
             parent, dot, leaf = name.rpartition(".")
-            partners = next((parts for parts in FUSED_IN_ENGINE.values() if leaf in parts), ())
+            partners = next((parts for parts in stacked.values() if leaf in parts), ())
             others = [linears.get(parent + dot + partner) for partner in partners if partner != leaf]
             linear.fused = tuple(other for other in others if other is not None)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from configs.errors import InputError
 from configs.schema.lora import LoraConfig
-from quant.checkpoint.families import expert_layout
+from quant.checkpoint.families import ExpertLayout, family_of
 from quant.checkpoint.patterns import matching, nearest_names
 from quant.layers.lora import Adapter
 from quant.model.low_bit_model import LowBitModel
@@ -45,8 +45,8 @@ def adapted_weights(shapes: Mapping[str, tuple[int, int]], model_type: str, conf
                 f"learner.lora.rank {config.rank} is beyond the smaller dimension of {layer!r}, {list(shapes[layer])}; "
                 f"take {min(shapes[layer])} at most, or leave the layer out of learner.lora.targets"
             )
-    down = expert_layout(model_type).down
-    weights = {layer: _weight_of(layer, down) for layer in shapes}
+    names = family_of(model_type).experts
+    weights = {layer: _weight_of(layer, names) for layer in shapes}
     taken = {weights[layer] for layer in chosen}
     missed = next((layer for layer in shapes if weights[layer] in taken and layer not in chosen), None)
     if missed is not None:
@@ -77,10 +77,12 @@ def _matched(targets: Sequence[str], layers: Sequence[str]) -> list[str]:
     return found
 
 
-def _weight_of(layer: str, down: str) -> str:
+def _weight_of(layer: str, names: ExpertLayout | None) -> str:
     """The name of the weight a layer's matrix is in: itself, or the stack of its experts."""
     expert = _EXPERT.match(layer)
-    return layer if expert is None else f"{expert[1]}.{'down_proj' if expert[2] == down else 'gate_up_proj'}"
+    if expert is None or names is None:
+        return layer
+    return f"{expert[1]}.{'down_proj' if expert[2] == names.down else 'gate_up_proj'}"
 
 
 def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
@@ -115,8 +117,8 @@ def describe_adapters(model: LowBitModel, config: LoraConfig) -> str:
     """What is trained and what is frozen, in one line for people."""
     trained = sum(whole_shape(p).numel() for p in model.masters.values())
     base = sum(whole_shape(p).numel() for p in model.loaded.values())
-    down = expert_layout(model.config.model_type).down
-    weights = dict.fromkeys(_weight_of(layer, down) for layer in model.shapes)
+    names = family_of(model.config.model_type).experts
+    weights = dict.fromkeys(_weight_of(layer, names) for layer in model.shapes)
     frozen = [_starred(name) for name in weights if name not in model.adapted]
     names = ", ".join(dict.fromkeys(frozen))
     return (

@@ -211,7 +211,7 @@ class LowBitModel(nn.Module):
         output head; or the factors of their adapters."""
         if self.adapted:
             return set(self.masters)
-        outside = {"lm_head", *map(self._layers.layout.checkpoint_name, self._layers.routers)}
+        outside = {"lm_head", *map(self._layers.family.checkpoint_name, self._layers.routers)}
         kept = {id(m) for layer in self._layers.low_bit() if layer.layer not in outside for m in layer.masters}
         return {name for name, master in self.masters.items() if id(master) in kept}
 

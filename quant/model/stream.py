@@ -16,7 +16,7 @@ def checkpoint_tensors(
 
     parameters: the model's names of its own, in its order. buffers: those that checkpoints keep.
     """
-    named = layers.layout.checkpoint_name
+    named = layers.family.checkpoint_name
     for name in parameters:
         layer, _, key = named(name).rpartition(".")
         if layer in layers.experts:
@@ -41,9 +41,9 @@ def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTens
 
 
 def _experts_tensors(layers: Layers, layer: str) -> Iterator[LowBitTensor]:
-    low_bit = layers.experts[layer].low_bit
-    assert low_bit is not None
-    for suffix, tensor in low_bit.tensors(layers.layout):
+    experts = layers.experts[layer]
+    assert experts.low_bit is not None
+    for suffix, tensor in experts.low_bit.tensors(experts.shape.layout):
         yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
 
@@ -55,5 +55,5 @@ def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
         LayerReport(layer.layer, layer.scheme.name, layer.scheme.group_size, dtype, layer.product.name)
         for layer in layers.low_bit()
     ]
-    routers = [name for name in map(layers.layout.checkpoint_name, layers.routers) if name not in layers.linears]
+    routers = [name for name in map(layers.family.checkpoint_name, layers.routers) if name not in layers.linears]
     return reports + [LayerReport(name, "bf16", None, dtype, "unquantized") for name in routers]

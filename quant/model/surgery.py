@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.checkpoint.families import ExpertLayout, ExpertsShape, expert_layout, fused_experts
+from quant.checkpoint.families import ExpertsShape, Family, family_of, fused_experts
 from quant.checkpoint.plan import Plan
 from quant.checkpoint.shapes import router_names
 from quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
@@ -25,14 +25,14 @@ from quant.schemes import SchemeError
 @dataclass(frozen=True)
 class Layers:
     """What a model is made of. linears, experts: by checkpoint name. copies: of everything else, by parameter name.
-    routers: by module name. operators: "engine" or "transformers". layout: how checkpoints name all of it."""
+    routers: by module name. operators: "engine" or "transformers". family: how checkpoints name all of it."""
 
     linears: dict[str, LowBitLinear]
     experts: dict[str, RoutedLowBitExperts]
     copies: dict[str, MasterCopy]
     routers: tuple[str, ...]
     operators: str
-    layout: ExpertLayout
+    family: Family
 
     def low_bit(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
         """All that is materialized: linear layers, then experts."""
@@ -49,42 +49,41 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
     """
     if operators == "auto":
         operators = "engine" if context.aligned and not why_not(model) else "transformers"
-    layout = expert_layout(model.config.model_type)
+    family = family_of(model.config.model_type)
     fused = dict(fused_experts(model))
     routers = tuple(router_names(fused))
     if operators == "engine":
         install_engine_operators(model, context)
     else:
-        _refuse_quantized_routers(plan, [layout.checkpoint_name(name) for name in routers])
-    linears = _replace_linears(model, layout, plan, context)
-    experts = _replace_experts(model, fused, layout, plan, context)
-    return Layers(linears, experts, _detach_copies(model, context), routers, operators, layout)
+        _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
+    linears = _replace_linears(model, family, plan, context)
+    experts = _replace_experts(model, fused, family, plan, context)
+    return Layers(linears, experts, _detach_copies(model, context), routers, operators, family)
 
 
-def _replace_linears(
-    model: nn.Module, layout: ExpertLayout, plan: Plan, context: LayerContext
-) -> dict[str, LowBitLinear]:
+def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: LayerContext) -> dict[str, LowBitLinear]:
     replaced = {}
     for name, linear in list(model.named_modules()):
         if isinstance(linear, nn.Linear):
             assert isinstance(linear.weight, nn.Parameter)
-            layer = layout.checkpoint_name(name)
+            layer = family.checkpoint_name(name)
             replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, plan.scheme(layer), context)
             model.set_submodule(name, replaced[layer])
-    fuse_scales(replaced)
+    fuse_scales(replaced, family.stacked)
     return replaced
 
 
 def _replace_experts(
-    model: PreTrainedModel, fused: dict[str, nn.Module], layout: ExpertLayout, plan: Plan, context: LayerContext
+    model: PreTrainedModel, fused: dict[str, nn.Module], family: Family, plan: Plan, context: LayerContext
 ) -> dict[str, RoutedLowBitExperts]:
     replaced = {}
     for name, module in fused.items():
-        layer, config = layout.checkpoint_name(name), model.config
+        layer, config = family.checkpoint_name(name), model.config
         gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
         count, merged, hidden = whole_shape(gate_up)
-        shape = ExpertsShape(count, config.num_experts_per_tok, hidden, merged // 2, config.hidden_act, layout)
-        scheme = plan.scheme(f"{layer}.0.{layout.down}")  # one for all, as plans make sure
+        assert family.experts is not None
+        shape = ExpertsShape(count, config.num_experts_per_tok, hidden, merged // 2, config.hidden_act, family.experts)
+        scheme = plan.scheme(f"{layer}.0.{family.experts.down}")  # one for all, as plans make sure
         replaced[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
         model.set_submodule(name, replaced[layer])
     return replaced

@@ -24,13 +24,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from quant.checkpoint.families import FAMILIES, family_of
 from quant.layers.context import LayerContext
 from quant.layers.gradients import Gradients
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
 from quant.operators.moe import EngineMoeBlock, OperatorError
 
 OPERATORS = ("auto", "engine", "transformers")
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 class EngineRMSNorm(nn.Module):
@@ -171,11 +171,12 @@ def install_engine_operators(model: PreTrainedModel, context: LayerContext) -> N
 
 def why_not(model: PreTrainedModel) -> str:
     """Why engine operators do not fit this model; "" where they do."""
-    config = model.config
-    if config.model_type not in _MODEL_TYPES:
-        return f"model type {config.model_type!r} is none of {', '.join(_MODEL_TYPES)}"
+    config, family = model.config, family_of(model.config.model_type)
+    if not family.engine_operators:
+        known = ", ".join(kind for kind, row in FAMILIES.items() if row.engine_operators)
+        return f"model type {config.model_type!r} is none of {known}"
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        config.model_type in ("mistral", "mixtral", "qwen3_moe") and getattr(config, "sliding_window", None)
+        family.windowed and getattr(config, "sliding_window", None)
     ):
         return "sliding-window attention is not covered"
     return ""

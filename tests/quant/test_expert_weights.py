@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.checkpoint.families import expert_layout
+from quant.checkpoint.families import ExpertLayout
 from quant.materialize import materialize
 from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
@@ -63,7 +63,7 @@ def test_every_experts_tensors_are_the_librarys(scheme: str, dtype: torch.dtype,
     pass over a stack lets no expert's scale see another's weights. Magnitudes of experts differ by up to 10^4."""
     gate_up, down = data.draw(stacks(scheme))
     low_bit = materialize_experts(gate_up, down, get_scheme(scheme), dtype, "layer")
-    ours = dict(low_bit.tensors(expert_layout("qwen3_moe")))
+    ours = dict(low_bit.tensors(ExpertLayout()))
     theirs = expected(gate_up, down, scheme, dtype)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -83,7 +83,7 @@ def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
         weights = [getattr(expert, part) for expert in low_bit.experts]
         assert len({w.codes.untyped_storage().data_ptr() for w in weights}) == (1 if single else 3)
     for expert in low_bit.experts:
-        streamed = dict(expert.tensors(expert_layout("qwen3_moe")))
+        streamed = dict(expert.tensors(ExpertLayout()))
         for name, tensor in streamed.items():
             source = expert.down if name.startswith("down") else expert.gate_up
             if name.endswith((".weight", ".weight_packed")):
@@ -124,7 +124,7 @@ def test_mixtrals_words():
     generator = torch.Generator().manual_seed(3)
     gate_up, down = heavy(2, 256, 128, generator=generator), heavy(2, 128, 128, generator=generator)
     low_bit: LowBitExperts = materialize_experts(gate_up, down, get_scheme("bf16"), torch.bfloat16, "layer")
-    found = dict(low_bit.tensors(expert_layout("mixtral")))
+    found = dict(low_bit.tensors(ExpertLayout("w1", "w3", "w2")))
     assert list(found) == [f"{e}.{w}.weight" for e in range(2) for w in ("w1", "w3", "w2")]
     assert torch.equal(found["1.w1.weight"], gate_up[1, :128].bfloat16())
     assert torch.equal(found["1.w3.weight"], gate_up[1, 128:].bfloat16())

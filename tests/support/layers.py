@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quant.checkpoint.families import ExpertsShape, expert_layout
+from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.layers.context import LayerContext
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.linear import LowBitLinear
@@ -14,7 +14,7 @@ from quant.schemes import get_scheme
 from tests.support.tensors import heavy, normal
 
 EXPERTS = "model.layers.1.mlp.experts"
-SHAPE = ExpertsShape(5, 2, 128, 256, "silu", expert_layout("qwen3_moe"))
+SHAPE = ExpertsShape(5, 2, 128, 256, "silu", ExpertLayout())
 
 
 def make_linear(
