@@ -4,9 +4,11 @@ A small layer is materialized, built by the kernel family in question and multip
 vLLM's, so the answer, and the words of a refusal, are vLLM's own.
 """
 
+import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from quant.kernels import KernelError, make_factory
 from quant.kernels.vllm_names import INT8_ACTIVATIONS
 from quant.materialize import materialize
 from quant.materialize.experts import materialize_experts
+from quant.runtime.answers import keep_answer, read_answer
 from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
 _LAYER, _EXPERTS = "a small layer", "small.experts"
@@ -45,6 +48,10 @@ class Support:
     reason: str
 
 
+Ask = Callable[[str, torch.dtype, str, bool], Support]
+"""(scheme, compute dtype, kernel family, experts) → whether it runs here."""
+
+
 @functools.cache
 def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False) -> Support:
     """Whether `family` ("vllm" is the engine's; else a learner's, see `KERNELS`) runs the named scheme in `dtype`.
@@ -68,6 +75,17 @@ def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False)
         return Support("", f"{kernel} returned NaN or infinity for a small layer")
     reason = _other_arithmetic(found, kernel)
     return Support("" if reason else kernel, reason)
+
+
+def kept_support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False) -> Support:
+    """`support`, remembered on disk: asked again only where machine or software changed."""
+    question = {"scheme": scheme, "dtype": str(dtype), "family": family, "experts": experts}
+    kept = read_answer("support", question)
+    if isinstance(kept, dict) and kept.keys() == {"kernel", "reason"}:
+        return Support(**kept)
+    found = support(scheme, dtype, family, experts)
+    keep_answer("support", question, dataclasses.asdict(found))
+    return found
 
 
 def _multiply(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
@@ -98,17 +116,20 @@ def why_not(scheme: str, dtype: torch.dtype, family: str = "vllm", experts: bool
     return support(scheme, dtype, family, experts).reason
 
 
-def require_support(scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False) -> None:
+def require_support(
+    scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False, ask: Ask = support
+) -> None:
     """Raise `SchemeError` where the engine, or the learner's kernel family, cannot run `scheme` on this machine.
 
-    experts: for routed experts, which need kernels of their own.
+    experts: for routed experts, which need kernels of their own. ask: `support`, or `kept_support` to ask once a
+    machine.
     """
     if scheme.quantization is None:
         return
     for user, kernels in (("engine", "vllm"), ("learner", family)):
-        reason = why_not(scheme.name, dtype, kernels, experts)
+        reason = ask(scheme.name, dtype, kernels, experts).reason
         if reason:
-            able = [n for n in SCHEMES if not any(why_not(n, dtype, f, experts) for f in ("vllm", family))]
+            able = [n for n in SCHEMES if not any(ask(n, dtype, f, experts).reason for f in ("vllm", family))]
             of = " for a mixture of experts" if experts else ""
             others = f"schemes that can: {', '.join(map(repr, able))}" if able else "no scheme can"
             raise SchemeError(

