@@ -32,3 +32,15 @@ class SchemeError(InputError):
     """A scheme that is unknown, or that a layer of the model cannot take."""
 
     heading = "scheme"
+
+
+class ModelError(InputError):
+    """A model that is missing, incomplete, already quantized, or of a kind that cannot be trained."""
+
+    heading = "model"
+
+
+class PrecisionError(QarlError, ValueError):
+    """Numbers left the range of their dtype, or were not finite to begin with."""
+
+    heading = "precision"

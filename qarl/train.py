@@ -8,6 +8,7 @@ from learner.processes import Processes
 from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import StepMetrics, Stopwatch, batch_metrics, metrics_writer
 from qarl.report.run_folder import RunFolder
+from qarl.report.startup import phase, say
 from qarl.run.checkpoint import load_checkpoint, save_checkpoint
 from qarl.run.evaluate import heldout_accuracy
 from qarl.run.interrupt import deferred_interrupt
@@ -22,9 +23,10 @@ def train(
 ) -> Outcome:
     """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run the same loop on the
     same groups, of which each sampled its share; the first alone writes."""
-    policy, at = open_policy(config, processes), Position()
+    with phase("loading the model"):
+        policy, at = open_policy(config, processes), Position()
     if resume:
-        _, state = load_checkpoint(folder.checkpoints, processes)
+        _, state = load_checkpoint(folder.checkpoints, processes, step_over=say)
         policy.learner.load_state_dict(state["learner"])
         at = Position(**state["position"])
     with open_session(config, folder, policy) as session:
@@ -32,7 +34,8 @@ def train(
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
         session.publisher.publish(at.version)
         if at.first_accuracy is None and config.eval.problems:
-            at.first_accuracy = _accuracy(session, config)
+            with phase("evaluating before step 1"):
+                at.first_accuracy = _accuracy(session, config)
             dashboard.baseline(at.first_accuracy)
         with (
             metrics_writer(folder, at.step if resume else None, processes.first) as write,

@@ -4,16 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.errors import QarlError
+from configs.errors import PrecisionError
 
 MOST_SKIPPED = 8
 """Updates that may be skipped in a row where there is no loss scale to lower: two batches of the default's four."""
-
-
-class PrecisionError(QarlError):
-    """Numbers left the range of the dtype they are computed or stored in."""
-
-    heading = "precision"
 
 
 def short_name(dtype: torch.dtype) -> str:

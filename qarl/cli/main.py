@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from configs.flags import FLAGS
 from configs.load import config_file, default_config, load_config
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
-from qarl.cli.environment import write_in_any_encoding
+from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
 from qarl.cli.tasks import add_tasks
-from qarl.cli.version import describe_version
+from qarl.cli.version import describe_version, installed
+from qarl.report.startup import phase, told_to
+from qarl.run.check import check_files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,27 +98,34 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    from qarl.report.run_folder import RunFolder, resumed_config
+    from qarl.report.run_folder import RunFolder
 
-    overrides = dotted_overrides(known, rest)
-    if known.resume:
-        if known.config:
-            raise ConfigError("--resume continues with the run's own configuration; --config does not apply")
-        folder = RunFolder.open(Path(known.resume))
-        started = folder.config()
-        config = resumed_config(started, load_config(folder.path / "config.yaml", overrides))
-    else:
-        file = config_file(known.config) if known.config else default_config(overrides.get("model"))
-        config = load_config(file, overrides)
+    config, resumed = _configuration(known, dotted_overrides(known, rest))
     if known.dry_run:
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
+        check_files(config, new=resumed is None)
         return 0
-    from qarl.cli.environment import quiet_libraries
-
-    quiet_libraries(config.learner.compile)
-    from learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
-    from qarl.cli.launch import check_count, launch
-    from qarl.run.session import check_input, check_processes
+    launching = (known.processes or 1) > 1 and "RANK" not in os.environ
+    console.quiet = launching or os.environ.get("RANK", "0") != "0"  # one of several processes speaks
+    if resumed is not None and _nothing_left(config, resumed):
+        console.print(
+            f"run {resumed.path} is finished: {config.steps} of {config.steps} steps are done"
+            f"{f', and {resumed.export} holds its export' if config.export else ''}; nothing was left to do. To go on: "
+            f"qarl train --resume {resumed.path} --steps N",
+            soft_wrap=True,
+        )
+        return 0
+    console.print(
+        f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps",
+        soft_wrap=True, markup=False, highlight=False,
+    )  # fmt: skip
+    quiet_libraries(config.learner.compile)  # before a user's reward may import one of them
+    with told_to(console), phase("checking input"):
+        check_files(config, new=resumed is None)
+    with told_to(console), phase("importing torch, transformers and compressed-tensors"):
+        from learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
+        from qarl.cli.launch import check_count, launch
+        from qarl.run.session import check_input, check_processes
 
     if known.processes is not None and not launched():
         check_count(known.processes)
@@ -124,32 +135,69 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     processes = join_processes(alone=config.learner.zero_stage is not None)
     if known.processes not in (None, processes.world):
         raise ConfigError(f"--processes {known.processes}, but the launcher started {processes.world}; leave it out")
-    if not processes.first:
-        console.quiet = True
-    processes.first_does(lambda: check_input(config, processes.world))
-    if not known.resume:
-        folder = processes.first_does(lambda: RunFolder.create(config))
+    with told_to(console):
+        processes.first_does(lambda: check_input(config, processes.world))
+    folder = resumed or processes.first_does(lambda: RunFolder.create(config))
     try:
-        status = _run(config, folder, bool(known.resume), console, processes)
+        status = _run(config, folder, resumed is not None, console, processes)
     except RuntimeError as error:
         if is_lost_process(error):
             raise LostProcessError(str(error)) from error
         raise
+    finally:
+        if resumed is None and processes.first and not folder.has_begun():
+            folder.discard()  # a start that fails leaves nothing behind
     leave_processes()
     return status
 
 
+def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, Any]:
+    """The configuration asked for, and the run that is to be continued in it, or None."""
+    from qarl.report.run_folder import RunFolder, resumed_config
+
+    if not known.resume:
+        file = config_file(known.config) if known.config else default_config(overrides.get("model"))
+        return load_config(file, overrides), None
+    for option, given in (("config", known.config), ("output", overrides.get("output"))):
+        if given:
+            raise ConfigError(
+                f"--resume continues a run with its own configuration, in its own folder; --{option} {given} does not "
+                "apply: leave it out"
+            )
+    folder = RunFolder.open(Path(known.resume))
+    started = folder.config()
+    config = resumed_config(started, load_config(folder.path / "config.yaml", overrides))
+    done = max(folder.steps(), default=0)
+    if config.steps < done:
+        raise ConfigError(
+            f"steps {config.steps}, but run {known.resume!r} has done {done} already; give at least {done}, or start a "
+            "new run"
+        )
+    return config, folder
+
+
+def _nothing_left(config: RunConfig, folder: Any) -> bool:
+    """Whether a run to be continued has all its steps, and its export where it has one."""
+    return config.steps in folder.steps() and (folder.export.is_dir() or not config.export)
+
+
 def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:
     from qarl.report.dashboard import Dashboard
+    from qarl.run.checkpoint import intact_checkpoint
     from qarl.train import train
 
     console.print(f"run folder: {folder.path}", soft_wrap=True)
     try:
-        with Dashboard(config, console) as dashboard:
+        held = folder.locked() if processes.first else nullcontext()
+        with told_to(console), held, Dashboard(config, console) as dashboard:
             outcome = train(config, folder, dashboard, processes, resume)
     except QarlError:
-        if any(folder.checkpoints.glob("step-*")):
-            console.print(f"the last checkpoint is intact: qarl train --resume {folder.path}", soft_wrap=True)
+        intact = intact_checkpoint(folder.checkpoints) if processes.first else None
+        if intact is not None:
+            console.print(
+                f"checkpoint {intact.name} is intact: qarl train --resume {shlex.quote(str(folder.path))}",
+                soft_wrap=True, markup=False,
+            )  # fmt: skip
         raise
     if outcome.steps < config.steps:
         console.print(
@@ -157,6 +205,12 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
             soft_wrap=True,
         )
         return 130
+    if _learned_nothing(folder):
+        console.print(
+            "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
+            "with; samples.jsonl has what the reward was given",
+            soft_wrap=True,
+        )
     if outcome.first_accuracy is not None and outcome.export_accuracy is not None:
         gain = outcome.export_accuracy - outcome.first_accuracy
         console.print(
@@ -167,6 +221,12 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
         asked = " --dtype float32" if config.dtype == "float32" else ""  # vLLM's auto takes float32 for masters
         console.print(f"deployable checkpoint: {outcome.export}  (vllm serve {outcome.export}{asked})", soft_wrap=True)
     return 0
+
+
+def _learned_nothing(folder: Any) -> bool:
+    from qarl.report.metrics import read_metrics
+
+    return read_metrics(folder.metrics)[-1]["weight_version"] == 0
 
 
 def _add_export(commands: Any) -> None:
@@ -195,7 +255,6 @@ def _add_export(commands: Any) -> None:
 
 def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
-    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
     if known.ptq:
@@ -246,7 +305,6 @@ def _add_eval(commands: Any) -> None:
 
 def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
-    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
     from qarl.run.evaluate import evaluate_target
@@ -272,7 +330,6 @@ def _add_schemes(commands: Any) -> None:
 
 def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
-    from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
     from qarl.cli.schemes import print_schemes, rows_as_data, scheme_rows

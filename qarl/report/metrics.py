@@ -89,8 +89,8 @@ class MetricsWriter:
         for file in (metrics, samples):
             if resume_step is not None and file.exists():
                 _drop_after(file, resume_step)
-        self._metrics = metrics.open("a")
-        self._samples = samples.open("a")
+        self._metrics = metrics.open("a", encoding="utf-8")
+        self._samples = samples.open("a", encoding="utf-8")
         self._board = SummaryWriter(
             str(folder.path / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1
         )
@@ -134,19 +134,24 @@ def metrics_writer(
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in json_lines(file)]
+
+
+def json_lines(file: Path) -> list[str]:
+    """A file's lines. Split at "\\n" alone: JSON may hold other separators of lines (U+2028) as they are."""
+    return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _drop_after(file: Path, step: int) -> None:
     """Keep the complete lines up to `step`; a line cut short by a crash goes too."""
     kept = []
-    for line in file.read_text().splitlines():
+    for line in json_lines(file):
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except ValueError:
             continue
-    file.write_text("".join(line + "\n" for line in kept))
+    file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,13 @@
 """A run's folder: configuration, environment, metrics, samples, checkpoints, export."""
 
+import fcntl
 import json
+import os
 import platform
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -10,8 +15,9 @@ from typing import Any
 import yaml
 
 from configs.errors import ConfigError
-from configs.load import config_from_tree
+from configs.load import config_from_tree, refuse_unknown
 from configs.schema.run import RunConfig
+from configs.yaml_file import read_yaml
 
 _PACKAGES = (
     "qarl",
@@ -36,8 +42,10 @@ FIXED_FIELDS = (
 class RunFolder:
     """Paths and small files of one run."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, made: tuple[Path, ...] = ()):
+        """made: folders above it that were made for it, the innermost first."""
         self.path = path
+        self._made = made
 
     @property
     def metrics(self) -> Path:
@@ -67,8 +75,8 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig) -> "RunFolder":
         """A new folder holding the resolved configuration. Raises `ConfigError` where it exists."""
-        name = f"{Path(config.model).name}-{config.scheme}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = Path(config.output) if config.output else Path("runs") / name
+        path = new_path(config)
+        made = tuple(folder for folder in path.parents if not folder.exists())
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -81,18 +89,76 @@ class RunFolder:
             ) from error
         (path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
-        return cls(path)
+        return cls(path, made)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run: no other process may write it meanwhile. The system lets go should this one die.
+
+        Raises `ConfigError` naming the process that holds it.
+        """
+        with (self.path / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "(unknown)"
+                raise ConfigError(
+                    f"run {str(self.path)!r} is written by process {holder}; wait for it to end, or stop it"
+                ) from None
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+    def has_begun(self) -> bool:
+        """Whether a step was done or a checkpoint written: something to keep."""
+        return bool(self.steps()) or (self.metrics.is_file() and self.metrics.stat().st_size > 0)
+
+    def discard(self) -> None:
+        """Remove the folder, and those above it that were made for it, where nothing else came into them."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return sorted(int(file.parent.name[5:]) for file in self.checkpoints.glob("step-[0-9]*/manifest.json"))
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """An existing run. Raises `ConfigError` where there is none."""
+        if not path.is_dir():
+            raise ConfigError(f"there is no folder {str(path)!r}; give a run's, by default one of runs/")
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{str(path)!r} is no run folder (it has no config.yaml)")
         return cls(path)
 
     def config(self) -> RunConfig:
         """The configuration the run was started with."""
-        return config_from_tree(yaml.safe_load((self.path / "config.yaml").read_text()))
+        return config_from_tree(self.written())
+
+    def written(self) -> dict[str, Any]:
+        """What config.yaml holds. Raises `ConfigError` for one that is damaged, or of a version with other fields."""
+        file = self.path / "config.yaml"
+        tree = read_yaml(file)
+        try:
+            refuse_unknown(tree, str(file))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}: the run was started by another version of qarl (environment.json in its folder names it); "
+                "continue it with that one"
+            ) from error
+        return tree
+
+
+def new_path(config: RunConfig) -> Path:
+    """Where a run started now is to be written: `output`, or runs/<model>-<scheme>-<time>."""
+    name = f"{Path(config.model).name}-{config.scheme}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path(config.output) if config.output else Path("runs") / name
 
 
 def resumed_config(started: RunConfig, asked: RunConfig) -> RunConfig:

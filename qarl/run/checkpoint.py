@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -49,8 +50,10 @@ def save_checkpoint(
             failure = error
     shutil.rmtree(building, ignore_errors=True)
     reason = failure or next(told for _, digest, told in written if not digest)
+    older = list_checkpoints(folder)
+    left = f"the one of {older[-1].name} is as it was" if older else "none was written before it"
     raise CheckpointError(
-        f"cannot write checkpoint {str(target)!r}: {reason}; older checkpoints are intact, free space and --resume"
+        f"cannot write checkpoint {str(target)!r}: {reason}; {left}; free space for the next"
     ) from failure
 
 
@@ -61,9 +64,33 @@ def _make_anew(folder: Path) -> None:
 
 def _write(state: dict[str, Any], file: Path) -> None:
     with file.open("wb") as stream:
-        torch.save(state, stream)
+        recorded = _Recorded(stream)
+        try:
+            torch.save(state, recorded)
+        except RuntimeError as error:  # torch says where in its code a write failed, not why
+            raise recorded.refusal or error from error
         stream.flush()
         os.fsync(stream.fileno())
+
+
+class _Recorded:
+    """A file to write to that remembers what the system refused with."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream = stream
+        self.refusal: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """As the file's own."""
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.refusal = error
+            raise
+
+    def flush(self) -> None:
+        """As the file's own."""
+        self._stream.flush()
 
 
 def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> None:
@@ -80,31 +107,68 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if (p / "manifest.json").is_file())
 
 
-def load_checkpoint(folder: Path, processes: Processes | None = None) -> tuple[int, dict[str, Any]]:
+def load_checkpoint(
+    folder: Path, processes: Processes | None = None, step_over: Callable[[str], None] | None = None
+) -> tuple[int, dict[str, Any]]:
     """Step and whole state of the newest checkpoint in `folder`, however many processes wrote it. Tensors are mapped
     from the files, and so take memory as they are read.
 
     processes: those that call this together; each hashes its share of the files, and all of them map all.
-    Raises `ConfigError` where there is none, `CheckpointError` where its bytes are not those that were written.
+    step_over: told of every damaged checkpoint, which is set aside as `damaged-step-…`, before an older one is tried;
+    without it the newest one decides.
+    Raises `ConfigError` where there is none, `CheckpointError` where the bytes are not those that were written.
     """
     found = list_checkpoints(folder)
     if not found:
         raise ConfigError(f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output")
-    newest = found[-1]
-    manifest = json.loads((newest / "manifest.json").read_text())
-    together, names = processes or Processes(), sorted(manifest["sha256"])
+    together = processes or Processes()
+    for index, newest in reversed(list(enumerate(found))):
+        fault = _fault(newest, together)
+        if fault is None:
+            return _read(newest)
+        if step_over is None or index == 0:
+            older = "" if index == 0 else f"; remove that folder to go on from {found[index - 1].name}"
+            alone = "; no other one is left: start the run again with another --output" if index == 0 else older
+            raise CheckpointError(f"checkpoint {str(newest)!r} is damaged ({fault}){alone}")
+        aside = newest.with_name(f"damaged-{newest.name}")
+        step_over(f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it")
+        together.first_does(lambda old=newest, new=aside: _set_aside(old, new))
+    raise AssertionError("the oldest checkpoint is read or refused")
+
+
+def _fault(checkpoint: Path, together: Processes) -> str | None:
+    """What is wrong with a checkpoint's bytes; None where they are those that were written."""
+    try:
+        digests = dict(_manifest(checkpoint)["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "its manifest.json cannot be read"
+    names = sorted(digests)
     damaged = together.concatenated(
-        [name for name in together.share(names) if not _intact(newest / name, manifest["sha256"][name])]
+        [name for name in together.share(names) if not _intact(checkpoint / name, digests[name])]
     )
-    if damaged:
-        raise CheckpointError(
-            f"checkpoint {str(newest)!r} is damaged (the SHA-256 of {damaged[0]} differs from its manifest); remove "
-            "that folder to resume from the one before it"
-        )
-    parts = [torch.load(newest / name, weights_only=True, mmap=True) for name in names]
+    return f"the SHA-256 of {damaged[0]} differs from its manifest" if damaged else None
+
+
+def intact_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint whose bytes are those that were written; None where there is none."""
+    return next((found for found in reversed(list_checkpoints(folder)) if _fault(found, Processes()) is None), None)
+
+
+def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+    manifest = _manifest(checkpoint)
+    parts = [torch.load(checkpoint / name, weights_only=True, mmap=True) for name in sorted(manifest["sha256"])]
     if len(parts) == 1:
         return manifest["step"], parts[0]
     return manifest["step"], {**parts[0], "learner": merge_states([part["learner"] for part in parts])}
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "manifest.json").read_text())
+
+
+def _set_aside(old: Path, new: Path) -> None:
+    shutil.rmtree(new, ignore_errors=True)
+    os.replace(old, new)
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Ctrl-C that lets the step in hand finish."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,11 +8,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def deferred_interrupt() -> Iterator[list[int]]:
-    """Yields a list that a first Ctrl-C makes non-empty; a second one interrupts at once."""
+    """Yields a list that a first Ctrl-C makes non-empty, and says so at once; a second one interrupts."""
     flag: list[int] = []
 
     def on_interrupt(number: int, frame: object) -> None:
         flag.append(number)
+        if os.environ.get("RANK", "0") == "0":  # by the system's call: a handler may interrupt a print
+            os.write(2, b"\nfinishing the step in hand and writing a checkpoint; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.signal(signal.SIGINT, on_interrupt)

@@ -2,13 +2,13 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, ModelError
 from configs.schema.lora import LoraConfig
 from configs.schema.run import RunConfig
 from learner.backends import check_backend
@@ -18,11 +18,13 @@ from learner.learner import Learner
 from learner.mismatch import Mismatch
 from learner.processes import Processes
 from qarl.report.run_folder import RunFolder
+from qarl.report.startup import phase
 from qarl.run.prompts import Prompter
-from qarl.tasks import Task, load_task
+from qarl.tasks import Split, Task, load_task
+from quant.checkpoint.folder import check_folder
 from quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
-from quant.kernels.supported import require_support
+from quant.kernels.supported import kept_support, require_support
 from quant.layers.context import LayerContext
 from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from quant.model.low_bit_model import LowBitModel
@@ -49,7 +51,7 @@ def require_schemes(config: RunConfig) -> None:
     and for a scheme that engine or learner cannot run on this machine; `LoraError` for adapters that do not fit the
     model. Only the model's config.json is read."""
     dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
-    require_support(get_scheme(config.scheme), dtype, kernel)  # before the model is looked for
+    require_support(get_scheme(config.scheme), dtype, kernel, ask=kept_support)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     if isinstance(config.learner.lora, LoraConfig):
@@ -57,7 +59,7 @@ def require_schemes(config: RunConfig) -> None:
     experts = tuple(f"{name}." for name in expert_modules(skeleton))
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
-        require_support(get_scheme(name), dtype, kernel, of_experts)
+        require_support(get_scheme(name), dtype, kernel, of_experts, kept_support)
 
 
 def check_processes(config: RunConfig, count: int) -> None:
@@ -71,8 +73,8 @@ def check_processes(config: RunConfig, count: int) -> None:
 
 
 def check_input(config: RunConfig, processes: int = 1) -> None:
-    """Everything that can be found wrong with schemes, layer rules, task, model and the number of processes before a
-    run folder is made.
+    """Everything that can be found wrong with schemes, layer rules, model, prompts and the number of processes before
+    a run folder is made. Task and reward are `qarl.run.check.check_files`'.
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
     """
@@ -80,8 +82,36 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
     if config.learner.compile:
         require_compiler("cuda" if torch.cuda.is_available() else "cpu")
     get_scheme(config.scheme)
-    load_task(config.task.name, config.task.options, config.task.reward)
-    require_schemes(config)
+    with phase("checking kernels"):
+        require_schemes(config)
+    with phase("checking tokenizer and prompts"):
+        check_prompts(config)
+
+
+def check_prompts(config: RunConfig) -> None:
+    """Raise `ModelError` for a tokenizer or chat template that does not work, `ConfigError` for a prompt that is too
+    long; tried on one problem of every split in use."""
+    folder = model_folder(config.model)
+    check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    task = load_task(config.task.name, config.task.options, config.task.reward)
+    splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)
+    try:
+        prompter = Prompter(folder, config.rollout.max_prompt_tokens)
+    except Exception as error:
+        raise ModelError(f"the tokenizer of {str(folder)!r} cannot be loaded: {error}") from error
+    for split in splits:
+        problem = task.problems(split, 0, 1, config.seed)[0]
+        try:
+            prompt = prompter.prompt(problem)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the chat template of {str(folder)!r} cannot be applied: {type(error).__name__}: {error}; "
+                "mend chat_template in its tokenizer_config.json or chat_template.jinja"
+            ) from error
+        if not prompt.token_ids:
+            raise ModelError(f"the tokenizer of {str(folder)!r} makes no token of {problem.question!r}; copy it again")
 
 
 @dataclass
@@ -179,7 +209,10 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         export_checkpoint(policy.model, policy.folder, folder.engine_start)
 
     processes.first_does(export)
-    with open_engine(folder.engine_start, config.rollout, config.dtype, processes.world > 1) as engine:
+    with ExitStack() as stack:
+        with phase("starting the engine"):
+            several = processes.world > 1
+            engine = stack.enter_context(open_engine(folder.engine_start, config.rollout, config.dtype, several))
         same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
         rows = audit(policy.model.layers(), engine.layers(), same_kernels)
         require_agreement(rows)
@@ -196,8 +229,9 @@ def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
-    """Fixed token sequences: held-out prompts with their reference answers."""
-    problems = policy.task.problems("heldout", 0, _CANARY_SEQUENCES, config.seed)
+    """Fixed token sequences: prompts with their reference answers, held-out ones where there are."""
+    split = "heldout" if config.eval.problems else "train"  # a task may have no held-out problems then
+    problems = policy.task.problems(split, 0, _CANARY_SEQUENCES, config.seed)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - 1
     sequences = []
     for problem in problems:

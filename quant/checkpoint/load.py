@@ -1,77 +1,55 @@
 """A transformers model folder or hub id → a causal LM whose parameters are the masters."""
 
-import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from configs.errors import InputError
+from configs.errors import ModelError
+from quant.checkpoint.folder import check_model, local_folder, tensor_shapes, weight_files
 from quant.checkpoint.missing_experts import expert_faults
-from quant.schemes import SchemeError
-
-
-class ModelError(InputError):
-    """A model that is missing, incomplete, already quantized, or of a kind that cannot be trained."""
-
-    heading = "model"
 
 
 def resolve_model(name: str) -> Path:
     """The local folder of a model: `name` itself, or the hub's snapshot of that id (downloaded if needed)."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = local_folder(name)
+    if folder is not None:
         return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"model folder {name!r} does not exist; give a transformers folder, or a hub id (owner/name)")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
         raise ModelError(
-            f"model {name!r} is no folder here and could not be had from the hub: {error}; check the id, your "
-            "network, and HF_TOKEN for gated models"
+            f"model {name!r} is no folder here, and could not be had from the hub: {_first_line(error)}; check the "
+            "path or the id, the network (HF_ENDPOINT for a mirror, HF_HOME for a cache filled elsewhere), and "
+            "HF_TOKEN for gated models"
         ) from error
 
 
 def load_config(name: str) -> PreTrainedConfig:
     """The architecture of a model folder or hub id: its config.json, no weights. Raises `ModelError`."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = local_folder(name)
+    if folder is not None:
         check_model(folder)
-    elif name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"model folder {name!r} does not exist; give a transformers folder, or a hub id (owner/name)")
     try:
-        return AutoConfig.from_pretrained(folder if folder.is_dir() else name)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name!r}: its config.json could not be read: {error}") from error
+        return AutoConfig.from_pretrained(folder or name)
+    except Exception as error:
+        raise ModelError(f"model {name!r}: its config.json could not be read: {_first_line(error)}") from error
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A causal LM of this architecture on the meta device: names and shapes of its parameters, no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def check_model(folder: Path) -> None:
-    """Raise `ModelError` for a folder without a readable config.json, or a checkpoint that is already quantized."""
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ModelError(f"model folder {str(folder)!r} has no config.json; give a transformers model folder")
-    try:
-        written = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise ModelError(f"{str(config_file)!r} is not JSON: {error}") from error
-    if written.get("quantization_config"):
-        method = written["quantization_config"].get("quant_method", "unknown method")
-        raise ModelError(
-            f"model {str(folder)!r} is already quantized ({method}); training needs full-precision masters: give the "
-            "original checkpoint"
-        )
 
 
 def model_skeleton(folder: Path) -> PreTrainedModel:
@@ -82,20 +60,44 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
     """
     check_model(folder)
     try:
-        model = empty_model(AutoConfig.from_pretrained(folder))
+        config = AutoConfig.from_pretrained(folder)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(
+                f"model {str(folder)!r} is a {config.model_type!r}, no causal language model; give one that writes "
+                "text from left to right (Qwen3, Llama, Mistral, …)"
+            )
+        model = empty_model(config)
+    except ModelError:
+        raise
     except Exception as error:
-        raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {error}") from error
+        raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {_first_line(error)}") from error
     _check_experts(folder, model)
+    _check_shapes(folder, model)
     return model
 
 
+def _check_shapes(folder: Path, model: PreTrainedModel) -> None:
+    """Of the tensors that file and architecture both name; the loader strips prefixes and stacks experts of others."""
+    held = tensor_shapes(folder) if weight_files(folder) else {}
+    wrong = [
+        f"tensor {name!r} is {held[name]} in its files and {list(tensor.shape)} by its config.json"
+        for name, tensor in model.state_dict().items()
+        if name in held and held[name] != list(tensor.shape)
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ModelError(f"model {str(folder)!r}: {wrong[0]}{more}; the two are of different models")
+
+
+def _first_line(error: Exception, longest: int = 300) -> str:
+    """What a library says, without its lists of everything it knows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) or type(error).__name__
+    return text if len(text) <= longest else text[:longest] + "…"
+
+
 def _check_experts(folder: Path, model: PreTrainedModel) -> None:
-    try:
-        faults = expert_faults(folder, model)
-    except SchemeError:
-        raise
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ModelError(f"model {str(folder)!r} could not be read, its files may be truncated: {error}") from error
+    faults = expert_faults(folder, model)
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise ModelError(
@@ -122,7 +124,7 @@ def load_masters(
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded
     except Exception as error:
-        raise ModelError(f"model {str(folder)!r} could not be loaded, its files may be truncated: {error}") from error
+        raise ModelError(f"model {str(folder)!r} could not be loaded: {_first_line(error)}") from error
     if info["missing_keys"] or info.get("mismatched_keys"):
         missing = sorted(info["missing_keys"]) or [str(k) for k in info["mismatched_keys"]]
         raise ModelError(

@@ -5,15 +5,13 @@ transformers stacks the experts it finds; where some are missing it reports shap
 Axes: E experts.
 """
 
-import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from quant.checkpoint.families import family_of, fused_experts
+from quant.checkpoint.folder import tensor_shapes, weight_files
 from quant.checkpoint.shapes import weight_shapes
 
 
@@ -24,11 +22,7 @@ def expert_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     layout's names is left to the loader: it may be stored fused, or under a prefix the loader strips.
     """
     layers = [family_of(model.config.model_type).checkpoint_name(name) for name, _ in fused_experts(model)]
-    files = _weight_files(folder) if layers else []
-    unreadable = [f"file {file.name!r} is missing" for file in files if not file.is_file()]
-    if unreadable:
-        return unreadable
-    held = _shapes(files)
+    held = tensor_shapes(folder) if layers and weight_files(folder) else {}
     expected = {f"{name}.weight": shape for name, shape in weight_shapes(model).items()}
     return [fault for layer in layers for fault in _layer_faults(layer, expected, held)]
 
@@ -47,20 +41,3 @@ def _layer_faults(layer: str, expected: dict[str, tuple[int, int]], held: dict[s
         if name in held and held[name] != list(shape)
     ]
     return lacking + beyond + sizes
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint; none where it has another format."""
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return [whole] if whole.is_file() else []
-
-
-def _shapes(files: Sequence[Path]) -> dict[str, list[int]]:
-    shapes = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            shapes |= {name: opened.get_slice(name).get_shape() for name in names}
-    return shapes

@@ -116,9 +116,7 @@ def why_not(scheme: str, dtype: torch.dtype, family: str = "vllm", experts: bool
     return support(scheme, dtype, family, experts).reason
 
 
-def require_support(
-    scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False, ask: Ask = support
-) -> None:
+def require_support(scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False, ask: Ask = support) -> None:
     """Raise `SchemeError` where the engine, or the learner's kernel family, cannot run `scheme` on this machine.
 
     experts: for routed experts, which need kernels of their own. ask: `support`, or `kept_support` to ask once a

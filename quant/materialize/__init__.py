@@ -43,8 +43,8 @@ def materialize(
     (`quant.layers.linear.fuse_scales`); a scheme with a tensor-wide scale computes it over all of them.
     out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
     views and every stream that was made of them then hold the new weight.
-    Raises `SchemeError` for a shape the scheme cannot hold and for fp4 from fp16 masters, `ValueError` for weights that
-    are not finite or whose scale overflows `dtype`; `out` is not usable after that.
+    Raises `SchemeError` for a shape the scheme cannot hold and for fp4 from fp16 masters, `PrecisionError` for weights
+    that are not finite or whose scale overflows `dtype`; `out` is not usable after that.
     """
     shape = (weight.shape[0], weight.shape[1])
     weight = weight.detach()

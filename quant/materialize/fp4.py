@@ -8,6 +8,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 
 import torch
 
+from configs.errors import PrecisionError
 from quant.materialize.scales import finite_absmax
 from quant.schemes import FP4_MAX, FP8_MAX, Scheme, SchemeError
 
@@ -39,10 +40,10 @@ def check_master(weight: torch.Tensor, scheme: str, layer: str) -> None:
 
 
 def check_range(weight: torch.Tensor, dtype: torch.dtype, layer: str) -> None:
-    """Raise `ValueError` for weights the compute dtype cannot hold once a kernel has dequantized them."""
+    """Raise `PrecisionError` for weights the compute dtype cannot hold once a kernel has dequantized them."""
     largest = float(finite_absmax(weight.flatten(), layer))
     if largest > torch.finfo(dtype).max:
-        raise ValueError(
+        raise PrecisionError(
             f"layer {layer!r}: a master weight of magnitude {largest:.3g} is beyond {dtype}'s range; use bfloat16 as "
             "the compute dtype (--dtype bfloat16)"
         )

@@ -2,6 +2,8 @@
 
 import torch
 
+from configs.errors import PrecisionError
+
 
 def absmax(values: torch.Tensor) -> torch.Tensor:
     """max |v| over the last axis, in the master's dtype."""
@@ -10,7 +12,7 @@ def absmax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_absmax(values: torch.Tensor, layer: str) -> torch.Tensor:
-    """`absmax`. Raises `ValueError` where it is not finite."""
+    """`absmax`. Raises `PrecisionError` where it is not finite."""
     found = absmax(values)
     check_finite(found, layer)
     return found
@@ -29,18 +31,20 @@ def stored_scale(absmax: torch.Tensor, half_range: float, dtype: torch.dtype) ->
 
 
 def check_finite(absmax: torch.Tensor, layer: str) -> None:
-    """Raise `ValueError` for masters whose maxima are not finite."""
+    """Raise `PrecisionError` for masters whose maxima are not finite."""
     if not torch.isfinite(absmax).all():
-        raise ValueError(
-            f"layer {layer!r}: a master weight holds NaN or infinity and cannot be quantized; resume from a checkpoint"
+        raise PrecisionError(
+            f"layer {layer!r}: a master weight holds NaN or infinity and cannot be quantized; at a run's start the "
+            "model's own files hold it: take another copy; later training has diverged: resume from a checkpoint with "
+            "a lower learner.optimizer.lr (--lr)"
         )
 
 
 def check_scale(absmax: torch.Tensor, scale: torch.Tensor, layer: str) -> None:
-    """Raise `ValueError` where masters are not finite, or a scale is beyond its dtype's range."""
+    """Raise `PrecisionError` where masters are not finite, or a scale is beyond its dtype's range."""
     check_finite(absmax, layer)
     if not torch.isfinite(scale).all():
-        raise ValueError(
+        raise PrecisionError(
             f"layer {layer!r}: a master weight of magnitude {float(absmax.max()):.3g} has a scale beyond "
             f"{scale.dtype}'s range; use bfloat16 as the compute dtype (--dtype bfloat16)"
         )

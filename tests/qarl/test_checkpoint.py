@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from configs.errors import ConfigError
-from qarl.report.metrics import _drop_after
-from qarl.run.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
+from qarl.report.metrics import _drop_after, read_metrics
+from qarl.run import checkpoint
+from qarl.run.checkpoint import (
+    CheckpointError,
+    intact_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 
 def test_newest_are_kept_and_read_back(tmp_path: Path):
@@ -29,7 +36,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"step-000002.*No space left.*older checkpoints are intact"):
+    with pytest.raises(CheckpointError, match=r"step-000002.*No space left.*the one of step-000001 is as it was"):
         save_checkpoint(tmp_path, 2, {"x": torch.zeros(3)}, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
     assert load_checkpoint(tmp_path)[0] == 1
@@ -62,8 +69,40 @@ def test_damage_is_noticed(tmp_path: Path):
     raw = bytearray((target / "state-00000.pt").read_bytes())
     raw[len(raw) // 2] ^= 1
     (target / "state-00000.pt").write_bytes(raw)
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(CheckpointError, match=r"is damaged.*no other one is left"):
+        load_checkpoint(tmp_path, step_over=print)
+
+
+def test_a_first_checkpoint_that_fails_claims_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*; none was written before it"):
+        save_checkpoint(tmp_path, 1, {"x": torch.zeros(3)}, keep=1)
+    assert intact_checkpoint(tmp_path) is None
+
+
+def test_why_a_write_failed_is_the_systems_word(tmp_path: Path):
+    """torch's own error speaks of a line of its code."""
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint._write({"x": torch.ones(10**6)}, Path("/dev/full"))
+
+
+@pytest.mark.parametrize("damage", ["bytes", "manifest"])
+def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str):
+    """Contract: with a warning, and set aside so that it neither counts as one of those kept nor is tried again."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, {"x": torch.full((3,), step)}, keep=2)
+    file = tmp_path / "step-000002" / ("state-00000.pt" if damage == "bytes" else "manifest.json")
+    file.write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"step-000002.*is damaged.*remove that folder to go on from step-000001"):
         load_checkpoint(tmp_path)
+    assert intact_checkpoint(tmp_path) == tmp_path / "step-000001"
+    said: list[str] = []
+    assert load_checkpoint(tmp_path, step_over=said.append)[0] == 1
+    assert len(said) == 1 and "step-000002" in said[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged-step-000002", "step-000001"]
 
 
 def test_nothing_to_resume_from(tmp_path: Path):
@@ -77,3 +116,13 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path):
     file.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3, 4)) + '{"step": 5, "rew')
     _drop_after(file, 3)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_lines_are_split_at_line_feeds_alone(tmp_path: Path):
+    """A completion may hold U+2028, U+2029 or U+0085, which JSON leaves as they are."""
+    file = tmp_path / "samples.jsonl"
+    text = [json.dumps({"step": s, "text": "a\u2028b\u2029c\u0085d"}, ensure_ascii=False) for s in (1, 2, 3)]
+    file.write_text("".join(line + "\n" for line in text), encoding="utf-8")
+    _drop_after(file, 2)
+    assert [line["step"] for line in read_metrics(file)] == [1, 2]
+    assert read_metrics(file)[0]["text"] == "a\u2028b\u2029c\u0085d"

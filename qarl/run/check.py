@@ -1,0 +1,89 @@
+"""What can be found wrong before anything heavy is imported and before a run folder exists."""
+
+from pathlib import Path
+
+from configs.errors import ConfigError, InputError, SchemeError
+from configs.load import shipped_names
+from configs.schema.run import RunConfig
+from configs.scheme_names import check_scheme_name
+from configs.words import did_you_mean
+from qarl.report.run_folder import new_path
+from qarl.tasks import RewardError, Task, checked_score, load_task
+from quant.checkpoint.folder import check_folder, local_folder
+
+
+class UnusableRewardError(InputError):
+    """A reward that fails on a reference answer."""
+
+    heading = "reward"
+
+
+def check_files(config: RunConfig, new: bool = True) -> Task:
+    """Raise the error of the part that is wrong: scheme names, output, model folder, task, reward. Returns the task.
+
+    new: whether the run's folder is to be made. Costs milliseconds, but for the import of reasoning-gym (seconds) where
+    the task is one of its. What needs the model's architecture or the machine's kernels is checked by
+    `qarl.run.session.check_input`.
+    """
+    check_scheme_name(config.scheme)
+    for rule in config.layers:
+        try:
+            check_scheme_name(rule.scheme)
+        except SchemeError as error:
+            raise SchemeError(f"layer rule '{rule}': {error}") from error
+    if new:
+        check_new_folder(new_path(config), "run folder", "--output")
+    _check_model(config)
+    return check_task(config)
+
+
+def check_new_folder(path: Path, what: str, option: str) -> None:
+    """Raise `ConfigError` where a folder exists already, or cannot be made. what, option: for the message."""
+    if path.exists() or path.is_symlink():
+        continued = f"continue it with --resume {path}, or " if (path / "config.yaml").is_file() else ""
+        raise ConfigError(f"{what} {str(path)!r} exists; {continued}give another {option}")
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True)  # what the system allows only trying shows: read-only disks, other users, quotas
+    except OSError as error:
+        raise ConfigError(f"cannot make {what} {str(path)!r}: {error.strerror}; give another {option}") from error
+    finally:
+        for folder in missing:
+            if folder.is_dir():
+                folder.rmdir()
+
+
+def check_task(config: RunConfig) -> Task:
+    """Load the task, ask it for a problem of every split the run uses, and try its reward on a reference answer."""
+    task = load_task(config.task.name, config.task.options, config.task.reward)
+    problem = task.problems("train", 0, 1, config.seed)[0]
+    if config.eval.problems:
+        task.problems("heldout", 0, 1, config.seed)
+    try:
+        checked_score(task, problem, problem.answer)
+    except RewardError as error:
+        raise UnusableRewardError(f"tried on a reference answer, {error}") from error
+    return task
+
+
+def is_embedded(name: str) -> bool:
+    """Whether `name` is an embedded policy's: those have a configuration of their name."""
+    return name.startswith("tiny-") and name in shipped_names()
+
+
+def _check_model(config: RunConfig) -> None:
+    if is_embedded(config.model):
+        return
+    try:
+        folder = local_folder(config.model)
+    except InputError as error:
+        embedded = [name for name in shipped_names() if is_embedded(name)]
+        near = did_you_mean(config.model, embedded)
+        hub = f"; a hub id has its owner before it, as in Qwen/{config.model}" if _misses_owner(config.model) else ""
+        raise type(error)(f"{error}{near or hub}") from error
+    if folder is not None:
+        check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+
+
+def _misses_owner(name: str) -> bool:
+    return "/" not in name and "." not in name[:1] and any(c.isdigit() for c in name) and "-" in name

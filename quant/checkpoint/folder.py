@@ -1,0 +1,160 @@
+"""A model folder's files, looked at before anything is loaded: config.json, tokenizer, context, weights' headers.
+
+Reads JSON and bytes alone, and imports neither torch nor transformers, so that a fault is told in milliseconds. What a
+loader would find beyond that (names and shapes of the architecture's tensors) `quant.checkpoint.load` says.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from configs.errors import ModelError
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_HEADER_LIMIT = 100 * 2**20
+"""Bytes of the largest header the safetensors format allows."""
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder `name`, or None where it reads as a hub id (owner/name). Raises `ModelError` for anything else."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(
+            f"model {name!r} is a file; give the folder of a model in transformers' format (config.json, tokenizer and "
+            "*.safetensors)"
+        )
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
+        raise ModelError(f"model folder {name!r} does not exist; give a transformers folder, or a hub id (owner/name)")
+    return None
+
+
+def check_folder(folder: Path, tokens: int) -> None:
+    """Raise `ModelError` for what its files alone tell against training in it. tokens: of prompt and completion."""
+    check_model(folder)
+    check_context(folder, tokens)
+    _check_tokenizer(folder)
+    tensor_shapes(folder)
+
+
+def check_model(folder: Path) -> None:
+    """Raise `ModelError` for a folder without a readable config.json, or a checkpoint that is already quantized."""
+    quantization = read_config(folder).get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown method") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"model {str(folder)!r} is already quantized ({method}); training needs full-precision masters: give the "
+            "original checkpoint"
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json. Raises `ModelError` where there is none, or it holds no JSON object."""
+    if not (folder / "config.json").is_file():
+        if (folder / "config.yaml").is_file():
+            raise ModelError(
+                f"{str(folder)!r} is a run, no model; give the model it was trained from (`model` in its config.yaml), "
+                f"or, of an unquantized run, {str(folder / 'export')!r}"
+            )
+        raise ModelError(f"model folder {str(folder)!r} has no config.json; give a transformers model folder")
+    return _read_object(folder / "config.json")
+
+
+def check_context(folder: Path, tokens: int) -> None:
+    """Raise `ModelError` where prompt and completion together are longer than the model's positions."""
+    config = read_config(folder)
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
+    length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int)), None)
+    if length is None or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+        return
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor = rope.get("factor", 1) if isinstance(rope, dict) else 1
+    if tokens > length * (factor if isinstance(factor, int | float) else 1):
+        raise ModelError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "
+            f"{str(folder)!r} has {length} positions (max_position_embeddings in its config.json); lower one of the two"
+        )
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(
+            f"model folder {str(folder)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); copy it "
+            "from where the model came from"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            _read_object(folder / name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint; none where it has another format. Raises `ModelError` for one
+    that is missing."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        return [whole] if whole.is_file() else []
+    names = _read_object(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelError(f"{str(index)!r} has no weight_map; copy it again")
+    files = [folder / name for name in sorted(set(names.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(
+            f"model {str(folder)!r} lacks {len(missing)} of its {len(files)} weight files, the first being "
+            f"{missing[0]!r}; copy them too"
+        )
+    return files
+
+
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Name → shape of every tensor, by the files' headers; {} for a checkpoint in another format than safetensors.
+
+    Raises `ModelError` for a folder without weights, and for a file that is cut short or no safetensors.
+    """
+    files = weight_files(folder)
+    if not files and not any(folder.glob("*.bin")):
+        raise ModelError(
+            f"model folder {str(folder)!r} has no weights (model.safetensors, or model.safetensors.index.json and the "
+            "files it lists)"
+        )
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        shapes |= _header(file)
+    return shapes
+
+
+def _header(file: Path) -> dict[str, list[int]]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise ModelError(f"{str(file)!r} is no safetensors file, or cut short ({size} bytes); copy it again")
+        try:
+            tensors = json.loads(opened.read(length))
+            held = {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
+            ends = [tensor["data_offsets"][1] for tensor in held.values()]
+            shapes = {name: list(tensor["shape"]) for name, tensor in held.items()}
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+            raise ModelError(f"{str(file)!r} has a damaged header; copy it again") from error
+    if 8 + length + max(ends, default=0) != size:
+        raise ModelError(
+            f"{str(file)!r} is truncated: its header speaks of {8 + length + max(ends, default=0)} bytes, it has "
+            f"{size}; copy it again"
+        )
+    return shapes
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{str(file)!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # of JSON and of UTF-8
+        raise ModelError(f"{str(file)!r} is not JSON: {error}; copy it again") from error
+    if not isinstance(tree, dict):
+        raise ModelError(f"{str(file)!r} holds a {type(tree).__name__}, not an object of settings; copy it again")
+    return tree

@@ -1,0 +1,188 @@
+"""What a person may give wrongly: one message, exit status 2, nothing left behind. In process and without an engine;
+`scripts/bad_inputs.py` generates hundreds of the kind."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qarl.cli.main import main
+
+FINE = {"question": "1 + 1 =", "answer": "2"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with some files of questions, rewards and configurations in it."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "q.jsonl": "".join(json.dumps({**FINE, "split": s}) + "\n" for s in ("train",)),
+        "empty.jsonl": "",
+        "broken.jsonl": '{"question": "1"\n',
+        "list.json": json.dumps([FINE]),
+        "raises.py": "def reward(problem, text):\n    return {}['score']\n",
+        "exits.py": "import sys\n\n\ndef reward(problem, text):\n    sys.exit(3)\n",
+        "words.py": "def reward(problem, text):\n    return '1'\n",
+        "syntax.py": "def reward(:\n",
+        "twice.yaml": "steps: 1\nsteps: 2\n",
+        "value.yaml": "learner: 5\n",
+        "model.gguf": "GGUF",
+    }.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.yaml").write_bytes(b"# \xe9\n")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9", "answer": "2"}\n')
+    (tmp_path / "taken").mkdir()
+    return tmp_path
+
+
+def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> str:
+    """The message; everything else of the contract is checked here."""
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*") if "__pycache__" not in path.parts}
+    assert main(arguments.split()) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") <= 4 and "Traceback" not in message and "validation error" not in message, message
+    after = {path: path.stat().st_mtime_ns for path in place.rglob("*") if "__pycache__" not in path.parts}
+    assert before == after
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("trian", "'trian' must be one of train, export"),
+        ("bench kernel", "did you mean 'kernels'?"),
+        ("train --lr -1e-3", "learner.optimizer.lr (--lr) -0.001 must be a number, above 0, at most 1"),
+        ("train --lr .inf", "(--lr) inf must be a number"),
+        ("train --lr 1e9", "(--lr) 1000000000.0 must be a number, above 0, at most 1"),
+        ("train --aligned", "option --aligned needs a value"),
+        ("train --steps 5 --steps 6", "option --steps is given twice"),
+        ("train --config a --config b", "option --config is given twice"),
+        ("train --learner.optimizer.betas [2,3]", "betas [2, 3] must be a list of 2 values, each a number, at least 0"),
+        ("train --prompts 1e11", "rollout.prompts (--prompts) 100000000000.0 must be a whole number"),
+        ("train --seed 1e23", "seed 1e+23 must be a whole number"),
+        ("train --learner.optimizer.warmup_steps 1000", "warmup_steps 1000 is more than steps 150"),
+        ("train --objective gpro", "name 'gpro' is no objective"),
+        ("train --dtype bf16", "dtype 'bf16' must be one of bfloat16, float16, float32"),
+        ("train --max_new_tokens 5", "did you mean --max-new-tokens (rollout.max_new_tokens)?"),
+        ("train --stpes 5", "unknown option --stpes; did you mean --steps?"),
+        ("train --layers [=w8a8", "option --layers '[=w8a8' cannot be read"),
+        ("train --learner 5", "option --learner is a section; give one of its fields, such as --learner.aligned"),
+        ("train --processes two", "--processes 'two' must be a whole number"),
+        ("train --config papre", "did you mean 'paper'?"),
+        ("train --config taken", "configuration 'taken' is a folder"),
+        ("train --config twice.yaml", "key 'steps' is given twice, in lines 1 and 2"),
+        ("train --config value.yaml", "learner 5 is no mapping; it is a section"),
+        ("train --config latin.yaml", "is not UTF-8 text"),
+        ("train --scheme int4", "unknown scheme 'int4': known are 'bf16', 'w4a16'"),
+        ("train --scheme W4A16", "did you mean 'w4a16'?"),
+        ("train --layers *.down_proj=int3", "layer rule '*.down_proj=int3': unknown scheme 'int3'"),
+        ("train --output taken", "run folder 'taken' exists; give another --output"),
+        ("train --output q.jsonl/run", "cannot make run folder 'q.jsonl/run': Not a directory"),
+        ("train --model nope", "model folder 'nope' does not exist"),
+        ("train --model tiny-qwen", "did you mean 'tiny-qwen3'?"),
+        ("train --model Qwen3-0.6B", "as in Qwen/Qwen3-0.6B"),
+        ("train --model model.gguf", "'model.gguf' is a file; give the folder"),
+        ("train --model taken", "'taken' has no config.json"),
+        ("train --task q.jsonl", 'q.jsonl has no heldout questions; add lines with "split": "heldout"'),
+        ("train --task empty.jsonl", "task file empty.jsonl is empty"),
+        ("train --task broken.jsonl", "broken.jsonl:1: not valid JSON"),
+        ("train --task latin.jsonl", "latin.jsonl:1: not UTF-8 text"),
+        ("train --task nope.jsonl", "task file nope.jsonl does not exist"),
+        ("train --task list.json", "jq -c '.[]' list.json > list.jsonl"),
+        ("train --task chain_sums", "unknown task 'chain_sums'; did you mean chain_sum"),
+        ("train --task chain_sum --task.options.terms 2", "unknown option 'terms' of task 'chain_sum'"),
+        ("train --task chain_sum --task.options.min_terms two", "'min_terms' of task 'chain_sum' is 'two'"),
+        ("train --reward nope:f", "there is no module 'nope', neither in the working folder nor installed"),
+        ("train --reward raises", "must read file.py:function or package.module:function"),
+        ("train --reward raises:rewrad", "has no function 'rewrad'; did you mean 'reward'?"),
+        ("train --reward syntax.py:reward", "SyntaxError: invalid syntax"),
+        ("train --reward raises:reward", "raised KeyError: 'score'"),
+        ("train --reward exits.py:reward", "raised sys.exit(3)"),
+        ("train --reward words.py:reward", "returned '1' (str); a reward must be a finite number"),
+        ("train --resume nope", "there is no folder 'nope'"),
+        ("train --resume taken", "'taken' is no run folder"),
+    ],
+)
+def test_one_message_and_nothing_left_behind(
+    place: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+):
+    assert said in refused(arguments, capsys, place)
+
+
+def copied(model: Path, place: Path) -> Path:
+    return Path(shutil.copytree(model, place / "model"))
+
+
+def change_json(file: Path, **fields: object) -> None:
+    tree = json.loads(file.read_text())
+    file.write_text(json.dumps({**tree, **fields}))
+
+
+def cut(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda m: (m / "config.json").write_text("[1]"), "holds a list, not an object of settings"),
+        (lambda m: (m / "config.json").write_text("{"), "is not JSON"),
+        (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda m: (m / "tokenizer.json").write_text("{"), "tokenizer.json' is not JSON"),
+        (lambda m: (m / "model.safetensors").unlink(), "has no weights (model.safetensors, or"),
+        (lambda m: (m / "model.safetensors").write_bytes(b""), "is no safetensors file, or cut short (0 bytes)"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"garbage" * 99), "is no safetensors file, or cut short"),
+        (lambda m: (m / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "has a damaged header"),
+        (cut, "is truncated: its header speaks of"),
+        (lambda m: change_json(m / "config.json", quantization_config={"quant_method": "gptq"}), "already quantized"),
+        (
+            lambda m: change_json(m / "config.json", max_position_embeddings=64),
+            "but the model 'model' has 64 positions",
+        ),
+        (lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'), "lacks 1 of its 1"),
+    ],
+)
+def test_models_are_refused_by_their_files(
+    place: Path, random_policy, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], said: str
+):
+    """Before torch is imported: all of these are in the files' own bytes."""
+    damage(copied(random_policy(True), place))
+    assert said in refused("train --config tiny-qwen3 --model model --rollout.max_new_tokens 8", capsys, place)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda m: change_json(m / "config.json", hidden_size=256), "in its files and"),
+        (lambda m: change_json(m / "config.json", model_type="t5"), "'t5', no causal language model"),
+        (lambda m: change_json(m / "config.json", model_type="nope"), "cannot be built from its config.json"),
+        (lambda m: change_json(m / "tokenizer.json", model={}), "the tokenizer of 'model' cannot be loaded"),
+        (
+            lambda m: change_json(m / "tokenizer_config.json", chat_template="{{ raise_exception('no user') }}"),
+            "the chat template of 'model' cannot be applied: TemplateError: no user",
+        ),
+    ],
+)
+def test_models_are_refused_by_what_they_build(
+    place: Path,
+    random_policy,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], object],
+    said: str,
+):
+    """Before a run folder is made. Kernels are not asked: the model is at fault."""
+    monkeypatch.setattr("qarl.run.session.require_support", lambda *_, **__: None)
+    damage(copied(random_policy(True), place))
+    assert said in refused("train --config tiny-qwen3 --model model --scheme bf16", capsys, place)
+
+
+def test_versions_are_told(capsys: pytest.CaptureFixture[str]):
+    for arguments in (["--version"], ["-V"], ["version"]):
+        assert main(arguments) == 0
+        assert capsys.readouterr().out.startswith("qarl ")
+    assert main(["help"]) == 0

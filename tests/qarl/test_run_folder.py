@@ -1,0 +1,105 @@
+"""A run's folder: locked by its run, gone where the start failed, and what a resumed run may be asked."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigError
+from configs.load import load_config
+from qarl.cli.main import main
+from qarl.report.run_folder import RunFolder
+
+
+def new_run(path: Path, *steps: int, export: bool = False) -> RunFolder:
+    """A run folder with (empty) checkpoints of these steps."""
+    run = RunFolder.create(load_config(None, {"output": str(path), "steps": "8"}))
+    for step in steps:
+        checkpoint = run.checkpoints / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "sha256": {}}))
+    if export:
+        run.export.mkdir()
+    return run
+
+
+def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path):
+    """Contract: a second one is told which process has it; the lock goes with the process, also by kill -9."""
+    run = new_run(tmp_path / "run")
+    code = f"""
+import time
+from pathlib import Path
+from qarl.report.run_folder import RunFolder
+with RunFolder.open(Path({str(run.path)!r})).locked():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=f"is written by process {holder.pid}; wait for it"), run.locked():
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with run.locked():
+        pass
+
+
+def test_a_discarded_run_takes_the_folders_made_for_it_along(tmp_path: Path):
+    (tmp_path / "kept").mkdir()
+    run = new_run(tmp_path / "kept" / "made" / "too" / "run")
+    assert not run.has_begun()
+    run.discard()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "kept"]
+
+
+def test_a_step_or_a_checkpoint_is_a_beginning(tmp_path: Path):
+    assert new_run(tmp_path / "a", 2).has_begun()
+    run = new_run(tmp_path / "b")
+    run.metrics.write_text("{}\n")
+    assert run.has_begun()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 0, "is finished: 8 of 8 steps are done, and {run}/export holds its export; nothing was left to do"),
+        (["--steps", "4"], 2, "steps 4, but run '{run}' has done 8 already"),
+        (["--output", "else"], 2, "--output else does not apply: leave it out"),
+        (["--config", "paper"], 2, "--config paper does not apply: leave it out"),
+        (["--scheme", "w8a8"], 2, "started with scheme 'w4a16' and cannot be resumed with 'w8a8'"),
+    ],
+)
+def test_what_a_finished_run_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
+):
+    run = new_run(tmp_path / "run", 4, 8, export=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", "--resume", str(run.path), *arguments]) == status
+    printed = capsys.readouterr()
+    assert said.format(run=run.path) in printed.out + printed.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("steps: [\n", "is not YAML"),
+        ("- 1\n", "must hold keys and values"),
+        ("future_field: 1\n", "the run was started by another version of qarl"),
+    ],
+)
+def test_a_damaged_or_newer_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str):
+    run = new_run(tmp_path / "run")
+    (run.path / "config.yaml").write_text(text)
+    assert main(["train", "--resume", str(run.path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--resume", str(tmp_path / "nope")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "is no run folder (it has no config.yaml)" in capsys.readouterr().err
