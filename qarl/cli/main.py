@@ -334,7 +334,8 @@ def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> in
     quiet_libraries()
     from qarl.cli.schemes import print_schemes, rows_as_data, scheme_rows
 
-    rows = scheme_rows(known.model, known.dtype, known.kernel)
+    with told_to(Console(stderr=True)):
+        rows = scheme_rows(known.model, known.dtype, known.kernel)
     print_schemes(console, rows, known.model)
     write_json(known.json, rows_as_data(rows))
     return 0

@@ -1,110 +1,41 @@
 """`qarl schemes`: every scheme, what it costs in bytes, and what would multiply it on this machine."""
 
 import dataclasses
-from dataclasses import dataclass
+import hashlib
+from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
 
-from quant.checkpoint.load import empty_model, load_config
-from quant.checkpoint.shapes import expert_modules, weight_shapes
-from quant.kernels.supported import Support, support
-from quant.materialize.size import stored_bytes
-from quant.schemes import (
-    COMPUTE_DTYPES,
-    SCHEMES,
-    Scheme,
-    SchemeError,
-    describe_activations,
-    describe_weights,
-    get_scheme,
-)
-
-REFERENCE_SHAPE = (4096, 4096)
-"""Output rows and input columns of the layer that stands for a model where none is given."""
-
-
-@dataclass(frozen=True)
-class SchemeRow:
-    """One scheme. bytes_per_parameter: of the layers it quantizes, scales included; checkpoint_bytes: of all of the
-    model's tensors, None without a model; both None where the model's shapes do not fit, as shape_reason says.
-
-    learner_kernel, engine_kernel: what would multiply, as the audit names it, "" where nothing can, for the reason
-    beside it.
-    """
-
-    name: str
-    weights: str
-    activations: str
-    format: str
-    bytes_per_parameter: float | None
-    checkpoint_bytes: int | None
-    shape_reason: str
-    learner_kernel: str
-    learner_reason: str
-    engine_kernel: str
-    engine_reason: str
+from qarl.cli.scheme_row import REFERENCE_SHAPE, SchemeRow
+from qarl.report.startup import phase
+from quant.runtime.answers import keep_answer, read_answer
 
 
 def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[SchemeRow]:
-    """A row per scheme.
+    """A row per scheme; remembered on disk, so that only the first time imports vLLM and asks its kernels.
 
     model: folder, hub id or embedded name, of which only config.json is read; None: a layer of `REFERENCE_SHAPE`.
     dtype: compute dtype, a key of COMPUTE_DTYPES. kernel: the learner's kernel family.
     Raises `ModelError` for a model whose configuration cannot be read.
     """
-    empty = None if model is None else empty_model(_architecture(model))
-    return [_row(scheme, empty, COMPUTE_DTYPES[dtype], kernel) for scheme in SCHEMES.values()]
+    question = {"model": model, "config": _config_digest(model), "dtype": dtype, "kernel": kernel}
+    kept = read_answer("schemes", question)
+    if kept:
+        return [SchemeRow(**row) for row in kept]
+    from qarl.cli.scheme_rows import compute_rows
+
+    with phase("asking the kernels of this machine"):
+        rows = compute_rows(model, dtype, kernel)
+    keep_answer("schemes", question, rows_as_data(rows))
+    return rows
 
 
-def _architecture(name: str) -> Any:
-    from qarl.embedded.recipe import RECIPES, recipe_config, tiny_names
-
-    return recipe_config(RECIPES[name]) if name in tiny_names() else load_config(name)
-
-
-def _row(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype, kernel: str) -> SchemeRow:
-    experts = model is not None and bool(expert_modules(model))
-    learner, engine = (support(scheme.name, dtype, family, experts) for family in (kernel, "vllm"))
-    per_parameter, total, reason = None, None, ""
-    try:
-        per_parameter, total = _bytes(scheme, model, dtype)
-    except SchemeError as error:
-        reason = str(error)
-    stored = scheme.format.value if scheme.format else "unquantized"
-    words = (scheme.name, describe_weights(scheme), describe_activations(scheme), stored)
-    return SchemeRow(*words, per_parameter, total, reason, *_usable(learner), *_usable(engine))
-
-
-def _usable(found: Support) -> tuple[str, str]:
-    return ("" if found.reason else found.kernel), found.reason
-
-
-def _bytes(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype) -> tuple[float, int | None]:
-    """Bytes per parameter of the quantized layers, and of the whole checkpoint. Raises `SchemeError` for shapes."""
-    if model is None:
-        rows, columns = REFERENCE_SHAPE
-        return stored_bytes(scheme, REFERENCE_SHAPE, dtype) / (rows * columns), None
-    shapes = _quantized_layers(scheme, model)
-    quantized = sum(stored_bytes(scheme, shape, dtype) for shape in shapes.values())
-    parameters = sum(rows * columns for rows, columns in shapes.values())
-    others = sum(p.numel() for p in model.parameters()) - parameters
-    return quantized / parameters, quantized + others * dtype.itemsize
-
-
-def _quantized_layers(scheme: Scheme, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Shapes (O, I) of the matrices by checkpoint name; of `bf16`, those any other scheme would quantize."""
-    selecting = scheme if scheme.quantization else get_scheme("w8a8")
-    found = weight_shapes(model)
-    shapes = {name: shape for name, shape in found.items() if not selecting.leaves_alone(name)}
-    for name, shape in shapes.items():
-        scheme.check_layer(name, shape)
-    if not shapes:
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(found)} linear layers")
-    return shapes
+def _config_digest(model: str | None) -> str:
+    """SHA-256 of a local model's config.json; "" without one (an embedded model's is our code, a hub id's its name)."""
+    file = Path(model or ".").expanduser() / "config.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if model and file.is_file() else ""
 
 
 def print_schemes(console: Console, rows: list[SchemeRow], model: str | None) -> None:

@@ -13,7 +13,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -36,8 +35,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from configs.errors import ModelError
 from learner.optim.optimizer import MatrixView, matrices_of
 from qarl.tasks import Problem, load_task
+from quant.runtime.answers import cache_folder
 
 Progress = Callable[[str], None]
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
@@ -146,21 +147,25 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, prog
 
     The folder's manifest is checked, file by file, on every call; a stale or damaged folder is rebuilt.
     Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
+    Raises `ModelError` where the cache lacks it and cannot be written.
     """
-    cache = cache or default_cache()
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache or cache_folder()
     folder = cache / f"{name}-{_recipe_hash(recipe)}"
-    with _locked(folder.with_suffix(".lock")):
-        faults = find_faults(folder, recipe) if folder.exists() else ["not built yet"]
-        if faults:
-            progress(f"building {name} in {folder}: {'; '.join(faults)}")
-            _rebuild(recipe, folder, progress)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")):
+            faults = find_faults(folder, recipe) if folder.exists() else ["not built yet"]
+            if faults:
+                progress(f"building {name} in {folder}: {'; '.join(faults)}")
+                _rebuild(recipe, folder, progress)
+    except OSError as error:
+        if folder.exists() and not find_faults(folder, recipe):
+            return folder  # a cache to read only, that holds it
+        raise ModelError(
+            f"cannot keep {name} in the cache {str(cache)!r}: {error.strerror or error}; name another folder in "
+            "QARL_CACHE"
+        ) from error
     return folder
-
-
-def default_cache() -> Path:
-    """$QARL_CACHE if set and not empty, else ~/.cache/qarl."""
-    return Path(os.environ.get("QARL_CACHE") or Path.home() / ".cache" / "qarl")
 
 
 def find_faults(folder: Path, recipe: TinyRecipe) -> list[str]:

@@ -57,15 +57,12 @@ def _file(kind: str, question: Mapping[str, Any]) -> Path:
     return cache_folder() / "answers" / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def surroundings() -> dict[str, Any]:
-    """What an answer depends on besides its question."""
-    chosen = {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET}
-    return {**_installed(), "environment": chosen}
-
-
 @functools.cache
-def _installed() -> dict[str, Any]:
+def surroundings() -> dict[str, Any]:
+    """What an answer depends on besides its question, as it was when first asked: libraries that answer change the
+    environment."""
     return {
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET},
         "python": platform.python_version(),
         "libraries": {name: found for name in _LIBRARIES if (found := _version(name))},
         "code": _code(),

@@ -19,7 +19,6 @@ from qarl.embedded.recipe import (
     RECIPES,
     TinyRecipe,
     build_tiny,
-    default_cache,
     encode_problems,
     ensure_recipe,
     ensure_tiny,
@@ -27,6 +26,7 @@ from qarl.embedded.recipe import (
     tiny_names,
 )
 from qarl.tasks import load_task
+from quant.runtime.answers import cache_folder
 
 SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)
 
@@ -214,6 +214,6 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path) -> None:
 
 def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("QARL_CACHE", str(tmp_path))
-    assert default_cache() == tmp_path
+    assert cache_folder() == tmp_path
     monkeypatch.delenv("QARL_CACHE")
-    assert default_cache() == Path.home() / ".cache" / "qarl"
+    assert cache_folder() == Path.home() / ".cache" / "qarl"

@@ -1,0 +1,91 @@
+"""Answers about the machine: asked once, asked again where anything they depend on changed, and never in the way."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl.cli.main import main
+from quant.kernels import supported
+from quant.kernels.supported import Support, kept_support
+from quant.runtime import answers
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_an_answer_is_kept_for_its_question_alone():
+    assert answers.read_answer("support", {"scheme": "a"}) is None
+    answers.keep_answer("support", {"scheme": "a"}, {"kernel": "k"})
+    assert answers.read_answer("support", {"scheme": "a"}) == {"kernel": "k"}
+    assert answers.read_answer("support", {"scheme": "b"}) is None
+    assert answers.read_answer("schemes", {"scheme": "a"}) is None
+
+
+@pytest.mark.parametrize("part", ["python", "libraries", "code", "cpu", "gpus", "driver"])
+def test_another_machine_or_software_asks_again(part: str, monkeypatch: pytest.MonkeyPatch):
+    answers.keep_answer("support", {}, 1)
+    changed = {**answers.surroundings(), part: "other"}
+    monkeypatch.setattr(answers, "surroundings", lambda: changed)
+    assert answers.read_answer("support", {}) is None
+
+
+def test_a_variable_that_chooses_kernels_asks_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(answers, "surroundings", answers.surroundings.__wrapped__)
+    answers.keep_answer("support", {}, 1)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert answers.read_answer("support", {}) == 1
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert answers.read_answer("support", {}) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"question": {}}', '{"question": {"a": 1}, "answer": 2}', "\xff"])
+def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str):
+    answers.keep_answer("support", {}, 1)
+    (file,) = (cache / "answers").iterdir()
+    file.write_bytes(text.encode("latin-1"))
+    assert answers.read_answer("support", {}) is None
+    answers.keep_answer("support", {}, 2)
+    assert answers.read_answer("support", {}) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "file" / "cache"))
+    answers.keep_answer("support", {}, 1)
+    assert answers.read_answer("support", {}) is None
+
+
+def test_kernels_are_asked_once_a_machine(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def ask(scheme: str, *_: object) -> Support:
+        asked.append(scheme)
+        return Support("", "no")
+
+    monkeypatch.setattr(supported, "support", ask)
+    for _ in range(2):
+        assert kept_support("w4a16", torch.bfloat16, "reference") == Support("", "no")
+    assert asked == ["w4a16"]
+    for file in (cache / "answers").iterdir():
+        kept = json.loads(file.read_text())
+        file.write_text(json.dumps({**kept, "answer": {"kernel": 1}}))
+    kept_support("w4a16", torch.bfloat16, "reference")
+    assert asked == ["w4a16"] * 2, "an answer of another shape is none"
+
+
+def test_the_second_list_of_schemes_imports_neither_torch_nor_vllm(cache: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["schemes", "--kernel", "reference"]) == 0
+    first = capsys.readouterr().out
+    code = (
+        "import sys; from qarl.cli.main import main; status = main(['schemes', '--kernel', 'reference']); "
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(status)"
+    )
+    second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert second.stdout == first
