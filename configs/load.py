@@ -3,7 +3,7 @@
 import difflib
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -185,7 +185,7 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass as text.
     """
     annotation = known[path].annotation if path in known else Any
-    if annotation in (str, Text) or (annotation == Text | None and text != "null"):
+    if annotation in (str, Text) or (Text in get_args(annotation) and text != "null"):
         return text
     if path in _PATTERNS and not text.lstrip().startswith("["):
         return text

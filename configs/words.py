@@ -45,7 +45,7 @@ def _kind(annotation: Any) -> str:
     if origin is typing.Annotated:
         return _kind(parts[0]) + _bounds(parts[1:])
     if origin is tuple and Ellipsis not in parts:
-        return f"a list of {len(parts)} values, each {_kind(parts[0])}"
+        return f"a list of {len(parts)} values, each {_kind(next(iter(parts)))}"
     if origin is dict:
         return "a mapping, such as {min_terms: 2}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty"}

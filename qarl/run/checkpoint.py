@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -66,7 +66,7 @@ def _write(state: dict[str, Any], file: Path) -> None:
     with file.open("wb") as stream:
         recorded = _Recorded(stream)
         try:
-            torch.save(state, recorded)
+            torch.save(state, cast(IO[bytes], recorded))
         except RuntimeError as error:  # torch says where in its code a write failed, not why
             raise recorded.refusal or error from error
         stream.flush()
