@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
-from qarl.cli.schemes import _bytes
+from qarl.cli.scheme_rows import _bytes
 from quant.checkpoint.families import FAMILIES
 from quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from quant.checkpoint.shapes import plan_layers, weight_shapes
