@@ -1,4 +1,4 @@
-"""The door to every engine: the one place that chooses which kind samples."""
+"""The door to every engine: the one place that chooses which kind samples and serves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from configs.schema.run import RolloutConfig
 from rollout.engine import Engine
+from rollout.types import Served
 
 
 @contextmanager
@@ -24,6 +25,14 @@ def open_engine(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: b
             engine.close()
         raise
     engine.close()
+
+
+def server_command(served: Served, host: str, port: int, more: list[str]) -> list[str]:
+    """The command of an OpenAI-compatible server on a checkpoint, to be started in this process's environment, in which
+    it sets what an engine's is. more: options of the server's own, which win."""
+    from rollout.vllm.serve import server_command
+
+    return server_command(served, host, port, more)
 
 
 def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool) -> Engine:

@@ -1,6 +1,7 @@
-"""What passes between sampling and learning. Imports neither torch nor vllm."""
+"""What passes between sampling and learning, and to a server. Imports neither torch nor vllm."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -51,3 +52,16 @@ class Sampling:
     temperature: float = 1.0
     seed: int = 0
     first_prompt: int = 0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server is started on. folder: the checkpoint. name: the model's in requests. dtype: compute dtype,
+    "bfloat16", "float16" or "float32". max_model_len: prompt and completion tokens; None: as many as the model has
+    positions. kv_cache_gib: CPU key/value cache in GiB."""
+
+    folder: Path
+    name: str
+    dtype: str
+    max_model_len: int | None = None
+    kv_cache_gib: int = 1

@@ -20,6 +20,7 @@ from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
+from qarl.cli.serve import add_serve
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import describe_version, installed
 from qarl.report.startup import phase, told_to
@@ -59,6 +60,7 @@ def _parser() -> Parser:
     _add_train(commands)
     _add_export(commands)
     _add_eval(commands)
+    add_serve(commands)
     add_bench(commands)
     _add_schemes(commands)
     add_tasks(commands)

@@ -1,0 +1,108 @@
+"""`qarl serve`: vLLM's OpenAI-compatible server on a run's export, with the settings of the engine that proved it."""
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from configs.errors import InputError
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.options import refuse_rest
+from qarl.report.run_folder import RunFolder
+from rollout.open import server_command
+from rollout.types import Served
+
+
+class ServeError(InputError):
+    """A folder that cannot be served, or an address that cannot be listened at."""
+
+    heading = "serve"
+
+
+def add_serve(commands: Any) -> None:
+    """Add `qarl serve` to the commands."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve a run's export through vLLM's OpenAI-compatible API",
+        usage="qarl serve TARGET [--host HOST] [--port N] [-- VLLM OPTIONS]",
+        description="Serve a run's export through vLLM's OpenAI-compatible API, until Ctrl-C or SIGTERM.",
+        epilog="Whatever follows -- goes to vLLM, and wins: qarl serve runs/NAME -- --max-model-len 4096 --api-key KEY",
+        allow_abbrev=False,
+    )
+    serve.add_argument("target", metavar="TARGET", help="run folder (its export), or an exported checkpoint")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all, for others to reach it "
+                       "(default 127.0.0.1, this machine alone)")  # fmt: skip
+    serve.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen at (default 8000)")
+    serve.set_defaults(run=_serve)
+
+
+def _serve(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    given = known.arguments
+    to_vllm = given[given.index("--") + 1 :] if "--" in given else []
+    refuse_rest([item for item in rest[: len(rest) - len(to_vllm)] if item != "--"])
+    served = find_served(Path(known.target))
+    require_free(known.host, known.port)
+    console.print(
+        f"starting vLLM on {served.folder}: http://{known.host}:{known.port}/v1, model {served.name!r}; Ctrl-C ends it",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    sys.stdout.flush()
+    quiet_libraries()
+    command = server_command(served, known.host, known.port, to_vllm)
+    os.execve(command[0], command, os.environ)
+
+
+def find_served(target: Path) -> Served:
+    """What a run folder or an exported checkpoint is served with. Raises `ServeError` for what is neither."""
+    if not target.is_dir():
+        raise ServeError(f"there is no folder {str(target)!r}; give a run folder, or a checkpoint `qarl export` wrote")
+    run = (target / "config.yaml").is_file()
+    folder = RunFolder(target).export if run else target
+    if run and not folder.is_dir():
+        quoted = shlex.quote(str(target))
+        raise ServeError(
+            f"run {str(target)!r} has no export yet; finish it (qarl train --resume {quoted}), or write one of its "
+            f"newest checkpoint (qarl export {quoted} -o DIR) and serve that"
+        )
+    dtype = _dtype(folder)
+    name = target.resolve().name
+    if not run:
+        return Served(folder, name, dtype)
+    rollout = RunFolder(target).config().rollout
+    return Served(folder, name, dtype, rollout.max_prompt_tokens + rollout.max_new_tokens, rollout.kv_cache_gib)
+
+
+def _dtype(folder: Path) -> str:
+    """The compute dtype a checkpoint was exported for. Raises `ServeError` for a folder that is no checkpoint."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        dtype = config["dtype"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ServeError(
+            f"{str(folder)!r} is no exported checkpoint: its config.json cannot be read or names no dtype "
+            f"({type(error).__name__}: {error}); give a run folder, or a checkpoint `qarl export` wrote"
+        ) from error
+    if not any(folder.glob("*.safetensors")):
+        raise ServeError(
+            f"{str(folder)!r} has no weights (*.safetensors); export the run again: qarl export RUN -o DIR"
+        )
+    return dtype
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise `ServeError` where nothing can listen at `host`:`port`."""
+    if not 1 <= port <= 65535:
+        raise ServeError(f"--port {port} is no port; allowed are 1 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ServeError(f"cannot listen at {host}:{port}: {error}; give another --port or --host") from error

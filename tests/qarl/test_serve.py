@@ -1,0 +1,82 @@
+"""`qarl serve`: what it refuses, what it starts, and over HTTP the engine's own tokens."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from qarl.cli.main import main
+from qarl.cli.serve import find_served
+from rollout.open import server_command
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not refused would replace this process."""
+    monkeypatch.delattr(os, "execve")
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """What an exported checkpoint looks like from outside."""
+    folder = tmp_path / "a policy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"dtype": "float16"}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
+def run(export: Path, tmp_path: Path) -> Path:
+    """A run folder around it, of 64 + 8 tokens."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rollout = {"max_prompt_tokens": 64, "max_new_tokens": 8, "kv_cache_gib": 3}
+    (folder / "config.yaml").write_text(json.dumps({"dtype": "float16", "rollout": rollout}))
+    export.rename(folder / "export")
+    return folder
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["serve", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path, run: Path, capsys):
+    assert "there is no folder" in refusal([str(tmp_path / "nope")], capsys)
+    assert "is no exported checkpoint" in refusal([str(tmp_path)], capsys)
+    (run / "export" / "model.safetensors").unlink()
+    assert "has no weights" in refusal([str(run)], capsys)
+    (run / "export").rename(tmp_path / "elsewhere")
+    assert f"qarl train --resume {run}" in refusal([str(run)], capsys)
+    (tmp_path / "elsewhere" / "config.json").write_text("[]")
+    assert "is no exported checkpoint" in refusal([str(tmp_path / "elsewhere")], capsys)
+    assert "unknown argument '--max-model-len'" in refusal(
+        ["x", "--max-model-len", "5", "--", "--api-key", "k"], capsys
+    )
+
+
+def test_a_taken_port_is_refused(run: Path, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1:{port}" in refusal([str(run), "--port", str(port)], capsys)
+    assert "allowed are 1 to 65535" in refusal([str(run), "--port", "99999"], capsys)
+    assert "cannot listen at nowhere.invalid:8000" in refusal([str(run), "--host", "nowhere.invalid"], capsys)
+
+
+def test_a_run_is_served_as_its_engine_ran(run: Path):
+    served = find_served(run)
+    assert (served.folder, served.name, served.dtype) == (run / "export", "run", "float16")
+    assert (served.max_model_len, served.kv_cache_gib) == (72, 3)
+    command = server_command(served, "127.0.0.1", 8000, ["--max-model-len", "50"])
+    assert command[-2:] == ["--max-model-len", "50"], "what the user asks of vLLM comes last, and wins"
+    assert command[command.index("--dtype") + 1] == "float16"
+
+
+def test_an_export_alone_is_served_with_its_own_dtype(export: Path):
+    served = find_served(export)
+    assert (served.name, served.dtype, served.max_model_len) == ("a policy", "float16", None)
