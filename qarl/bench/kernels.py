@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
-from rich.text import Text
 
 from configs.errors import ConfigError
+from qarl.report.tables import PlainTable
 from quant.kernels import KernelError, make_factory
 from quant.kernels.base import Product, ProductFactory
 from quant.kernels.supported import why_not
@@ -98,21 +97,20 @@ def parse_tokens(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def table(rows: list[KernelRow], dtype: str) -> Table:
+def table(rows: list[KernelRow], dtype: str) -> PlainTable:
     """Rows for a person: a column for each count of tokens, time as a multiple of bf16's, and milliseconds."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     counts = sorted({row.tokens for row in rows if row.seconds is not None})
     title = f"the learner's products, {dtype}, {device}: time / bf16's (ms)"
-    shown = Table("scheme", "rows × columns", title=title, title_justify="left", caption_justify="left")
-    for count in counts:
-        shown.add_column(f"{count} tokens", justify="right")
-    shown.add_column("kernel", overflow="fold")
+    figures = [f"{count} tokens" for count in counts]
+    reasons = dict.fromkeys(f"- {row.scheme}: {row.reason}" for row in rows if row.reason)
+    shown = PlainTable(
+        "scheme", "rows × columns", *figures, "kernel", figures=figures, title=title, caption="\n".join(reasons)
+    )
     for scheme, shape in dict.fromkeys((row.scheme, row.shape) for row in rows):
         found = {row.tokens: row for row in rows if (row.scheme, row.shape) == (scheme, shape)}
         times = [_times(found[count]) if count in found else "-" for count in counts]
         shown.add_row(scheme, f"{shape[0]} × {shape[1]}", *times, next(iter(found.values())).kernel)
-    reasons = dict.fromkeys(f"- {row.scheme}: {row.reason}" for row in rows if row.reason)
-    shown.caption = Text("\n".join(reasons))  # as text: vLLM's words may hold brackets
     return shown
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
@@ -22,6 +21,7 @@ from configs.schema.run import RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
+from qarl.report.tables import PlainTable
 from qarl.run.session import check_input
 
 OBJECTIVES = tuple(name for section in get_args(AnyObjective) for name in section.names())
@@ -87,13 +87,12 @@ def measure(options: ObjectivesOptions, console: Console) -> list[Trained]:
     ]
 
 
-def table(trained: list[Trained]) -> Table:
+def table(trained: list[Trained]) -> PlainTable:
     """A row an objective: means over seeds, and the range of the accuracy. The columns are `Trained`'s."""
     seeds = len({t.seed for t in trained})
     title = f"objectives: means over {seeds} seed{'s' * (seeds > 1)}"
-    shown = Table(Column("objective", no_wrap=True), title=title, title_justify="left")
-    for column in ("held-out", "min", "max", "reward", "k3", "update", "clipped", "error tokens"):
-        shown.add_column(column, justify="right", overflow="fold")
+    figures = ("held-out", "min", "max", "reward", "k3", "update", "clipped", "error tokens")
+    shown = PlainTable("objective", *figures, figures=figures, title=title)
     for objective in dict.fromkeys(t.objective for t in trained):
         runs = [t for t in trained if t.objective == objective]
 

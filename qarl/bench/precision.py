@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Column, Table
 
 from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
@@ -23,6 +22,7 @@ from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from qarl.bench.learner.batch import MODELS, PAD, draw_sequences, write_model
 from qarl.bench.learner.worker import groups_of
+from qarl.report.tables import PlainTable
 from quant.checkpoint.load import load_masters
 from quant.kernels.supported import require_support
 from quant.layers.context import LayerContext
@@ -92,14 +92,13 @@ def measure(options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MA
     return rows
 
 
-def table(rows: list[PrecisionRow], options: PrecisionOptions) -> Table:
+def table(rows: list[PrecisionRow], options: PrecisionOptions) -> PlainTable:
     """A row a precision; the columns are `PrecisionRow`'s, in its order."""
     title = (
         f"masters after {options.steps} steps of {options.optimizer} at {options.lr:g}, against {rows[0].master_dtype}"
     )
-    shown = Table(Column("masters", no_wrap=True), title=title, title_justify="left")
-    for column in ("lost", "arrived", "drift", "max", "codes", "measuring"):
-        shown.add_column(column, justify="right", overflow="fold")
+    figures = ("lost", "arrived", "drift", "max", "codes", "measuring")
+    shown = PlainTable("masters", *figures, figures=figures, title=title)
     for row in rows:
         codes = "-" if row.flipped_codes is None else f"{row.flipped_codes:.3%}"
         shown.add_row(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from configs.errors import ConfigError
 from configs.load import config_file, load_config
@@ -20,6 +19,7 @@ from configs.schema.run import RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
+from qarl.report.tables import PlainTable
 from qarl.run.session import check_input
 
 _UNALIGNED = {"scheme": "w4a16", "learner.aligned": "false"}
@@ -83,12 +83,11 @@ def measure(options: GapOptions, console: Console) -> list[Gap]:
     ]
 
 
-def table(gaps: list[Gap], threshold: float) -> Table:
+def table(gaps: list[Gap], threshold: float) -> PlainTable:
     """A row a run; the columns are `Gap`'s."""
     title = f"steps until the mean reward is {threshold:g} or more"
-    shown = Table(Column("pairing", no_wrap=True), title=title, title_justify="left")
-    for column in ("seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped"):
-        shown.add_column(column, justify="right", overflow="fold")
+    figures = ("seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped")
+    shown = PlainTable("pairing", *figures, figures=figures, title=title)
     for gap in gaps:
         shown.add_row(
             gap.pairing, str(gap.seed), "never" if gap.converged is None else str(gap.converged),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
@@ -22,6 +21,7 @@ from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.ptq.source import open_source
 from qarl.report.run_folder import RunFolder
+from qarl.report.tables import PlainTable
 from qarl.run.evaluate import heldout_accuracy
 from qarl.run.prompts import Prompter
 from qarl.run.session import check_input
@@ -81,15 +81,15 @@ def measure(options: PtqOptions, console: Console) -> list[Deployed]:
     return deployed
 
 
-def table(deployed: list[Deployed]) -> Table:
+def table(deployed: list[Deployed]) -> PlainTable:
     """A row a variant: accuracy in percent of each seed, their mean, and the mean's distance to QaRL's in points."""
     seeds = list(dict.fromkeys(d.seed for d in deployed))
     variants: dict[str, list[Deployed]] = {}
     for one in deployed:
         variants.setdefault(one.variant, []).append(one)
-    shown = Table("variant", "scheme", title="held-out accuracy of the deployable checkpoint", title_justify="left")
-    for column in (*(f"seed {seed}" for seed in seeds), "mean", "to QaRL", "|Δ log p| moved"):
-        shown.add_column(column, justify="right", overflow="fold")
+    figures = (*(f"seed {seed}" for seed in seeds), "mean", "to QaRL", "|Δ log p| moved")
+    title = "held-out accuracy of the deployable checkpoint"
+    shown = PlainTable("variant", "scheme", *figures, figures=figures, title=title)
     for variant, of_seeds in variants.items():
         moved = [d.moved for d in of_seeds if d.moved is not None]
         mean = _mean([d.accuracy for d in of_seeds])

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from configs.errors import ConfigError
 from qarl.bench.learner.memory import PeakMemory
+from qarl.report.tables import PlainTable
 from quant.checkpoint.load import empty_model
 from quant.digest import StreamDigest
 from quant.layers.context import LayerContext
@@ -184,20 +184,22 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def table(found: PublishFigures) -> Table:
+def table(found: PublishFigures) -> PlainTable:
     """Figures for a person."""
     made = ", ".join(f"{scheme}: {how}" for scheme, how in found.materializers.items())
     over = found.peak_extra - found.low_bit_bytes
-    shown = Table(
-        "work", title=f"{found.model}: {found.parameters / 1e9:.3f}e9 parameters, {found.scheme}, {found.dtype}, "
-        f"masters {found.master_dtype}, {found.threads} threads\nmade by {made}", title_justify="left",
-        caption=f"copy bandwidth {found.copy_bandwidth / 1e9:.1f} GB/s, read and written; all figures are medians of "
+    figures = ("must move", "seconds", "GB/s", "of copy bandwidth")
+    title = (
+        f"{found.model}: {found.parameters / 1e9:.3f}e9 parameters, {found.scheme}, {found.dtype}, "
+        f"masters {found.master_dtype}, {found.threads} threads\nmade by {made}"
+    )
+    caption = (
+        f"copy bandwidth {found.copy_bandwidth / 1e9:.1f} GB/s, read and written; all figures are medians of "
         f"{len(found.work[0].seconds)} rounds\nmemory beyond the masters at its peak: {_mib(found.peak_extra)} = "
         f"low-bit tensors {_mib(found.low_bit_bytes)} + {_mib(over)} (the largest layer's master is "
-        f"{_mib(found.largest_layer)})", caption_justify="left",
-    )  # fmt: skip
-    for column in ("must move", "seconds", "GB/s", "of copy bandwidth"):
-        shown.add_column(column, justify="right")
+        f"{_mib(found.largest_layer)})"
+    )
+    shown = PlainTable("work", *figures, figures=figures, title=title, caption=caption)
     for work in found.work:
         shown.add_row(
             work.name, f"{work.bytes / 1e9:.2f} GB", f"{statistics.median(work.seconds):.3f}",

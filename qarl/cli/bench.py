@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from configs.errors import ConfigError
 from qarl.cli.options import dotted_overrides, refuse_rest, write_json
+from qarl.report.tables import PlainTable
 
-_Measured = tuple[Table, Any]
+_Measured = tuple[PlainTable, Any]
 """What a benchmark returns: the table for a person, and the same JSON-ready."""
 
 
@@ -43,7 +43,7 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
 
         quiet_libraries(getattr(known, "compile", False))
         table, data = measure(known, console, *overrides)
-        console.print(table)
+        table.show(console)
         write_json(known.json, data)
         return 0
 

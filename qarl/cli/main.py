@@ -326,6 +326,7 @@ def _add_schemes(commands: Any) -> None:
     schemes.add_argument(
         "--kernel", choices=("auto", "vllm", "torch", "reference"), default="auto", help="the learner's kernel family"
     )
+    schemes.add_argument("-v", "--verbose", action="store_true", help="kernels, and vLLM's reasons in full")
     schemes.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
     schemes.set_defaults(run=_schemes)
 
@@ -338,7 +339,7 @@ def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> in
 
     with told_to(Console(stderr=True)):
         rows = scheme_rows(known.model, known.dtype, known.kernel)
-    print_schemes(console, rows, known.model)
+    print_schemes(console, rows, known.model, known.verbose)
     write_json(known.json, rows_as_data(rows))
     return 0
 

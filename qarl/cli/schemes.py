@@ -2,14 +2,16 @@
 
 import dataclasses
 import hashlib
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from qarl.cli.scheme_row import REFERENCE_SHAPE, SchemeRow
 from qarl.report.startup import phase
+from qarl.report.tables import PlainTable
 from quant.runtime.answers import keep_answer, read_answer
 
 
@@ -38,27 +40,43 @@ def _config_digest(model: str | None) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest() if model and file.is_file() else ""
 
 
-def print_schemes(console: Console, rows: list[SchemeRow], model: str | None) -> None:
-    """The table, and below it the reasons of what it leaves open."""
-    of = f"the layers of {model}" if model else "a layer of {}×{}".format(*REFERENCE_SHAPE)
-    table = Table(title=f"bytes per parameter: {of}, scales included")
-    table.add_column("scheme", no_wrap=True)
-    table.add_column("weights")
-    table.add_column("activations")
-    table.add_column("bytes/param", justify="right", no_wrap=True)
-    if model:
-        table.add_column("checkpoint", justify="right", no_wrap=True)
-    same = all(row.learner_kernel == row.engine_kernel for row in rows)
-    for user in ("learner and engine",) if same else ("learner", "engine"):
-        table.add_column(user, overflow="fold")
+def print_schemes(console: Console, rows: list[SchemeRow], model: str | None, verbose: bool = False) -> None:
+    """The table: what a scheme stores and in how many bytes, whether learner and engine run it here, and in short why
+    not. verbose: the kernels and, below, the reasons in full."""
+    shapes = f"the layers of {model}" if model else "a layer of {}×{}".format(*REFERENCE_SHAPE)
+    size = ("checkpoint",) if model else ()
+    users = ("learner's kernel", "engine's kernel") if verbose else ("learner", "engine")
+    last = () if verbose else ("why not",)
+    table = PlainTable(
+        "scheme", "weights", "activations", "bytes/param", *size, *users, *last, figures=("bytes/param", "checkpoint"),
+        title=f"bytes per parameter: {shapes}, scales included", caption="" if verbose else _HINT,
+    )  # fmt: skip
     for row in rows:
-        per = "–" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
-        size = ["–" if row.checkpoint_bytes is None else _size(row.checkpoint_bytes)] if model else []
-        kernels = [row.engine_kernel or "–"] if same else [row.learner_kernel or "–", row.engine_kernel or "–"]
-        table.add_row(row.name, row.weights, row.activations, per, *size, *kernels)
-    console.print(table)
-    for reason, names in _reasons(rows).items():
-        console.print(f"{', '.join(names)}: {reason}", markup=False, highlight=False, soft_wrap=True)
+        per = "-" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
+        total = ["-" if row.checkpoint_bytes is None else _size(row.checkpoint_bytes)] if model else []
+        found = (row.learner_kernel, row.engine_kernel)
+        runs = [kernel or "-" for kernel in found] if verbose else ["yes" if kernel else "no" for kernel in found]
+        why_not = [] if verbose else [short_reason(row)]
+        table.add_row(row.name, row.weights, row.activations, per, *total, *runs, *why_not)
+    table.show(console)
+    if verbose:
+        for reason, names in _reasons(rows).items():
+            console.print(f"{', '.join(names)}: {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+_HINT = "learner, engine: whether it runs on this machine; kernels and reasons in full with -v"
+
+_SHORT = 60
+"""Characters of a reason that the table shows."""
+
+
+def short_reason(row: SchemeRow) -> str:
+    """Why a scheme cannot run here, in a few words; "" where it can. vLLM's own words end with what is known beyond
+    them, in brackets, which is the shorter."""
+    reason = row.shape_reason or row.engine_reason or row.learner_reason
+    known = re.search(r"\(([^()]*)\)$", reason)
+    words = known[1] if known else re.split(r"[;:.] ", reason)[0]
+    return textwrap.shorten(words, _SHORT, placeholder=" …")
 
 
 def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:

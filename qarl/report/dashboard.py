@@ -12,6 +12,7 @@ from rich.text import Text
 
 from configs.schema.run import RunConfig
 from learner.learner import LearnStats
+from qarl.report.audit_table import audit_table
 from qarl.report.metrics import StepMetrics
 from sync.audit import AuditRow
 
@@ -54,7 +55,7 @@ class Dashboard:
         """Print the audit table, one line for layers that are alike, what materializes each scheme, whether the
         learner packs its sequences, and what `trained_part` has to say."""
         self._kernels = ", ".join(sorted({r.learner.kernel for r in rows if r.learner}))
-        self._console.print(audit_table(rows))
+        audit_table(rows).show(self._console)
         made = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
         self._console.print(f"materialized: {made}", soft_wrap=True, markup=False)
         self._console.print(f"learner's sequences: {'packed' if packed else 'padded'}")
@@ -138,22 +139,3 @@ def sparkline(values: list[float], width: int = _WIDTH) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     top = max(max(means), 1e-9)
     return "".join(_SPARKS[min(7, int(8 * max(0.0, m) / top))] for m in means)
-
-
-def audit_table(rows: list[AuditRow]) -> Table:
-    """The audit as a table; layers that differ only in their index are one line."""
-    table = Table(title="layers: learner = engine", title_justify="left", header_style="bold")
-    for column in ("layer", "count", "scheme", "group", "dtype", "learner kernel", "engine kernel"):
-        table.add_column(column)
-    merged: dict[tuple[str, ...], int] = {}
-    for row in rows:
-        name = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
-        side = row.learner or row.engine
-        assert side is not None
-        group = str(side.group_size) if side.group_size else "row" if side.scheme != "bf16" else "-"
-        ours, theirs = row.learner.kernel if row.learner else "-", row.engine.kernel if row.engine else "-"
-        key = (name, side.scheme, group, side.dtype.removeprefix("torch."), ours, theirs)
-        merged[key] = merged.get(key, 0) + 1
-    for (name, *rest), count in merged.items():
-        table.add_row(name, str(count), *rest)
-    return table

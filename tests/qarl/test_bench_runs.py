@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from configs.schema.objectives import TbpoConfig
 from configs.schema.run import RunConfig
@@ -74,8 +75,10 @@ def test_a_row_averages_the_end_of_a_run_and_all_steps_that_learned(tmp_path: Pa
     assert row.error_tokens == pytest.approx(0.75)
     assert row.k3 == pytest.approx(7e-3) and row.update == pytest.approx(0.07)  # 2, …, 12
     assert row.rewards == tuple(range(1, 13))
-    shown = objectives.table([row])
-    assert [next(iter(column.cells)) for column in shown.columns][:5] == ["gspo", "75.0%", "75.0%", "75.0%", "7.500"]
+    console = Console()
+    with console.capture() as captured:
+        objectives.table([row]).show(console)
+    assert captured.get().splitlines()[-1].split()[:5] == ["gspo", "75.0%", "75.0%", "75.0%", "7.500"]
 
 
 def test_convergence_is_the_first_step_at_the_threshold():

@@ -167,7 +167,7 @@ def test_checkpoint_sizes_are_those_of_the_files(scheme: str, tmp_path: Path):
 def test_the_command_prints_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("COLUMNS", "180")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["schemes", "--model", "tiny-qwen3", "--kernel", "torch", "--json", str(tmp_path / "rows.json")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == list(SCHEMES)
@@ -175,7 +175,11 @@ def test_the_command_prints_and_writes(
     assert "64 output rows" in rows["fp8-block"]["shape_reason"] and rows["fp8-block"]["checkpoint_bytes"] is None
     assert rows["nvfp4"]["learner_kernel"] == "" and "no fp4 product" in rows["nvfp4"]["learner_reason"]
     printed = capsys.readouterr().out
-    assert "bytes/param" in printed and "w4a16-g32" in printed
+    lines = {line.split()[0]: line for line in printed.splitlines()}
+    assert "bytes/param" in lines["scheme"]
+    assert lines["w4a16-g32"].split()[-2:] == ["yes", "yes"], "the learner by torch, the engine by vLLM"
+    assert "  no  " in lines["nvfp4"] and "vLLM has it for NVIDIA GPUs alone" in lines["nvfp4"]
+    assert max(map(len, lines.values())) < 200, "a line a scheme, no longer than that"
 
 
 LLMCOMPRESSOR_PRESETS = {

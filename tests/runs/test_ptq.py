@@ -331,8 +331,6 @@ def test_the_table_shows_seeds_means_and_distances():
             (("rtn", (0.5, 0.6), 0.25), ("QaRL", (0.7, 0.7), None)) for s, a in enumerate(accuracies)]  # fmt: skip
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(table(rows))
+        table(rows).show(console)
     line = next(x for x in captured.get().splitlines() if "rtn" in x)
-    assert [cell.strip() for cell in line.strip("│").split("│")] == [
-        "rtn", "w4a16", "50.0%", "60.0%", "55.0%", "-15.0", "2.5e-01",
-    ]  # fmt: skip
+    assert line.split() == ["rtn", "w4a16", "50.0%", "60.0%", "55.0%", "-15.0", "2.5e-01"]

@@ -1,8 +1,9 @@
 """The rows of `qarl bench learner` for a person, next to what was aimed for."""
 
-from rich.table import Table
+from rich.text import Text
 
 from qarl.bench.learner.measure import PHASES, Row
+from qarl.report.tables import PlainTable
 
 MATERIALIZE_AT_MOST = 0.03
 MEMORY_AT_MOST = 0.40
@@ -10,11 +11,10 @@ SPEED_AT_LEAST = 1.5
 """Shares of the step; of TRL's smallest step memory; multiples of TRL's highest tokens a second."""
 
 
-def table(rows: list[Row], dtype: str) -> Table:
+def table(rows: list[Row], dtype: str) -> PlainTable:
     """A row per model and trainer. Values that miss their target are red."""
     against = any(row.trainer == "trl" for row in rows)
-    shown = Table("model", "trainer", title=f"learner step, {dtype}", title_justify="left", caption_justify="left")
-    shown.caption = (
+    caption = (
         f"materialize: target at most {MATERIALIZE_AT_MOST:.0%} of the step; split: percent of the step in "
         f"{', '.join((*PHASES, 'rest'))}"
         + (
@@ -25,14 +25,14 @@ def table(rows: list[Row], dtype: str) -> Table:
         )
     )
     columns = ["s/step", "CPU s", "of bf16", "tok/s", "split", "materialize", "step MiB", "all MiB"]
-    for column in (*columns, *(("speed of TRL", "step memory of TRL") if against else ())):
-        shown.add_column(column, justify="right", overflow="fold")
+    figures = (*columns, *(("speed of TRL", "step memory of TRL") if against else ()))
+    shown = PlainTable("model", "trainer", *figures, figures=figures, title=f"learner step, {dtype}", caption=caption)
     for row in rows:
         shown.add_row(*_cells(row), *(_trl_cells(row, rows) if against else ()))
     return shown
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> list[str | Text]:
     share = row.materialize_share
     split = "/".join(f"{100 * seconds / row.seconds:.0f}" for seconds in row.phases.values()) or "-"
     return [
@@ -44,7 +44,7 @@ def _cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def _trl_cells(row: Row, rows: list[Row]) -> tuple[str, str]:
+def _trl_cells(row: Row, rows: list[Row]) -> tuple[str | Text, str | Text]:
     """Tokens a second and step memory as multiples of TRL's quickest and of its smallest setting."""
     trl = [other.step_bytes for other in rows if other.trainer == "trl" and other.model == row.model]
     assert row.against_trl is not None
@@ -54,5 +54,5 @@ def _trl_cells(row: Row, rows: list[Row]) -> tuple[str, str]:
     return _judged(speed >= SPEED_AT_LEAST, f"{speed:.2f} x"), _judged(memory <= MEMORY_AT_MOST, f"{memory:.0%}")
 
 
-def _judged(reached: bool, text: str) -> str:
-    return text if reached else f"[red]{text}[/]"
+def _judged(reached: bool, text: str) -> Text:
+    return Text(text, style="" if reached else "red")

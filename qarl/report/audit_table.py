@@ -1,0 +1,69 @@
+"""The audit before step 0 as a table: what every layer is multiplied with, a line for layers that are alike."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from qarl.report.tables import PlainTable
+from sync.audit import AuditRow
+
+
+def audit_table(rows: list[AuditRow]) -> PlainTable:
+    """The audit as a table: layers that are alike, in name or in number, are one line."""
+    by_number: dict[tuple[_Kind, str], list[str]] = {}
+    for row in rows:
+        numbers, name = _place(row.name)
+        by_number.setdefault((_kind(row), name), []).append(numbers)
+    alike: dict[tuple[_Kind, tuple[str, ...]], list[str]] = {}
+    for (kind, name), numbers in by_number.items():
+        alike.setdefault((kind, tuple(numbers)), []).append(name)
+    same = all(kind.learner == kind.engine for kind, _ in by_number)
+    sides = ("kernel of both",) if same else ("learner's kernel", "engine's kernel")
+    table = PlainTable(
+        "decoder layers", "matrices", "count", "scheme", "group", "dtype", *sides,
+        figures=("count", "group"), title="layers, as learner and engine have them",
+    )  # fmt: skip
+    for (kind, numbers), names in alike.items():
+        kernels = (kind.learner,) if same else (kind.learner, kind.engine)
+        count = len(names) * len(numbers)
+        table.add_row(_spans(numbers), ", ".join(names), str(count), kind.scheme, kind.group, kind.dtype, *kernels)
+    return table
+
+
+class _Kind(NamedTuple):
+    """What layers on one line have in common. group: of the scheme's scales, "row" for one a row, "-" for none."""
+
+    scheme: str
+    group: str
+    dtype: str
+    learner: str
+    engine: str
+
+
+def _kind(row: AuditRow) -> _Kind:
+    side = row.learner or row.engine
+    assert side is not None
+    group = str(side.group_size) if side.group_size else "row" if side.scheme != "bf16" else "-"
+    learner, engine = (report.kernel if report else "-" for report in (row.learner, row.engine))
+    return _Kind(side.scheme, group, side.dtype.removeprefix("torch."), learner, engine)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """A layer's decoder layer ("" outside) and its name in there: model.layers.3.mlp.experts.7.up_proj → "3",
+    experts.*.up_proj."""
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if first is None:
+        return "", name
+    inner = ["*" if part.isdigit() else part for part in parts[first + 1 :]]
+    return parts[first], ".".join(inner[1:] or inner)
+
+
+def _spans(numbers: Iterable[str]) -> str:
+    """Decoder layers' numbers as ranges: 0-3, 5."""
+    spans: list[list[int]] = []
+    for number in sorted({int(n) for n in numbers if n}):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans) or "-"
