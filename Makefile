@@ -17,7 +17,7 @@ LOCK_ARGS ?=
 BIN = $(VENV)/bin
 MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
 
-.PHONY: help env trl-env train test test-fast check lock clean
+.PHONY: help env trl-env train test test-fast check hooks lock clean
 
 help: ## list the targets
 	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
@@ -43,6 +43,9 @@ check: env ## lint, formatting and types (pyright needs node; it fetches one whe
 	@"$(BIN)/ruff" check .
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/pyright" --pythonpath "$(BIN)/python"
+
+hooks: env ## check staged files at every commit (scripts/check_staged.sh, offline); refuses to replace another hook
+	@bash scripts/check_staged.sh --install
 
 lock: ## compile all locks again (newer releases: make lock LOCK_ARGS=--upgrade)
 	@$(MAKE_ENV) --lock $(LOCK_ARGS)
