@@ -112,7 +112,9 @@ def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if processed and not in_place and (_own_parameters(module) or isinstance(module, RoutedExperts)):
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
-            get_layerwise_info(module).kernel_tensors = None
+            info = get_layerwise_info(module)
+            assert info.kernel_tensors is not None, "vLLM's reload no longer copies back into what it keeps here"
+            info.kernel_tensors = None
             kept.append((name, module))
     return kept
 

