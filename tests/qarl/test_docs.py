@@ -1,0 +1,72 @@
+"""Documentation names what there is: every page is listed, every link leads somewhere, every metric is explained."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qarl.report.metrics import StepMetrics
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+
+
+def fields(record: type, prefix: str = "") -> Iterator[str]:
+    """Names in metrics.jsonl of a dataclass's fields; mappings by phase are left to `phases`."""
+    for name, hint in typing.get_type_hints(record).items():
+        kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type)]
+        nested = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+        if nested:
+            yield from fields(nested[0], f"{prefix}{name}/")
+        elif typing.get_origin(hint) is not dict:
+            yield prefix + name
+
+
+def phases(folder: str, prefix: str) -> set[str]:
+    """What stopwatches in the folder's files are asked to time."""
+    sources = "".join(file.read_text() for file in (ROOT / folder).rglob("*.py"))
+    return {f"{prefix}{name}" for name in re.findall(r'with (?:self\.\w+\.|self\.)?(?:stop)?watch\("(\w+)"\)', sources)}
+
+
+def test_every_metric_is_in_the_glossary_and_nothing_else():
+    rows = re.findall(r"^\| `([\w/]+)` \| ", (ROOT / "docs/metrics.md").read_text(), flags=re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    written = {*fields(StepMetrics), *phases("qarl", "seconds/"), *phases("learner", "seconds/learn/")}
+    assert {"reward", "learn/mismatch/k3", "seconds/sample", "seconds/learn/backward"} <= written
+    assert set(rows) == written
+
+
+def test_the_index_lists_every_page_once():
+    listed = re.findall(r"^\| \[([\w-]+\.md)\]\(\1\) \| .+ \|$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [page.name for page in PAGES if page.name != "index.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    """Links within the repository, their headings too; addresses elsewhere are not followed."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http", "mailto:")):
+            continue
+        name, _, heading = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not heading or heading in anchors(linked), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path):
+    """`room/file.py` in backticks; a changelog may tell of what is gone."""
+    if page.name == "CHANGELOG.md":
+        return
+    rooms = "configs|quant|rollout|learner|sync|qarl|scripts|tests|examples"
+    for name in re.findall(rf"`((?:{rooms})/[\w/.-]+)`", page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
