@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from configs.schema.base import Choice, chooser
+from configs.schema.base import Choice, Text, chooser
 
 _WHAT = "what is maximized; the default is the QaRL paper's tbpo"
 _WEIGHT = "weight for the gap between sampler and learner; the default is the objective's own"
@@ -134,9 +134,18 @@ class PgSeqIsConfig(Objective):
     name: Literal["pg_seq_is"] = Field(default="pg_seq_is", description=_WHAT)
 
 
+class OwnConfig(Objective):
+    """A function of your own, called as those in `learner/objectives/` are; see `learner.objectives.own`."""
+
+    name: Literal["own"] = Field(default="own", description=_WHAT)
+    function: Text = Field(
+        description="objective 'own': file.py:function or package.module:function(given, config) (docs/objectives.md)"
+    )
+
+
 AnyObjective = (
     TbpoConfig | GrpoConfig | PositiveGrpoConfig | DapoConfig | DualClipConfig | GspoConfig | GspoDualClipConfig
-    | SapoConfig | CispoConfig | OnPolicyConfig | PgSeqIsConfig
+    | SapoConfig | CispoConfig | OnPolicyConfig | PgSeqIsConfig | OwnConfig
 )  # fmt: skip
 ObjectiveChoice = Annotated[
     AnyObjective, Field(discriminator="name"), BeforeValidator(chooser("objective", AnyObjective, "tbpo"))

@@ -13,7 +13,7 @@ from learner.loss.aggregation import Totals, aggregate, over_tokens
 from learner.loss.corrections import correction
 from learner.loss.kl import kl_estimate
 from learner.loss.ratio_fix import detached
-from learner.objectives import OBJECTIVES, ObjectiveInput
+from learner.objectives import ObjectiveInput, find_objective
 from learner.objectives.ratios import sequence_log_ratio
 
 
@@ -51,7 +51,7 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     response_mask = given.response_mask
     weights = correction(given.old, given.sampler, response_mask, config.correction)
     bypass = ratio_from(config.correction) == "sampler"
-    objective, section = OBJECTIVES[config.objective.name], config.objective
+    objective, section = find_objective(config.objective), config.objective
     if config.ratio_fix == "no_clip":
         section = section.unclipped()
     proximal = given.sampler if bypass else given.old

@@ -1,4 +1,6 @@
-"""One short file per algorithm; `OBJECTIVES` is the switch (`learner.objective.name`)."""
+"""One short file per algorithm; `find_objective` is the switch (`learner.objective.name`)."""
+
+from typing import Any
 
 from learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
 from learner.objectives.cispo import cispo
@@ -8,6 +10,7 @@ from learner.objectives.grpo import grpo
 from learner.objectives.gspo import gspo
 from learner.objectives.gspo_dual_clip import gspo_dual_clip
 from learner.objectives.on_policy import on_policy
+from learner.objectives.own import own
 from learner.objectives.pg_seq_is import pg_seq_is
 from learner.objectives.positive_grpo import positive_grpo
 from learner.objectives.sapo import sapo
@@ -17,5 +20,12 @@ OBJECTIVES: dict[str, Objective] = {
     "tbpo": tbpo, "grpo": grpo, "positive_grpo": positive_grpo, "dapo": dapo, "dual_clip": dual_clip, "gspo": gspo,
     "gspo_dual_clip": gspo_dual_clip, "sapo": sapo, "cispo": cispo, "on_policy": on_policy, "pg_seq_is": pg_seq_is,
 }  # fmt: skip
+"""All but `own`, which is whatever function its section names."""
 
-__all__ = ["OBJECTIVES", "Objective", "ObjectiveInput", "ObjectiveResult"]
+
+def find_objective(section: Any) -> Objective:
+    """The function of a section of `configs.schema.objectives`. Raises `ConfigError` for an own one not found."""
+    return own(section.function) if section.name == "own" else OBJECTIVES[section.name]
+
+
+__all__ = ["OBJECTIVES", "Objective", "ObjectiveInput", "ObjectiveResult", "find_objective"]

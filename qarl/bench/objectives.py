@@ -16,7 +16,7 @@ from rich.console import Console
 
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
-from configs.schema.objectives import AnyObjective
+from configs.schema.objectives import AnyObjective, OwnConfig
 from configs.schema.run import RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
@@ -24,7 +24,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
 from qarl.run.session import check_input
 
-OBJECTIVES = tuple(name for section in get_args(AnyObjective) for name in section.names())
+OBJECTIVES = tuple(n for section in get_args(AnyObjective) for n in section.names() if section is not OwnConfig)
 
 _BAND = {"learner.objective.clip_low": "0.1", "learner.objective.clip_high": "0.1"}
 SETTINGS: dict[str, dict[str, str]] = {

@@ -16,6 +16,7 @@ from learner.backends.zero_loading import partitioned_loading
 from learner.gradients import require_compiler
 from learner.learner import Learner
 from learner.mismatch import Mismatch
+from learner.objectives import find_objective
 from learner.processes import Processes
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
@@ -73,8 +74,8 @@ def check_processes(config: RunConfig, count: int) -> None:
 
 
 def check_input(config: RunConfig, processes: int = 1) -> None:
-    """Everything that can be found wrong with schemes, layer rules, model, prompts and the number of processes before
-    a run folder is made. Task and reward are `qarl.run.check.check_files`'.
+    """Everything that can be found wrong with schemes, objective, layer rules, model, prompts and the number of
+    processes before a run folder is made. Task and reward are `qarl.run.check.check_files`'.
 
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
     """
@@ -82,6 +83,7 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
     if config.learner.compile:
         require_compiler("cuda" if torch.cuda.is_available() else "cpu")
     get_scheme(config.scheme)
+    find_objective(config.learner.objective)
     with phase("checking kernels"):
         require_schemes(config)
     with phase("checking tokenizer and prompts"):

@@ -3,12 +3,12 @@
 import hashlib
 import math
 import numbers
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from configs.errors import InputError, QarlError
+from configs.functions import in_words
 
 Split = Literal["train", "heldout"]
 
@@ -124,16 +124,6 @@ def check_request(split: str, start: int, count: int) -> None:
         raise TaskError(f"unknown split {split!r}; allowed: {', '.join(get_args(Split))}")
     if start < 0 or count < 0:
         raise TaskError(f"start={start} and count={count} must both be 0 or more")
-
-
-def in_words(error: BaseException) -> str:
-    """What was raised, and in which file and line of the code that raised it."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    return said + where
 
 
 def _complaint(task: Task, problem: Problem, text: str, wrong: str) -> str:

@@ -1,11 +1,13 @@
 """From the configuration's words to a task."""
 
-from typing import Any
+from typing import Any, cast
 
+from configs.functions import FunctionKind, load_function
 from qarl.tasks.base import Problem, Reward, Split, Task, TaskError
 from qarl.tasks.jsonl import JsonlTask
 from qarl.tasks.procedural import ReasoningGymTask
-from qarl.tasks.reward import import_reward
+
+_REWARD = FunctionKind("reward", "taking (problem, text) and returning a number", TaskError)
 
 
 class RewardedTask:
@@ -44,4 +46,4 @@ def load_task(name: str, options: dict[str, Any], reward: str | None = None) -> 
     if name.endswith(".jsonl") and options:
         raise TaskError(f"task {name!r} is a file and takes no options, got: {', '.join(options)}")
     task: Task = JsonlTask(name) if name.endswith(".jsonl") else ReasoningGymTask(name, options)
-    return task if reward is None else RewardedTask(task, import_reward(reward))
+    return task if reward is None else RewardedTask(task, cast(Reward, load_function(_REWARD, reward)))

@@ -171,7 +171,8 @@ def test_objectives_bring_their_own_defaults():
 
 @pytest.mark.parametrize("name", [name for section in get_args(AnyObjective) for name in section.names()])
 def test_every_objective_round_trips_as_a_run_folder_writes_it(tmp_path: Path, name: str):
-    config = load_config(None, {"learner.objective.name": name, "learner.mini_batches": "1"})
+    own = {"learner.objective.function": "mine.py:objective"} if name == "own" else {}
+    config = load_config(None, {"learner.objective.name": name, "learner.mini_batches": "1", **own})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert load_config(tmp_path / "c.yaml", {}) == config
 

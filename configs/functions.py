@@ -1,0 +1,102 @@
+"""A user's function: found by `package.module:function` or `path/to/file.py:function`; its faults told with file and
+line."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from configs.errors import InputError
+from configs.words import did_you_mean
+
+
+@dataclass(frozen=True)
+class FunctionKind:
+    """word: what the function is, in messages. takes: its signature, in words. error: raised where it is not found."""
+
+    word: str
+    takes: str
+    error: type[InputError]
+
+
+def load_function(kind: FunctionKind, spec: str) -> Callable[..., Any]:
+    """The function that `spec` names; modules are looked for in the working folder first.
+
+    Raises `kind.error` for a spec that cannot be read, and for a module that is missing, raises, or has no such
+    function.
+    """
+    place, _, name = spec.rpartition(":")
+    if not (place and name.isidentifier()):
+        raise kind.error(
+            f"{kind.word} {spec!r} must read file.py:function or package.module:function, the function {kind.takes}"
+        )
+    module = _load_file(kind, spec, Path(place)) if place.endswith(".py") else _load_module(kind, spec, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        near = did_you_mean(name, [word for word, value in vars(module).items() if callable(value)])
+        raise kind.error(f"{kind.word} {spec!r}: {place!r} has no function {name!r}{near}")
+    return function
+
+
+def in_words(error: BaseException) -> str:
+    """What was raised, and in which file and line of the code that raised it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    return said + where
+
+
+def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise kind.error(f"{kind.word} {spec!r}: there is no file {str(file)!r}")
+    name = f"qarl_{kind.word}_{file.stem}"
+    found = importlib.util.spec_from_file_location(name, file.resolve())
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by name
+    try:
+        with _searching(file.resolve().parent):
+            found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
+    return module
+
+
+def _load_module(kind: FunctionKind, spec: str, name: str) -> ModuleType:
+    try:
+        with _searching(Path.cwd()):
+            importlib.invalidate_caches()  # a module written a moment ago is found too
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
+        raise kind.error(
+            f"{kind.word} {spec!r}: there is no module {error.name!r}, neither in the working folder nor installed; "
+            f"give its file, as in path/to/mine.py:{kind.word}, or put its folder on PYTHONPATH"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
+
+
+class _searching:  # noqa: N801 (a context manager, read as a verb)
+    """Modules are looked for in a folder first; afterwards, for imports within functions, in it last."""
+
+    def __init__(self, folder: Path):
+        self._folder = str(folder)
+
+    def __enter__(self) -> None:
+        sys.path.insert(0, self._folder)
+
+    def __exit__(self, *_: object) -> None:
+        sys.path.remove(self._folder)
+        if self._folder not in sys.path:
+            sys.path.append(self._folder)

@@ -1,0 +1,59 @@
+"""An objective of the user's: `--objective own --learner.objective.function mine.py:objective`.
+
+The function is called as those of this folder are (`learner.objectives.base.Objective`), for every micro-batch, with
+the section of the configuration as `config`. Its correction is token_tis unless another is named.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from configs.errors import ConfigError, QarlError
+from configs.functions import FunctionKind, in_words, load_function
+from learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
+
+_KIND = FunctionKind("objective", "taking (given, config) and returning an ObjectiveResult", ConfigError)
+
+
+class ObjectiveError(QarlError):
+    """The user's objective raised, or returned what is no loss."""
+
+    heading = "objective"
+
+
+@functools.cache
+def own(spec: str) -> Objective:
+    """The function that `spec` names, with its results checked. Raises `ConfigError` where it is not found."""
+    function = load_function(_KIND, spec)
+
+    def checked(given: ObjectiveInput, config: Any) -> ObjectiveResult:
+        try:
+            result = function(given, config)
+        except (Exception, SystemExit) as error:
+            raise ObjectiveError(f"objective {spec!r} raised {in_words(error)}") from error
+        fault = _fault(result, given)
+        if fault:
+            raise ObjectiveError(f"objective {spec!r} returned {fault}")
+        return result
+
+    return checked
+
+
+def _fault(result: Any, given: ObjectiveInput) -> str:
+    """What is wrong with a result; "" if nothing."""
+    if not isinstance(result, ObjectiveResult):
+        return f"{type(result).__name__}; return learner.objectives.ObjectiveResult(loss, clipped)"
+    rows, tokens = given.current.shape
+    for name in ("loss", "clipped"):
+        value, shapes = getattr(result, name), ((rows, tokens), (rows, 1))
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            return (
+                f"{name} {shape}; allowed are tensors {shapes[0]}, one value a token, and {shapes[1]}, one a sequence"
+            )
+    if result.clipped.dtype != torch.bool:
+        return f"clipped of {result.clipped.dtype}; allowed is torch.bool"
+    if given.current.requires_grad and not result.loss.requires_grad:
+        return "a loss without gradient; it must depend on given.current"
+    return ""
