@@ -32,12 +32,14 @@ def write_checkpoint(
     config: dict[str, Any],
     source: Path,
     folder: Path,
+    note: dict[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> StreamDigest:
     """Write a stream as safetensors beside config and tokenizer; the folder appears complete or not at all.
 
-    config: contents of config.json. source: folder whose tokenizer and generation config are copied. Returns the
-    digest of what was written. Raises `ExportError` where the folder exists or the disk refuses.
+    config: contents of config.json. source: folder whose tokenizer and generation config are copied. note: of
+    qarl.json, to which the digest is added; None writes none. Returns the digest of what was written. Raises
+    `ExportError` where the folder exists or the disk refuses.
     """
     if folder.exists():
         raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
@@ -47,6 +49,8 @@ def write_checkpoint(
         building.mkdir(parents=True)
         digest = _write_shards(stream, building, shard_bytes)
         (building / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if note is not None:
+            (building / "qarl.json").write_text(json.dumps({**note, "digest": digest.hexdigest()}, indent=2) + "\n")
         for name in _COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, building / name)
@@ -63,7 +67,9 @@ def _write_shards(stream: Iterable[LowBitTensor], folder: Path, shard_bytes: int
     pending: dict[str, torch.Tensor] = {}
 
     def flush() -> None:
-        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        file = folder / f"shard-{len(shards)}.safetensors"
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors writes for the owner alone, and servers run under other users
         shards.append(list(pending))
         pending.clear()
 

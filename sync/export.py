@@ -8,9 +8,12 @@ from quant.model.low_bit_model import LowBitModel
 from sync.checkpoint_folder import write_checkpoint
 
 
-def export_checkpoint(model: LowBitModel, source: Path, folder: Path) -> StreamDigest:
-    """Write the model's present weight version to `folder`; `source` gives tokenizer and generation config."""
-    return write_checkpoint(model.low_bit_tensors(), checkpoint_config(model), source, folder)
+def export_checkpoint(
+    model: LowBitModel, source: Path, folder: Path, note: dict[str, Any] | None = None
+) -> StreamDigest:
+    """Write the model's present weight version to `folder`; `source` gives tokenizer and generation config. note: what
+    qarl.json is to say, besides the digest; None writes none."""
+    return write_checkpoint(model.low_bit_tensors(), checkpoint_config(model), source, folder, note)
 
 
 def checkpoint_config(model: LowBitModel) -> dict[str, Any]:

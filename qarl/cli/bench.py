@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import ConfigError
-from qarl.cli.options import dotted_overrides, refuse_rest, write_json
+from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.report.tables import PlainTable
 
 _Measured = tuple[PlainTable, Any]
@@ -39,6 +39,7 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
         if not fields:
             refuse_rest(rest)
         overrides = (dotted_overrides(known, rest),) if fields else ()
+        check_json(known.json)
         from qarl.cli.environment import quiet_libraries
 
         quiet_libraries(getattr(known, "compile", False))

@@ -18,13 +18,13 @@ from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.help import EPILOG, add_flags
-from qarl.cli.options import dotted_overrides, refuse_rest, write_json
+from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
 from qarl.cli.serve import add_serve
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import describe_version, installed
 from qarl.report.startup import phase, told_to
-from qarl.run.check import check_files
+from qarl.run.check import check_files, check_new_folder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -258,6 +258,10 @@ def _add_export(commands: Any) -> None:
 def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
 
+    from qarl.report.run_folder import RunFolder
+
+    check_new_folder(Path(known.output), "folder", "--output")
+    RunFolder.open(Path(known.folder)).config()
     quiet_libraries()
     if known.ptq:
         return _export_ptq(known, console)
@@ -298,6 +302,8 @@ def _add_eval(commands: Any) -> None:
     )
     evaluate.add_argument("target", help="run folder (its export), checkpoint folder, hub id, or embedded name")
     evaluate.add_argument("--task", help="task name (default: the run's, else chain_sum)")
+    evaluate.add_argument("--task.options", metavar="MAP", dest="options", help="as {max_terms: 3}; default: the run's")
+    evaluate.add_argument("--seed", type=int, default=0, help="of the held-out problems (default 0)")
     evaluate.add_argument("--problems", type=int, default=512, help="held-out problems (default 512)")
     evaluate.add_argument("--max-new-tokens", type=int, help="default: the run's, else 64")
     evaluate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
@@ -308,10 +314,18 @@ def _add_eval(commands: Any) -> None:
 def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
 
+    check_json(known.json)
+    for option, least in (("problems", 1), ("max_new_tokens", 1), ("seed", 0)):
+        value = getattr(known, option)
+        if value is not None and value < least:
+            raise ConfigError(f"--{option.replace('_', '-')} {value} must be at least {least}")
+    task_options = None if known.options is None else load_config(None, {"task.options": known.options}).task.options
     quiet_libraries()
-    from qarl.run.evaluate import evaluate_target
-
-    result = evaluate_target(known.target, known.task, known.problems, known.max_new_tokens, known.dtype)
+    with told_to(Console(stderr=True)):
+        with phase("importing torch and transformers"):
+            from qarl.run.evaluate import evaluate, plan_evaluation
+        plan = plan_evaluation(known.target, known.task, task_options, known.max_new_tokens, known.dtype)
+        result = evaluate(plan, known.target, known.problems, known.seed)
     console.print(f"{result['accuracy']:.1%} of {result['problems']} held-out {result['task']} problems, greedy")
     write_json(known.json, result)
     return 0
@@ -337,6 +351,7 @@ def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> in
     quiet_libraries()
     from qarl.cli.schemes import print_schemes, rows_as_data, scheme_rows
 
+    check_json(known.json)
     with told_to(Console(stderr=True)):
         rows = scheme_rows(known.model, known.dtype, known.kernel)
     print_schemes(console, rows, known.model, known.verbose)

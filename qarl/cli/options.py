@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def refuse_rest(rest: list[str]) -> None:
     """Raises `ConfigError` where argparse left anything over."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; this command's --help lists what it takes")
+
+
+def check_json(file: str | None) -> None:
+    """Raise `ConfigError` where `write_json` would fail for want of a folder; before the work, not after it."""
+    folder = Path(file or ".").parent
+    if file and (Path(file).is_dir() or not os.access(folder, os.W_OK)):
+        why = "is a folder" if Path(file).is_dir() else f"{str(folder)!r} is no folder that can be written to"
+        raise ConfigError(f"--json {file}: {why}; name a file elsewhere")
 
 
 def write_json(file: str | None, data: Any) -> None:

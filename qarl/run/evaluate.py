@@ -1,13 +1,20 @@
 """Held-out greedy accuracy through an engine."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
 from configs.schema.run import RolloutConfig
+from configs.words import did_you_mean
 from learner.processes import Processes
+from qarl.report.run_folder import RunFolder
+from qarl.report.startup import phase
+from qarl.run.export_note import LIMITS, export_note, read_note
 from qarl.run.prompts import Prompter
 from qarl.tasks import Task, load_task
+from quant.checkpoint.folder import check_context
 from rollout.engine import Engine
 from rollout.open import open_engine
 from rollout.types import Sampling
@@ -33,47 +40,84 @@ def heldout_accuracy(
     return sum(right) / len(right)
 
 
-def evaluate_target(
-    target: str, task_name: str | None, problems: int, max_new_tokens: int | None, dtype: str | None
-) -> dict[str, Any]:
-    """Accuracy of a run's export, a checkpoint folder, a hub id or an embedded policy, in a fresh engine.
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured: a checkpoint folder through vLLM in `dtype`, on the held-out problems of a task."""
 
-    task_name, max_new_tokens, dtype: None takes the run's, else "chain_sum", 64 and the checkpoint's own dtype
-    (bfloat16 where that is float32 and nothing is quantized: masters). Returns accuracy in [0, 1] with what it was
-    measured on.
+    checkpoint: Path
+    task: str
+    options: dict[str, Any]
+    rollout: RolloutConfig
+    dtype: str | None
+
+
+def plan_evaluation(
+    target: str, task: str | None, options: dict[str, Any] | None, max_new_tokens: int | None, dtype: str | None
+) -> Evaluation:
+    """Task, limits and dtype of a run or of an export that names them (`qarl.run.export_note`), else "chain_sum" with
+    its own options, 448 and 64 tokens and the checkpoint's own dtype; what is given comes before either.
+
+    Raises `ConfigError` or `ModelError` for a target that is none, and for options that do not apply to it.
     """
-    from qarl.report.run_folder import RunFolder
-    from qarl.run.session import model_folder
+    checkpoint, note = _export_of(target, dtype)
+    new = max_new_tokens or note.get("max_new_tokens", 64)
+    limits = {key: note[key] for key in LIMITS if key in note} or {"max_prompt_tokens": 448}
+    rollout = RolloutConfig(**{**limits, "max_new_tokens": new})
+    name = task or note.get("task", "chain_sum")
+    theirs = note.get("task_options", {}) if name == note.get("task") else {}
+    if checkpoint is None:
+        from qarl.run.session import model_folder
 
-    if (Path(target) / "config.yaml").is_file():
-        folder = RunFolder.open(Path(target))
+        checkpoint = model_folder(target)
+    check_context(checkpoint, rollout.max_prompt_tokens + new)
+    return Evaluation(checkpoint, name, theirs if options is None else options, rollout, dtype or note.get("dtype"))
+
+
+def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, Any]]:
+    """The folder of a run's export or of a checkpoint, and its note; None for a model to be looked for elsewhere."""
+    path = Path(target)
+    if (path / "config.yaml").is_file():
+        folder = RunFolder.open(path)
         config = folder.config()
         if not folder.export.is_dir():
             raise ConfigError(f"run {target!r} has no export yet; finish it, or: qarl export {target} -o DIR")
-        checkpoint, rollout, dtype = folder.export, config.rollout, config.dtype
-        task = load_task(config.task.name, config.task.options, config.task.reward)
-    else:
-        checkpoint = model_folder(target)
-        rollout = RolloutConfig(max_prompt_tokens=448, max_new_tokens=max_new_tokens or 64)
-        dtype = dtype or _own_dtype(checkpoint)
-        task = load_task(task_name or "chain_sum", {})
-    if task_name:
-        task = load_task(task_name, {})
-    prompter, longest = Prompter(checkpoint, rollout.max_prompt_tokens), max_new_tokens or rollout.max_new_tokens
-    with open_engine(checkpoint, rollout, dtype) as engine:
-        accuracy = heldout_accuracy(engine, task, prompter, problems, longest)
+        if dtype not in (None, config.dtype):
+            raise ConfigError(
+                f"--dtype {dtype}: run {target!r} computes in {config.dtype}; leave it out, or evaluate the folder "
+                f"{str(folder.export)!r} itself in another dtype"
+            )
+        note = export_note(path, config, max(folder.steps(), default=0))
+        return folder.export, {**note, "dtype": config.dtype}
+    if path.is_dir():
+        return path, read_note(path)
+    if "/" in target and path.parent.is_dir():
+        there = sorted(found.name for found in path.parent.iterdir() if found.is_dir())
+        near = did_you_mean(path.name, there)
+        raise ConfigError(f"there is no folder {target!r} in {str(path.parent)!r}{near}")
+    return None, {}
+
+
+def evaluate(plan: Evaluation, target: str, problems: int, seed: int = 0) -> dict[str, Any]:
+    """Accuracy in [0, 1] on the first `problems` held-out problems of `seed`, in a fresh engine, with what it was
+    measured on. The reward a run trained with plays no part: accuracy is the task's own verdict."""
+    dtype = plan.dtype or _own_dtype(plan.checkpoint)
+    task = load_task(plan.task, plan.options)
+    prompter = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens)
+    answering = phase(f"starting the engine and answering {problems} problems")
+    with answering, open_engine(plan.checkpoint, plan.rollout, dtype) as engine:
+        accuracy = heldout_accuracy(engine, task, prompter, problems, plan.rollout.max_new_tokens, seed)
     return {
         "target": target,
         "task": task.name,
+        "task_options": plan.options,
         "problems": problems,
+        "seed": seed,
         "accuracy": accuracy,
         "dtype": dtype,
     }
 
 
 def _own_dtype(checkpoint: Path) -> str:
-    import json
-
     written = json.loads((checkpoint / "config.json").read_text())
     dtype = written.get("dtype") or written.get("torch_dtype")
     return dtype if dtype == "float16" or (dtype == "float32" and "quantization_config" in written) else "bfloat16"

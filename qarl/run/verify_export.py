@@ -7,6 +7,7 @@ from pathlib import Path
 from configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
 from qarl.run.evaluate import heldout_accuracy
+from qarl.run.export_note import add_to_note, export_note
 from qarl.run.session import Policy, Position, Session, canary_sequences
 from rollout.open import open_engine
 from sync.checkpoint_folder import ExportError
@@ -41,7 +42,7 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
         return None
     if policy.processes.first:
         shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
-        export_checkpoint(policy.model, policy.folder, folder.export)
+        export_checkpoint(policy.model, policy.folder, folder.export, export_note(folder.path, config, steps))
     sequences = canary_sequences(policy, config)
     sampled = Sampled(sequences, session.engine.logprobs(sequences))
     policy.processes.wait()  # closing the engine closes the process group: from there on the first process is alone
@@ -65,4 +66,5 @@ def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, s
         if config.eval.problems:
             longest = config.rollout.max_new_tokens
             accuracy = heldout_accuracy(engine, policy.task, policy.prompter, config.eval.problems, longest)
+            add_to_note(folder.export, heldout_accuracy=accuracy, heldout_problems=config.eval.problems)
     return Outcome(at.step, folder.export, at.first_accuracy, accuracy)

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from configs.errors import ConfigError, ModelError
+from configs.load import config_file, load_config
 from qarl.cli.main import main
+from qarl.report.run_folder import RunFolder
+from qarl.run.evaluate import plan_evaluation
+from qarl.run.export_note import export_note
 
 FINE = {"question": "1 + 1 =", "answer": "2"}
 
@@ -102,6 +107,17 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --reward raises:reward", "raised KeyError: 'score'"),
         ("train --reward exits.py:reward", "raised sys.exit(3)"),
         ("train --reward words.py:reward", "returned '1' (str); a reward must be a finite number"),
+        ("export nope -o out", "there is no folder 'nope'"),
+        ("export taken -o taken", "folder 'taken' exists; give another --output"),
+        ("export taken -o q.jsonl/out", "cannot make folder 'q.jsonl/out': Not a directory"),
+        ("eval taken --problems 0", "--problems 0 must be at least 1"),
+        ("eval taken --problems -3", "--problems -3 must be at least 1"),
+        ("eval taken --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
+        ("eval taken --json no/such/x.json", "--json no/such/x.json: 'no/such' is no folder that can be written to"),
+        ("eval taken --task.options 5", "task.options 5 must be a mapping"),
+        ("eval ./nope", "there is no folder './nope' in '.'"),
+        ("eval taken", "'taken' has no config.json"),
+        ("schemes --json taken", "--json taken: is a folder"),
         ("train --resume nope", "there is no folder 'nope'"),
         ("train --resume taken", "'taken' is no run folder"),
     ],
@@ -186,3 +202,26 @@ def test_versions_are_told(capsys: pytest.CaptureFixture[str]):
         assert main(arguments) == 0
         assert capsys.readouterr().out.startswith("qarl ")
     assert main(["help"]) == 0
+
+
+def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
+    """Contract: task, its options, limits and dtype of the run are read back from qarl.json; naming another task
+    forgets the options, and a run's dtype is not overridden in silence."""
+    config = load_config(config_file("tiny-qwen3"), {"output": str(tmp_path / "run"), "dtype": "float16"})
+    run = RunFolder.create(config)
+    shutil.copytree(random_policy(True), run.export)
+    (run.export / "qarl.json").write_text(json.dumps(export_note(run.path, config, 3)))
+    asked = {"task": None, "options": None, "max_new_tokens": None, "dtype": None}
+    of_run, of_export = (plan_evaluation(str(path), **asked) for path in (run.path, run.export))
+    assert of_run == of_export
+    assert of_export.options == config.task.options and of_export.rollout.max_num_seqs == 512
+    assert of_export.dtype == "float16" and of_export.rollout.max_new_tokens == 8
+    other = plan_evaluation(str(run.export), **{**asked, "task": "gcd", "max_new_tokens": 9})
+    assert (other.task, other.options, other.rollout.max_new_tokens) == ("gcd", {}, 9)
+    with pytest.raises(ConfigError, match=r"--dtype bfloat16: run .* computes in float16; leave it out"):
+        plan_evaluation(str(run.path), **{**asked, "dtype": "bfloat16"})
+    with pytest.raises(ModelError, match=r"rollout.max_new_tokens \(--max-new-tokens\) = 4160, .* has 512 positions"):
+        plan_evaluation(str(run.path), **{**asked, "max_new_tokens": 4096})
+    (run.export / "qarl.json").write_text("{}")
+    with pytest.raises(ConfigError, match="lacks 'task'; export the run again"):
+        plan_evaluation(str(run.export), **asked)

@@ -116,8 +116,8 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, arguments: list
 
 def test_an_output_that_exists_is_refused_first(tmp_path: Path, capsys):
     run = RunFolder.create(BF16.model_copy(update={"output": str(tmp_path / "run")}))
-    assert main(["export", str(run.path), "-o", str(tmp_path), "--ptq", "rtn", "--scheme", "w4a16"]) == 1
-    assert "exists; choose another or remove it" in capsys.readouterr().err
+    assert main(["export", str(run.path), "-o", str(tmp_path), "--ptq", "rtn", "--scheme", "w4a16"]) == 2
+    assert "exists; give another --output" in capsys.readouterr().err
 
 
 # --- llmcompressor's side

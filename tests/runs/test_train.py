@@ -43,6 +43,10 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
         assert (m["learn/lost_updates"] is None) == (m["step"] != 1)  # every tenth step from the first
     written = json.loads((run / "export" / "config.json").read_text())
     assert ("quantization_config" in written) == (scheme != "bf16")
+    assert (run / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "servers run under other users"
+    note = json.loads((run / "export" / "qarl.json").read_text())
+    assert (note["run"], note["step"], note["scheme"], note["task"]) == ("run", 4, scheme, "chain_sum")
+    assert note["digest"] == metrics[-1]["digest"] and note["heldout_accuracy"] is not None
     for name in ("config.yaml", "environment.json", "samples.jsonl", "tensorboard", "export/tokenizer.json"):
         assert (run / name).exists(), name
 
@@ -197,8 +201,8 @@ def test_export_and_eval_commands(finished: Path, tmp_path: Path):
         results.append(json.loads((tmp_path / "eval.json").read_text())["accuracy"])
     assert "64 held-out chain_sum problems" in done.stdout
     again = qarl("export", finished, "-o", tmp_path / "out")
-    assert again.returncode == 1
-    assert "exists; choose another or remove it" in again.stderr
+    assert again.returncode == 2
+    assert "exists; give another --output" in again.stderr
 
 
 @pytest.mark.slow
