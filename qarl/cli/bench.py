@@ -33,7 +33,9 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
     fields: every field of the configuration is an option too, and `measure` gets the overrides as a third argument;
     without it, unknown options are refused.
     """
-    parser.add_argument("--json", metavar="FILE", help="write every figure as JSON too")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write every figure as JSON too, with the command, commit, machine and versions"
+    )
 
     def run(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         if not fields:
@@ -45,7 +47,10 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
         quiet_libraries(getattr(known, "compile", False))
         table, data = measure(known, console, *overrides)
         table.show(console)
-        write_json(known.json, data)
+        if known.json:
+            from qarl.bench.record import record
+
+            write_json(known.json, record(known.arguments, data))
         return 0
 
     parser.set_defaults(run=run)

@@ -1,0 +1,53 @@
+"""What a benchmark's `--json` writes: its figures, and all that a reader needs to measure them again."""
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from qarl.report.run_folder import describe_environment
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def record(arguments: list[str], data: Any) -> dict[str, Any]:
+    """command, commit ("… with changes" where files differ from it; None outside a checkout), machine and versions,
+    data: the benchmark's own. arguments: of `qarl`; `--json FILE` is left out."""
+    return {
+        "command": shlex.join(["qarl", *_without_json(arguments)]),
+        "commit": _commit(),
+        "environment": {**describe_environment(), "device": _device()},
+        "data": data,
+    }
+
+
+def _without_json(arguments: list[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("--json"):
+            kept.append(argument)
+        skip = argument == "--json"
+    return kept
+
+
+def _commit() -> str | None:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _device() -> str:
+    """The GPU's name, else the CPU's, which decides what vLLM's kernels round."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'CPU'}, {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"
