@@ -3,7 +3,7 @@
 Axes: N tokens, K experts a token, H hidden columns, I expert columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -14,8 +14,25 @@ from quant.kernels.base import Product, ProductFactory
 from quant.materialize.experts import LowBitExperts
 
 
+def sum_over_experts(
+    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, expert: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Σ_k w_k · expert_k(x) over each token's K experts, summed in fp32 in the order of the experts' numbers and
+    rounded once: in learner and engine, so that both add up to the same bits.
+
+    x: compute dtype [N, H]; weights: floating [N, K]; index: integer [N, K]; expert: number and its tokens [n, H] →
+    compute dtype [n, H]. Returns compute dtype [N, H].
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number in index.unique().tolist():
+        rows, slots = (index == number).nonzero(as_tuple=True)
+        output = expert(number, x[rows]).to(torch.float32)
+        total.index_add_(0, rows, output * weights[rows, slots, None].to(torch.float32))
+    return total.to(x.dtype)
+
+
 class PerExpertProduct:
-    """y = Σ_k w_k · down(act(gate(x)) · up(x)), summed in fp32 in the order of the experts' numbers, rounded once."""
+    """y = Σ_k w_k · down(act(gate(x)) · up(x)), as `sum_over_experts` adds it up."""
 
     def __init__(self, pairs: Sequence[tuple[Product, Product]], activation: str):
         """pairs: each expert's product with [2I, H] (gate rows first) and with [H, I]."""
@@ -25,14 +42,12 @@ class PerExpertProduct:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `ExpertsProduct`."""
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in index.unique().tolist():
-            rows, slots = (index == expert).nonzero(as_tuple=True)
-            gate_up, down = self._pairs[expert]
-            gate, up = gate_up(x[rows]).chunk(2, dim=-1)
-            output = down(self._activation(gate) * up).to(torch.float32)
-            total.index_add_(0, rows, output * weights[rows, slots, None])
-        return total.to(x.dtype)
+        return sum_over_experts(x, weights, index, self._one)
+
+    def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self._pairs[expert]
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return down(self._activation(gate) * up)
 
 
 def per_expert_product(

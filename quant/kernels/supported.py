@@ -15,7 +15,7 @@ import torch
 
 from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.kernels import KernelError, make_factory
-from quant.kernels.vllm_names import INT8_ACTIVATIONS
+from quant.kernels.vllm_layers import INT8_ACTIVATIONS
 from quant.materialize import materialize
 from quant.materialize.experts import materialize_experts
 from quant.runtime.answers import keep_answer, read_answer

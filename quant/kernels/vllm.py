@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from quant.checkpoint.families import ExpertsShape
 from quant.kernels.vllm_experts import VllmExpertsProduct, vllm_experts
-from quant.kernels.vllm_names import kernel_name
+from quant.kernels.vllm_layers import drop_loaders, kernel_name
 from quant.materialize import LowBitWeight
 from quant.materialize.experts import LowBitExperts
 from quant.schemes import Scheme
@@ -70,11 +70,7 @@ class VllmProductFactory:
             if bias is not None:
                 linear.bias.weight_loader(linear.bias, bias.detach())  # pyright: ignore[reportAttributeAccessIssue]
             linear.quant_method.process_weights_after_loading(linear)
-        # Parameters point back at their layer through their loaders: a cycle that would keep each weight version's
-        # tensors until Python's collector comes by.
-        for parameter in linear.parameters():
-            if hasattr(parameter, "weight_loader"):
-                del parameter.weight_loader  # pyright: ignore[reportAttributeAccessIssue]
+        drop_loaders(linear)
         return VllmProduct(linear)
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExpertsProduct:

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.vllm_names import kernel_name
+from quant.kernels.vllm_layers import drop_loaders, kernel_name
 from quant.materialize.experts import LowBitExperts
 
 
@@ -81,7 +81,5 @@ def vllm_experts(
     for _ in experts.load_weights(weights.tensors(layout)):
         pass  # the loader is a generator: it loads as it is read
     experts.quant_method.process_weights_after_loading(experts)
-    for parameter in experts.parameters():  # loaders point back at the module: a cycle that outlives weight versions
-        if hasattr(parameter, "weight_loader"):
-            del parameter.weight_loader  # pyright: ignore[reportAttributeAccessIssue]
+    drop_loaders(experts)
     return VllmExpertsProduct(experts)

@@ -8,23 +8,22 @@ nor engine rounds again. One file a kind of code:
 `scales`    absolute maxima, and scales stored in the compute dtype
 `integer`   int4 and int8, a scale a row or quantization group
 `fp8`       e4m3, a scale a row or block
-`fused`     which of them run as one compiled pass, and where
 `fp4`       e2m1 with e4m3 scales under a tensor-wide one (NVFP4), or with power-of-two scales (MXFP4)
-"""
 
-from typing import Any
+`cpu_dispatch` says which of them run as one compiled pass, and where; `cpu_loops` is that pass on CPUs.
+"""
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
 from quant.materialize import fp4, fp8, integer
-from quant.materialize.cpu_dispatch import materializer, quantize_on_cpu
+from quant.materialize.cpu_dispatch import Materializer, Way, materializer, quantize_on_cpu
 from quant.materialize.scales import check_scale, finite_absmax
 from quant.materialize.weight import LowBitWeight, empty
 from quant.runtime.compile import compiled
 from quant.schemes import Scheme, is_integer
 
-__all__ = ["LowBitWeight", "materialize", "materializer"]
+__all__ = ["LowBitWeight", "Materializer", "by_operators", "materialize", "materializer"]
 
 
 @torch.no_grad()
@@ -53,30 +52,32 @@ def materialize(
         out.codes.copy_(weight)
         return out
     scheme.check_layer(layer, shape)
-    if materializer(scheme, weight.dtype, weight.device) == "fused numba":
+    way = materializer(scheme, weight.dtype, weight.device).way
+    if way is Way.NUMBA:
         out = out or empty(scheme, shape, dtype)
-        if quantize_on_cpu(weight, out, dtype):
-            return out
-        _quantize(weight, scheme, dtype, layer, fused)  # says what is wrong
-        raise AssertionError(f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators")
-    made = _quantize(weight, scheme, dtype, layer, fused)
-    return made if out is None else out.overwrite(made)
+        quantize_on_cpu(weight, out, dtype, layer)
+        return out
+    quantized = by_operators(weight, scheme, dtype, layer, fused, way is Way.COMPILED)
+    return quantized if out is None else out.overwrite(quantized)
 
 
-def _quantize(
-    weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, layer: str, fused: tuple[torch.Tensor, ...]
+def by_operators(
+    weight: torch.Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    layer: str,
+    fused: tuple[torch.Tensor, ...] = (),
+    compiles: bool = False,
 ) -> LowBitWeight:
-    """By torch's operators."""
+    """`materialize` by torch's operators, through torch.compile where asked and where one pass makes all."""
     args, shape = scheme.weights, (weight.shape[0], weight.shape[1])
     assert args is not None
     if is_integer(args) or args.num_bits == 8:
-        quantize: Any = integer.quantize if is_integer(args) else fp8.quantize
-        if materializer(scheme, weight.dtype, weight.device) == "torch.compile":
-            quantize = compiled(quantize)
         if is_integer(args):
-            how = (args.num_bits, scheme.group_size or shape[1], scheme.packs_integers)
+            quantize, how = integer.quantize, (args.num_bits, scheme.group_size or shape[1], scheme.packs_integers)
         else:
-            how = scheme.block or (1, shape[1])
+            quantize, how = fp8.quantize, scheme.block or (1, shape[1])
+        quantize = compiled(quantize) if compiles else quantize
         codes, scale, absmax = quantize(weight, *how, dtype)
         check_scale(absmax, scale, layer)
         return LowBitWeight(scheme, codes, scale, shape)

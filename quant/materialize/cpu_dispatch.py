@@ -2,7 +2,7 @@
 
 | masters | integer, fp8 per row | other schemes |
 |---|---|---|
-| fp32 or bf16 on a CPU, with numba | one pass, `fused_cpu` | torch's operators, one layer's scratch |
+| fp32 or bf16 on a CPU, with numba | one pass, `cpu_loops` | torch's operators, one layer's scratch |
 | fp16 on a CPU | torch's operators | torch's operators |
 | on CUDA | the same operators through torch.compile (Triton) | torch's operators |
 
@@ -11,38 +11,63 @@ Axes: O output rows, I input columns.
 """
 
 import functools
+from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
 
+from quant.materialize.integer import integer_range
+from quant.materialize.scales import absmax, check_scale, stored_scale
 from quant.materialize.weight import LowBitWeight
 from quant.runtime.compile import compiler_missing
 from quant.runtime.thread_pool import in_threads
 from quant.schemes import FP8_MAX, Scheme, is_integer
 
 _MASTER_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
+"""numpy and numba know no bfloat16: masters are handed over as their bits."""
+
 _STORED = {torch.float32: (32, torch.uint32), torch.bfloat16: (0, torch.uint16), torch.float16: (16, torch.uint16)}
+"""Of scales: what `cpu_loops._as_stored` calls the dtype, and its bits."""
+
 _THREAD_ELEMENTS = 1 << 17
 """Weights that are worth handing to a thread: about 0.05 ms of work."""
 
 
-def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> str:
-    """What materializes weights of a scheme: "fused numba", "torch.compile", "torch" or, unquantized, "cast".
+class Way(Enum):
+    """How a weight is materialized; the value is what people are told."""
 
-    "torch" says why, where a faster way exists but not here.
-    """
+    CAST = "cast"
+    NUMBA = "fused numba"
+    COMPILED = "torch.compile"
+    TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class Materializer:
+    """way: which code runs. reason: why no faster one does, where there is one elsewhere; else ""."""
+
+    way: Way
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.way.value} ({self.reason})" if self.reason else self.way.value
+
+
+def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> Materializer:
+    """What materializes weights of a scheme, from masters of that dtype on that device."""
     if scheme.weights is None:
-        return "cast"
-    if not _has_loop(scheme):
-        return "torch"
+        return Materializer(Way.CAST)
+    if not _has_loop(scheme) or device.type not in ("cpu", "cuda"):
+        return Materializer(Way.TORCH)
     if device.type == "cuda":
-        missing = compiler_missing("cuda")
-        return "torch.compile" if missing is None else f"torch ({missing})"
-    if device.type != "cpu":
-        return "torch"
-    if master not in _MASTER_BITS:
-        return f"torch (the compiled loops take float32 and bfloat16 masters, not {str(master).removeprefix('torch.')})"
-    return "fused numba" if numba_missing() is None else f"torch ({numba_missing()})"
+        missing, fast = compiler_missing("cuda"), Way.COMPILED
+    elif master not in _MASTER_BITS:
+        name = str(master).removeprefix("torch.")
+        missing, fast = f"the compiled loops take float32 and bfloat16 masters, not {name}", Way.NUMBA
+    else:
+        missing, fast = numba_missing(), Way.NUMBA
+    return Materializer(fast) if missing is None else Materializer(Way.TORCH, missing)
 
 
 @functools.cache
@@ -55,10 +80,10 @@ def numba_missing() -> str | None:
     return None
 
 
-def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype) -> bool:
+def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype, layer: str) -> None:
     """Quantize a master, fp32 or bf16 [O, I], into `into`'s buffers; scheme of those, dtype: compute dtype.
 
-    Returns False, with the buffers partly written, where a weight is not finite or a scale is beyond `dtype`.
+    Raises the `PrecisionError`s of `check_scale`, naming `layer`, with the buffers partly written.
     """
     from quant.materialize.cpu_loops import quantize_rows
 
@@ -68,8 +93,8 @@ def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype
     stored, scale_bits = _STORED[dtype]
     kind, low, high, half_range = 0, -FP8_MAX, FP8_MAX, FP8_MAX
     if is_integer(args):
-        low, high = -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1) - 1
-        kind, half_range = (4 if args.num_bits == 4 and into.scheme.packs_integers else 8), (high - low) / 2
+        low, high, half_range = integer_range(args.num_bits)
+        kind = 4 if args.num_bits == 4 and into.scheme.packs_integers else 8
     offset = -low if into.scheme.packs_integers else 0
     master = weight.contiguous().view(_MASTER_BITS[weight.dtype]).numpy()
     scales = into.scale.view(scale_bits).numpy()
@@ -82,7 +107,10 @@ def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype
         span = slice(start, stop)
         return quantize_rows(master[span], group, stored, *numbers, kind, scales[span], codes[span])
 
-    return all(in_threads(part, rows, at_least=-(-_THREAD_ELEMENTS // columns)))
+    if not all(in_threads(part, rows, at_least=-(-_THREAD_ELEMENTS // columns))):
+        largest = absmax(weight.reshape(rows, -1, group))
+        check_scale(largest, stored_scale(largest, half_range, dtype), layer)
+        raise AssertionError(f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators")
 
 
 def _has_loop(scheme: Scheme) -> bool:

@@ -18,12 +18,18 @@ def quantize(
     divided by half the code range; codes are weight / scale, clamped, rounded half to even. They mean something only
     where `check_scale` finds nothing: nothing is checked here, so that this compiles to one kernel.
     """
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    low, high, half_range = integer_range(bits)
     grouped = weight.reshape(weight.shape[0], -1, columns)
     largest = absmax(grouped)
-    scale = stored_scale(largest, (high - low) / 2, dtype)
+    scale = stored_scale(largest, half_range, dtype)
     codes = (grouped / scale.unsqueeze(-1)).clamp_(low, high).round_().to(torch.int8).view(weight.shape)
     return (pack(codes, bits) if packs else codes), scale, largest
+
+
+def integer_range(bits: int) -> tuple[int, int, float]:
+    """Lowest and highest code, and half the distance between them: absmax / scale (7.5 of int4, 127.5 of int8)."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    return low, high, (high - low) / 2
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

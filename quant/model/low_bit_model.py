@@ -204,7 +204,7 @@ class LowBitModel(nn.Module):
         """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all schemes in use."""
         schemes = {layer.scheme.name: layer.scheme for layer in self._layers.low_bit()}
         dtype = next(iter(self.loaded.values())).dtype
-        return {name: materializer(scheme, dtype, self.device) for name, scheme in schemes.items()}
+        return {name: str(materializer(scheme, dtype, self.device)) for name, scheme in schemes.items()}
 
     def matrices(self) -> set[str]:
         """Names of the masters that are matrices of the decoder: linear layers' weights and experts, no router and no

@@ -22,6 +22,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from quant.kernels.experts_loop import sum_over_experts
+from quant.kernels.vllm_layers import drop_loaders
+
 _PREFIXES = {"w13": ("w1", "w3"), "w2": ("w2",)}
 """vLLM's names of an expert's matrices → the checkpoint shards stacked in them (gate and up; down)."""
 
@@ -51,9 +54,11 @@ class PerExpertMethod(FusedMoEMethodBase):
 
     def __init__(self, config: CompressedTensorsConfig, layer: RoutedExperts, prefix: str):
         super().__init__(layer.moe_config)
-        if layer.moe_config.has_bias or not layer.moe_config.is_act_and_mul or layer.use_ep:
+        config_of = layer.moe_config
+        if config_of.has_bias or not config_of.is_act_and_mul or layer.use_ep or layer.apply_router_weight_on_input:
             raise ValueError(
-                f"{prefix}: per-expert products cover gated experts without bias and without expert parallelism"
+                f"{prefix}: per-expert products cover gated experts without bias, weighted after the down projection, "
+                "without expert parallelism"
             )
         self._config = config
         self._names = {
@@ -117,20 +122,16 @@ class PerExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x: compute dtype [N, H]; topk_weights: fp32 [N, K]; topk_ids: integer [N, K] → compute dtype [N, H].
 
-        Experts' outputs are summed in fp32, in the order of their numbers, and rounded once.
+        The sum over experts is that of the learner (`sum_over_experts`).
         """
-        total = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in topk_ids.unique().tolist():
-            rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-            weights = topk_weights[rows, slots].to(torch.float32)[:, None]
-            inputs = x[rows]
-            if layer.apply_router_weight_on_input:
-                inputs, weights = (inputs * weights).to(x.dtype), torch.ones_like(weights)
+
+        def one(expert: int, inputs: torch.Tensor) -> torch.Tensor:
             merged = self._experts["w13"][expert](inputs)
-            hidden = torch.empty(len(rows), merged.shape[1] // 2, dtype=merged.dtype)
+            hidden = torch.empty(len(inputs), merged.shape[1] // 2, dtype=merged.dtype)
             apply_moe_activation(layer.activation, hidden, merged)
-            total.index_add_(0, rows, self._experts["w2"][expert](hidden).to(torch.float32) * weights)
-        return total.to(x.dtype)
+            return self._experts["w2"][expert](hidden)
+
+        return sum_over_experts(x, topk_weights, topk_ids, one)
 
     def _linear(self, prefix: str, expert: int) -> ReplicatedLinear:
         # FP8 layers take their output dtype from torch's default, which vLLM sets for the first load only.
@@ -152,9 +153,7 @@ class PerExpertMethod(FusedMoEMethodBase):
             value = torch.tensor((outputs, inputs)) if name == "weight_shape" else stacked[expert]
             getattr(linear, name).data.copy_(value)
         linear.quant_method.process_weights_after_loading(linear)
-        for parameter in linear.parameters():  # their loaders point back at the layer: a cycle that outlives reloads
-            if hasattr(parameter, "weight_loader"):
-                del parameter.weight_loader  # type: ignore[attr-defined]
+        drop_loaders(linear)
         return linear
 
 

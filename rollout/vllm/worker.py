@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from quant.digest import StreamDigest
-from quant.kernels.vllm_names import kernel_name
+from quant.kernels.vllm_layers import kernel_name
 from quant.schemes import scheme_of_args
 from quant.types import LayerReport, LowBitTensor
 from rollout.engine import LoadReport

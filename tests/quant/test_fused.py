@@ -1,5 +1,6 @@
 """Compiled materialization, held to torch's operators bit for bit, and what reusing buffers must not break."""
 
+import re
 import subprocess
 import sys
 
@@ -9,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.errors import PrecisionError
 from quant.checkpoint.families import ExpertLayout
 from quant.digest import StreamDigest
 from quant.layers.context import LayerContext
 from quant.layers.linear import LowBitLinear
-from quant.materialize import LowBitWeight, materialize, materializer
-from quant.materialize import _quantize as by_operators
-from quant.materialize.cpu_dispatch import numba_missing, quantize_on_cpu
+from quant.materialize import LowBitWeight, by_operators, materialize, materializer
+from quant.materialize.cpu_dispatch import Materializer, Way, numba_missing, quantize_on_cpu
 from quant.materialize.experts import materialize_experts
 from quant.materialize.weight import empty
 from quant.runtime.thread_pool import in_threads
@@ -46,11 +47,12 @@ def check(weight: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     scheme = get_scheme(name)
     buffers = empty(scheme, (weight.shape[0], weight.shape[1]), dtype)
     try:
-        expected = by_operators(weight, scheme, dtype, "layer", ())
-    except ValueError:
-        assert not quantize_on_cpu(weight, buffers, dtype)
+        expected = by_operators(weight, scheme, dtype, "layer")
+    except PrecisionError as error:
+        with pytest.raises(PrecisionError, match=re.escape(str(error))):
+            quantize_on_cpu(weight, buffers, dtype, "layer")
         return
-    assert quantize_on_cpu(weight, buffers, dtype)
+    quantize_on_cpu(weight, buffers, dtype, "layer")
     assert same_bits(buffers, expected)
 
 
@@ -163,7 +165,7 @@ def test_what_is_not_finite_is_refused_wherever_it_is(name: str, master: torch.d
 def test_threads_and_strides_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
     """Rows cut over 1, 2 or 3 threads, and masters that are transposed or sliced views."""
     weight = torch.randn(1030, 512, generator=torch.Generator().manual_seed(0))
-    expected = by_operators(weight, get_scheme(name), torch.bfloat16, "layer", ())
+    expected = by_operators(weight, get_scheme(name), torch.bfloat16, "layer")
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)  # vLLM ignores set_num_threads
         assert same_bits(materialize(weight, get_scheme(name), torch.bfloat16), expected)
@@ -246,14 +248,14 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
 
 def test_the_materializer_is_named():
     """Every scheme says what makes it; a missing numba is a reason in words, not silence."""
-    assert materializer(get_scheme("bf16"), torch.float32, CPU) == "cast"
+    assert materializer(get_scheme("bf16"), torch.float32, CPU) == Materializer(Way.CAST)
     for name in EAGER:
-        assert materializer(get_scheme(name), torch.bfloat16, CPU) == "torch"
-    assert materializer(get_scheme("w4a16"), torch.float16, CPU) == (
+        assert materializer(get_scheme(name), torch.bfloat16, CPU) == Materializer(Way.TORCH)
+    assert str(materializer(get_scheme("w4a16"), torch.float16, CPU)) == (
         "torch (the compiled loops take float32 and bfloat16 masters, not float16)"
     )
     if numba_missing() is None:
-        assert {materializer(get_scheme(name), torch.bfloat16, CPU) for name in FUSED} == {"fused numba"}
+        assert {materializer(get_scheme(name), torch.bfloat16, CPU) for name in FUSED} == {Materializer(Way.NUMBA)}
 
 
 @pytest.mark.slow
@@ -330,7 +332,7 @@ def test_compiled_operators_give_the_operators_bits_on_cuda(name: str, master: t
         weight = (torch.randn(64, 512, generator=generator) * 10.0 ** (seed - 12)).to(master)
         weight[3] = 0.0
         there = weight.cuda()
-        assert materializer(scheme, master, there.device) == "torch.compile"
+        assert materializer(scheme, master, there.device).way is Way.COMPILED
         made = materialize(there, scheme, dtype)
         here = materialize(weight, scheme, dtype)
         assert made.scale is not None and here.scale is not None

@@ -18,7 +18,7 @@ from qarl.run.session import check_input
 from quant.kernels import KERNELS, make_factory
 from quant.kernels import supported as support_module
 from quant.kernels.supported import Support, require_support, support, why_not
-from quant.kernels.vllm_names import INT8_ACTIVATIONS, kernel_name
+from quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
 from quant.layers.context import LayerContext
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel

@@ -1,6 +1,8 @@
-"""The name of the kernel a vLLM layer multiplies with, read from the layer; used on both sides of the audit."""
+"""What learner and engine ask of a loaded vLLM layer: its kernel's name, and to let its old version go."""
 
 from typing import Any
+
+from torch import nn
 
 INT8_ACTIVATIONS = "int8 activations by VLLM_CPU_INT4_W4A8"
 """Part of the names of kernels to which vLLM gives int8 activations on CPUs with AMX unless that variable is 0."""
@@ -28,3 +30,11 @@ def kernel_name(layer: Any) -> str:
                 return f"{name}, {INT8_ACTIVATIONS}" if getattr(layer, "use_w4a8", False) else name
     name = type(method).__name__
     return "unquantized" if name.startswith("Unquantized") else name
+
+
+def drop_loaders(layer: nn.Module) -> None:
+    """Cut the way back from a loaded layer's parameters to the layer, through their loaders: a cycle that would keep
+    each weight version's tensors until Python's collector comes by."""
+    for parameter in layer.parameters():
+        if hasattr(parameter, "weight_loader"):
+            del parameter.weight_loader  # type: ignore[attr-defined]
