@@ -88,7 +88,7 @@ class Learner:
         self._reference = reference
         self.packed = packs(model, config.packing)
         model.checkpoint_layers(config.gradient_checkpointing)
-        model.context.gradients.exact_inputs = not rounds_weights(model, config.input_gradients)
+        model.context.gradients.fp32_input_grad = not rounds_weights(model, config.input_gradients)
         model.context.gradients.compiled = compiles(model, config.compile)
         self.stopwatch = Stopwatch()
         self._diagnosis: Diagnosis | None = None

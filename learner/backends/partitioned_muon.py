@@ -93,8 +93,11 @@ class PartitionedMuon(torch.optim.AdamW):
             return
         if not state:
             state[MOMENTUM] = torch.zeros_like(flat)
+        # Nesterov momentum and decoupled weight decay are elementwise: each process has them for its own pieces.
         update = gradient.lerp(state[MOMENTUM].lerp_(gradient, 1 - momentum), momentum)
         flat.mul_(1 - lr * weight_decay)
+        # As many matrices at a time as there are processes, so that every process has one to orthogonalize and none
+        # keeps more than one whole update.
         for turn in _in_turns(self._matrices[id(flat)], self._processes.world):
             mine = self._put_together(turn, update)
             if mine is not None:

@@ -15,7 +15,7 @@ import torch
 from configs.errors import ConfigError
 from qarl.report.tables import PlainTable
 from quant.kernels import KernelError, make_factory
-from quant.kernels.base import Product, ProductFactory
+from quant.kernels.base import KernelFactory, LowBitMatmul
 from quant.kernels.supported import why_not
 from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
@@ -125,12 +125,12 @@ def rows_as_data(rows: list[KernelRow]) -> list[dict]:
     return [dataclasses.asdict(row) for row in rows]
 
 
-def _product(master: torch.Tensor, scheme: Scheme, dtype: torch.dtype, factory: ProductFactory) -> Product:
+def _product(master: torch.Tensor, scheme: Scheme, dtype: torch.dtype, factory: KernelFactory) -> LowBitMatmul:
     return factory("a layer", materialize(master, scheme, dtype), None)
 
 
 def _row(
-    scheme: Scheme, shape: tuple[int, int], tokens: int, product: Product, plain: Product, dtype: torch.dtype,
+    scheme: Scheme, shape: tuple[int, int], tokens: int, product: LowBitMatmul, plain: LowBitMatmul, dtype: torch.dtype,
     repeats: int,
 ) -> KernelRow:  # fmt: skip
     x = _normal((tokens, shape[1])).to(dtype)

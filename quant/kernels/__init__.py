@@ -1,4 +1,4 @@
-"""How a low-bit product is computed. Each module makes `Product`s from a `LowBitWeight`:
+"""How a low-bit product is computed. Each module makes `LowBitMatmul`s from a `LowBitWeight`:
 
 `vllm`       the layer object vLLM itself builds for that scheme, shape and platform
 `torch`      torch's own low-bit products
@@ -6,7 +6,7 @@
 `plain`      the master cast to the compute dtype, nothing quantized (the unaligned baseline)
 """
 
-from quant.kernels.base import KernelError, Product, ProductFactory
+from quant.kernels.base import KernelError, KernelFactory, LowBitMatmul
 from quant.kernels.choose import KERNELS, make_factory
 
-__all__ = ["KERNELS", "KernelError", "Product", "ProductFactory", "make_factory"]
+__all__ = ["KERNELS", "KernelError", "KernelFactory", "LowBitMatmul", "make_factory"]

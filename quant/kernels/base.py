@@ -19,7 +19,7 @@ class KernelError(QarlError):
     heading = "kernel"
 
 
-class Product(Protocol):
+class LowBitMatmul(Protocol):
     """One layer's prepared product. Holds whatever layout its kernel needs; never changes the low-bit tensors."""
 
     @property
@@ -32,7 +32,7 @@ class Product(Protocol):
         ...
 
 
-class ExpertsProduct(Protocol):
+class ExpertsMatmul(Protocol):
     """One layer's routed experts, prepared. Never changes the low-bit tensors."""
 
     @property
@@ -45,13 +45,13 @@ class ExpertsProduct(Protocol):
         ...
 
 
-class ProductFactory(Protocol):
+class KernelFactory(Protocol):
     """Makes the products of a model's layers from their low-bit weights."""
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> Product:
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> LowBitMatmul:
         """layer: checkpoint name. bias: compute dtype [O] or None."""
         ...
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsProduct:
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:
         """layer: checkpoint name of the experts' module, without the number of one."""
         ...

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import ExpertsProduct, KernelError, Product, ProductFactory
+from quant.kernels.base import ExpertsMatmul, KernelError, KernelFactory, LowBitMatmul
 from quant.materialize import LowBitWeight
 from quant.materialize.experts import LowBitExperts
 
@@ -19,38 +19,38 @@ class TorchFactory:
     """Dense products by `linear`; experts by torch's grouped operators where `grouped` asks and they exist, else as
     dense products one after another."""
 
-    linear: Callable[[str, LowBitWeight, torch.Tensor | None], Product]
+    linear: Callable[[str, LowBitWeight, torch.Tensor | None], LowBitMatmul]
     grouped: bool = False
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> Product:
-        """See `ProductFactory`."""
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> LowBitMatmul:
+        """See `KernelFactory`."""
         return self.linear(layer, weight, bias)
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsProduct:
-        """See `ProductFactory.experts`."""
-        from quant.kernels.experts_loop import per_expert_product
-        from quant.kernels.grouped import grouped_product
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:
+        """See `KernelFactory.experts`."""
+        from quant.kernels.experts_loop import experts_loop
+        from quant.kernels.grouped import grouped_experts
 
-        grouped = grouped_product(shape, weights) if self.grouped else None
-        return grouped or per_expert_product(self, layer, shape, weights)
+        grouped = grouped_experts(shape, weights) if self.grouped else None
+        return grouped or experts_loop(self, layer, shape, weights)
 
 
-def make_factory(kernel: str, dtype: torch.dtype) -> ProductFactory:
+def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
     """A factory for `kernel` (one of KERNELS) computing in `dtype`. Raises `KernelError` where it cannot run."""
     if kernel == "auto":
         kernel = "vllm" if find_spec("vllm") else "torch"
     if kernel == "vllm":
         if not find_spec("vllm"):
             raise KernelError("learner.kernel 'vllm' needs vllm in the learner's environment; use 'torch' or 'auto'")
-        from quant.kernels.vllm import VllmProductFactory
+        from quant.kernels.vllm import VllmFactory
 
-        return VllmProductFactory(dtype)
+        return VllmFactory(dtype)
     if kernel == "torch":
-        from quant.kernels.torch_ops import torch_product
+        from quant.kernels.torch_ops import torch_matmul
 
-        return TorchFactory(torch_product, grouped=True)
+        return TorchFactory(torch_matmul, grouped=True)
     if kernel == "reference":
-        from quant.kernels.dequantized import ReferenceProductFactory
+        from quant.kernels.dequantized import ReferenceFactory
 
-        return TorchFactory(ReferenceProductFactory(dtype))
+        return TorchFactory(ReferenceFactory(dtype))
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

@@ -10,7 +10,7 @@ from quant.materialize.activations import quantize_activation
 
 
 @dataclass(frozen=True)
-class DequantizedProduct:
+class DequantizedMatmul:
     """y = dequant(x) · dequant(W)ᵀ + b, all in the compute dtype. weight: compute dtype [O, I]."""
 
     weight: torch.Tensor
@@ -25,12 +25,12 @@ class DequantizedProduct:
         return F.linear(x, self.weight, self.bias)
 
 
-class ReferenceProductFactory:
+class ReferenceFactory:
     """Makes dequantized products in one compute dtype; runs for every scheme, everywhere."""
 
     def __init__(self, dtype: torch.dtype):
         self._dtype = dtype
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> DequantizedProduct:
-        """See `ProductFactory`."""
-        return DequantizedProduct(weight.dequantized(self._dtype), bias, weight)
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> DequantizedMatmul:
+        """See `KernelFactory`."""
+        return DequantizedMatmul(weight.dequantized(self._dtype), bias, weight)

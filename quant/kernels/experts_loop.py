@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import Product, ProductFactory
+from quant.kernels.base import KernelFactory, LowBitMatmul
 from quant.materialize.experts import LowBitExperts
 
 
@@ -31,17 +31,17 @@ def sum_over_experts(
     return total.to(x.dtype)
 
 
-class PerExpertProduct:
+class ExpertsLoop:
     """y = Σ_k w_k · down(act(gate(x)) · up(x)), as `sum_over_experts` adds it up."""
 
-    def __init__(self, pairs: Sequence[tuple[Product, Product]], activation: str):
+    def __init__(self, pairs: Sequence[tuple[LowBitMatmul, LowBitMatmul]], activation: str):
         """pairs: each expert's product with [2I, H] (gate rows first) and with [H, I]."""
         self._pairs = pairs
         self._activation: nn.Module = ACT2FN[activation]
         self.name = f"{pairs[0][0].name}, per expert"
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """See `ExpertsProduct`."""
+        """See `ExpertsMatmul`."""
         return sum_over_experts(x, weights, index, self._one)
 
     def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -50,9 +50,7 @@ class PerExpertProduct:
         return down(self._activation(gate) * up)
 
 
-def per_expert_product(
-    factory: ProductFactory, layer: str, shape: ExpertsShape, weights: LowBitExperts
-) -> PerExpertProduct:
+def experts_loop(factory: KernelFactory, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
     """Every expert's two matrices through the dense products of `factory`."""
     pairs = [
         (
@@ -61,4 +59,4 @@ def per_expert_product(
         )
         for e, expert in enumerate(weights.experts)
     ]
-    return PerExpertProduct(pairs, shape.activation)
+    return ExpertsLoop(pairs, shape.activation)

@@ -21,8 +21,8 @@ GroupedMultiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows sorted by expert [M, in], ends of the experts' runs int32 [E]) → [M, out]."""
 
 
-class GroupedProduct:
-    """As `PerExpertProduct`, all experts at once."""
+class GroupedExperts:
+    """As `ExpertsLoop`, all experts at once."""
 
     def __init__(self, name: str, gate_up: GroupedMultiply, down: GroupedMultiply, shape: ExpertsShape):
         self.name = name
@@ -32,7 +32,7 @@ class GroupedProduct:
         self._activation: nn.Module = ACT2FN[shape.activation]
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """See `ExpertsProduct`."""
+        """See `ExpertsMatmul`."""
         flat = index.flatten()
         order = flat.argsort(stable=True)
         ends = torch.bincount(flat, minlength=self._experts).cumsum(0).to(torch.int32)
@@ -43,7 +43,7 @@ class GroupedProduct:
         return total.index_add_(0, rows, output * weights.flatten()[order, None]).to(x.dtype)
 
 
-def grouped_product(shape: ExpertsShape, weights: LowBitExperts) -> GroupedProduct | None:
+def grouped_experts(shape: ExpertsShape, weights: LowBitExperts) -> GroupedExperts | None:
     """The grouped operator for these experts; None where torch has none."""
     if weights.stacks is None:
         return None
@@ -51,7 +51,7 @@ def grouped_product(shape: ExpertsShape, weights: LowBitExperts) -> GroupedProdu
     if made[0] is None or made[1] is None:
         return None
     (name, gate_up), (_, down) = made[0], made[1]
-    return GroupedProduct(name, gate_up, down, shape)
+    return GroupedExperts(name, gate_up, down, shape)
 
 
 def _multiply(stack: LowBitWeight, experts: int) -> tuple[str, GroupedMultiply] | None:

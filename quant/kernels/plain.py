@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 
-class PlainProduct:
+class PlainMatmul:
     """y = x · Wᵀ + b. weight: the master in the compute dtype [O, I]."""
 
     name = "plain"

@@ -24,7 +24,7 @@ from quant.schemes import is_integer
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
-class TorchProduct:
+class TorchMatmul:
     """y = multiply(x) + b. name: the torch operator."""
 
     def __init__(self, name: str, multiply: Multiply, bias: torch.Tensor | None):
@@ -38,20 +38,20 @@ class TorchProduct:
         return y if self._bias is None else y + self._bias
 
 
-def torch_product(layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> TorchProduct:
+def torch_matmul(layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> TorchMatmul:
     """The torch operator for this weight's scheme. Raises `KernelError` naming layer and reason where none fits."""
     args, activations = weight.scheme.weights, weight.scheme.activations
     if args is None:
-        return TorchProduct("linear", lambda x: F.linear(x, weight.codes), bias)
+        return TorchMatmul("linear", lambda x: F.linear(x, weight.codes), bias)
     if not is_integer(args) and args.num_bits == 4:
         raise KernelError(f"layer {layer!r}: kernel 'torch' has no fp4 product; use 'vllm' or 'reference'")
     if activations is None:
-        return TorchProduct(*_weight_only(layer, weight), bias)
+        return TorchMatmul(*_weight_only(layer, weight), bias)
     if is_integer(activations) and args.num_bits == 4 and weight.codes.device.type == "cpu":
-        return TorchProduct("_dyn_quant_matmul_4bit", _dynamic_int4_multiply(weight), bias)
+        return TorchMatmul("_dyn_quant_matmul_4bit", _dynamic_int4_multiply(weight), bias)
     if is_integer(activations):
-        return TorchProduct("_int_mm", _grouped_multiply(weight, _int_mm), bias)
-    return TorchProduct("_scaled_mm", _grouped_multiply(weight, _scaled_mm), bias)
+        return TorchMatmul("_int_mm", _grouped_multiply(weight, _int_mm), bias)
+    return TorchMatmul("_scaled_mm", _grouped_multiply(weight, _scaled_mm), bias)
 
 
 def _weight_only(layer: str, weight: LowBitWeight) -> tuple[str, Multiply]:

@@ -21,14 +21,14 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.vllm_experts import VllmExpertsProduct, vllm_experts
+from quant.kernels.vllm_experts import VllmExperts, vllm_experts
 from quant.kernels.vllm_layers import drop_loaders, kernel_name
 from quant.materialize import LowBitWeight
 from quant.materialize.experts import LowBitExperts
 from quant.schemes import Scheme
 
 
-class VllmProduct:
+class VllmMatmul:
     """One vLLM linear layer, ready to multiply. Keeps every tensor its kernel may point to alive."""
 
     def __init__(self, linear: ReplicatedLinear):
@@ -40,8 +40,8 @@ class VllmProduct:
         return self._linear(x)
 
 
-class VllmProductFactory:
-    """Builds `VllmProduct`s for one compute dtype. Raises what vLLM raises where it has no kernel for a scheme."""
+class VllmFactory:
+    """Builds `VllmMatmul`s for one compute dtype. Raises what vLLM raises where it has no kernel for a scheme."""
 
     def __init__(self, dtype: torch.dtype):
         load_general_plugins()  # QaRL's own among them: the engine's processes have loaded them too
@@ -51,8 +51,8 @@ class VllmProductFactory:
         self._config.model_config = SimpleNamespace(dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmProduct:
-        """See `ProductFactory`."""
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmMatmul:
+        """See `KernelFactory`."""
         with self._loading(weight.codes.device):
             linear = ReplicatedLinear(
                 weight.shape[1],
@@ -71,10 +71,10 @@ class VllmProductFactory:
                 linear.bias.weight_loader(linear.bias, bias.detach())  # pyright: ignore[reportAttributeAccessIssue]
             linear.quant_method.process_weights_after_loading(linear)
         drop_loaders(linear)
-        return VllmProduct(linear)
+        return VllmMatmul(linear)
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExpertsProduct:
-        """See `ProductFactory.experts`."""
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
+        """See `KernelFactory.experts`."""
         with self._loading(weights.device):
             quant_config = self._quant_config(weights.experts[0].down.scheme)
             return vllm_experts(layer, shape, weights, self._config, quant_config)

@@ -24,7 +24,7 @@ from quant.kernels.vllm_layers import drop_loaders, kernel_name
 from quant.materialize.experts import LowBitExperts
 
 
-class VllmExpertsProduct:
+class VllmExperts:
     """One layer's experts, ready to multiply."""
 
     def __init__(self, experts: RoutedExperts):
@@ -32,7 +32,7 @@ class VllmExpertsProduct:
         self.name = kernel_name(experts)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """See `ExpertsProduct`."""
+        """See `ExpertsMatmul`."""
         index = index.to(self._experts.quant_method.topk_indices_dtype or torch.int32)
         y = self._experts.forward_modular(x.contiguous(), weights.contiguous(), index.contiguous())
         assert isinstance(y, torch.Tensor)  # vLLM defers the sum over experts only where that was asked for
@@ -41,7 +41,7 @@ class VllmExpertsProduct:
 
 def vllm_experts(
     layer: str, shape: ExpertsShape, weights: LowBitExperts, config: VllmConfig, quant_config: QuantizationConfig | None
-) -> VllmExpertsProduct:
+) -> VllmExperts:
     """Build and fill vLLM's module. To be called with `config` current and the compute dtype as torch's default."""
     dtype, device = torch.get_default_dtype(), weights.device
     layout = shape.layout
@@ -82,4 +82,4 @@ def vllm_experts(
         pass  # the loader is a generator: it loads as it is read
     experts.quant_method.process_weights_after_loading(experts)
     drop_loaders(experts)
-    return VllmExpertsProduct(experts)
+    return VllmExperts(experts)

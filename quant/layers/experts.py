@@ -16,9 +16,9 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import ExpertsProduct
-from quant.kernels.experts_loop import PerExpertProduct
-from quant.kernels.plain import PlainProduct
+from quant.kernels.base import ExpertsMatmul
+from quant.kernels.experts_loop import ExpertsLoop
+from quant.kernels.plain import PlainMatmul
 from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
 from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
@@ -28,7 +28,7 @@ from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import Scheme
 
 
-class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsProduct]):
+class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
     """Replaces a module of fused experts.
 
     layer: checkpoint name ("model.layers.0.mlp.experts"). gate_up, down: masters [E, 2I, H] and [E, H, I], gate rows
@@ -68,13 +68,13 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsProduct]):
         gate_up, down = self.merged()
         return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, self.low_bit)
 
-    def _prepare(self, low_bit: LowBitExperts) -> ExpertsProduct:
+    def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
         return self.context.factory.experts(self.layer, self.shape, low_bit)
 
-    def _cast(self) -> ExpertsProduct:
+    def _cast(self) -> ExpertsMatmul:
         casts = zip(*(merged.to(self.context.compute_dtype, copy=True) for merged in self.merged()), strict=True)
-        pairs = [(PlainProduct(gate_up, None), PlainProduct(down, None)) for gate_up, down in casts]
-        return PerExpertProduct(pairs, self.shape.activation)
+        pairs = [(PlainMatmul(gate_up, None), PlainMatmul(down, None)) for gate_up, down in casts]
+        return ExpertsLoop(pairs, self.shape.activation)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute

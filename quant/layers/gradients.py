@@ -16,7 +16,7 @@ class Gradients:
     divided by it where it is made, in fp32. So masters never see scaled gradients, whoever accumulates, reduces and
     clips them. in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they
     otherwise go through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this
-    off. exact_inputs: gradients of a product's input are computed in fp32 (see
+    off. fp32_input_grad: gradients of a product's input are computed in fp32 (see
     `quant.layers.straight_through.input_gradient`). compiled: passes over rows go through torch.compile, which makes
     one of what torch's operators do in several.
     """
@@ -24,7 +24,7 @@ class Gradients:
     def __init__(self) -> None:
         self.scale = 1.0
         self.in_place = False
-        self.exact_inputs = True
+        self.fp32_input_grad = True
         self.compiled = False
 
     def into(self, master: torch.Tensor) -> torch.Tensor | None:

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from quant.checkpoint.families import STACKED
-from quant.kernels.base import Product
-from quant.kernels.plain import PlainProduct
+from quant.kernels.base import LowBitMatmul
+from quant.kernels.plain import PlainMatmul
 from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
 from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
@@ -37,7 +37,7 @@ from quant.materialize.activations import LowBitActivation
 from quant.schemes import Scheme
 
 
-class LowBitLinear(LowBitLayer[LowBitWeight, Product]):
+class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     """Replaces one `nn.Linear`.
 
     master: fp32, bf16 or fp16 [O, I], what the optimizer steps. bias: [O], or None. fused: the layers the engine
@@ -74,13 +74,13 @@ class LowBitLinear(LowBitLayer[LowBitWeight, Product]):
         weight, fused = self.merged()[0], tuple(other.merged()[0] for other in self.fused)
         return materialize(weight, self.scheme, self.context.dtype, self.layer, fused, self.low_bit)
 
-    def _prepare(self, low_bit: LowBitWeight) -> Product:
+    def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
         return self.context.factory(self.layer, low_bit, self.low_bit_bias)
 
-    def _cast(self) -> Product:
+    def _cast(self) -> LowBitMatmul:
         dtype, (weight,) = self.context.compute_dtype, self.merged()
         bias = None if self.bias is None else self.bias.detach().to(dtype, copy=True)
-        return PlainProduct(weight.to(dtype, copy=True), bias)
+        return PlainMatmul(weight.to(dtype, copy=True), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]."""
@@ -132,7 +132,7 @@ class _StraightThrough(torch.autograd.Function):
         need_x, need_master, need_bias, *_ = ctx.needs_input_grad
         dx = None
         if need_x:
-            dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.exact_inputs else dy.dtype))
+            dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.fp32_input_grad else dy.dtype))
         dw = gradients.into(linear.master) if need_master else None
         added = dw is not None
         if need_master:

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from quant.kernels.base import ExpertsProduct, Product
+from quant.kernels.base import ExpertsMatmul, LowBitMatmul
 from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
 from quant.materialize import LowBitWeight
@@ -16,7 +16,7 @@ from quant.runtime.zero3 import gathered
 from quant.schemes import Scheme
 
 Codes = TypeVar("Codes", LowBitWeight, LowBitExperts)
-Kernel = TypeVar("Kernel", Product, ExpertsProduct)
+Kernel = TypeVar("Kernel", LowBitMatmul, ExpertsMatmul)
 
 
 class LowBitLayer(nn.Module, Generic[Codes, Kernel]):

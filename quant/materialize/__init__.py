@@ -13,6 +13,8 @@ nor engine rounds again. One file a kind of code:
 `cpu_dispatch` says which of them run as one compiled pass, and where; `cpu_loops` is that pass on CPUs.
 """
 
+from collections.abc import Callable
+
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
@@ -73,6 +75,7 @@ def by_operators(
     args, shape = scheme.weights, (weight.shape[0], weight.shape[1])
     assert args is not None
     if is_integer(args) or args.num_bits == 8:
+        quantize: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
         if is_integer(args):
             quantize, how = integer.quantize, (args.num_bits, scheme.group_size or shape[1], scheme.packs_integers)
         else:

@@ -48,7 +48,7 @@ def test_rounded_inputs_change_dx_alone(scheme: str):
     x, dy = heavy(13, 256, seed=3).to(BFLOAT16), normal(13, 128, seed=6).to(BFLOAT16)
     exact = layer_gradients(linear, x, dy)
     linear.zero_grad()
-    linear.context.gradients.exact_inputs = False
+    linear.context.gradients.fp32_input_grad = False
     rounded = layer_gradients(linear, x, dy)
     assert all(torch.equal(a, b) for a, b in zip(exact[1:], rounded[1:], strict=True))
     unit = torch.finfo(BFLOAT16).eps / 2
