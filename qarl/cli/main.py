@@ -203,8 +203,9 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
         raise
     if outcome.steps < config.steps:
         console.print(
-            f"stopped at step {outcome.steps}; continue with: qarl train --resume {folder.path}",
+            f"stopped at step {outcome.steps}; continue with: qarl train --resume {shlex.quote(str(folder.path))}",
             soft_wrap=True,
+            markup=False,
         )
         return 130
     if _learned_nothing(folder):
@@ -220,8 +221,9 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
             f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)"
         )
     if outcome.export is not None:
-        asked = " --dtype float32" if config.dtype == "float32" else ""  # vLLM's auto takes float32 for masters
-        console.print(f"deployable checkpoint: {outcome.export}  (vllm serve {outcome.export}{asked})", soft_wrap=True)
+        run = shlex.quote(str(folder.path))
+        console.print(f"deployable checkpoint: {outcome.export}", soft_wrap=True, markup=False)
+        console.print(f"serve it: qarl serve {run}", soft_wrap=True, markup=False, highlight=False)
     return 0
 
 

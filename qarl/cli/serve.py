@@ -4,10 +4,13 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
+import time
+import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -48,14 +51,29 @@ def _serve(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest([item for item in rest[: len(rest) - len(to_vllm)] if item != "--"])
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
-    console.print(
-        f"starting vLLM on {served.folder}: http://{known.host}:{known.port}/v1, model {served.name!r}; Ctrl-C ends it",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    sys.stdout.flush()
+    url = f"http://{f'[{known.host}]' if ':' in known.host else known.host}:{known.port}"
+    told = {"markup": False, "highlight": False, "soft_wrap": True}
+    console.print(f"starting vLLM on {served.folder}; Ctrl-C ends it", **told)
     quiet_libraries()
     command = server_command(served, known.host, known.port, to_vllm)
+    sys.stdout.flush()
+    if os.fork() == 0:
+        _announce(url, served.name, os.getppid())
     os.execve(command[0], command, os.environ)
+
+
+def _announce(url: str, name: str, server: int) -> NoReturn:
+    """What a child process does beside the server: say when it answers, and end. server: its process id."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    start = time.monotonic()
+    while os.getppid() == server:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                os.write(1, f"ready after {time.monotonic() - start:.0f} s: {url}/v1, model {name!r}\n".encode())
+                break
+        except OSError:
+            time.sleep(0.5)
+    os._exit(0)
 
 
 def find_served(target: Path) -> Served:

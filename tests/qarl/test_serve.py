@@ -15,7 +15,7 @@ from rollout.open import server_command
 @pytest.fixture(autouse=True)
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not refused would replace this process."""
-    monkeypatch.delattr(os, "execve")
+    monkeypatch.delattr(os, "fork")
 
 
 @pytest.fixture

@@ -1,0 +1,77 @@
+"""`qarl serve` over HTTP: an export's greedy completion is the engine's own, token for token; SIGTERM ends it all."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rollout.types import Prompt, Sampling
+from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
+
+_NEW_TOKENS = 12
+
+
+def request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def server(export: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """The command in a session of its own, and its address; nothing of that session is left at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "qarl.cli", "serve", str(export), "--port", str(port), "--", "--max-num-seqs", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_served_export_answers_with_the_engines_tokens(random_policy: Callable[[bool], Path], tmp_path: Path):
+    """Blind spot: one request at a time; a batch of the server's own making may round otherwise."""
+    folder, export = random_policy(True), tmp_path / "an export"
+    model = make_model(folder, "w4a16")
+    disturb(model, 0)
+    engine = start_engine(model, folder, export)
+    with server(export) as (url, process):
+        sampling = Sampling(samples=1, max_new_tokens=_NEW_TOKENS, temperature=0.0)
+        answers = [engine.generate([Prompt("p", "", tuple(s))], sampling)[0][0] for s in SEQUENCES]
+        engine.close()
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert "starting vLLM" in lines[0] and f"{url}/v1, model 'an export'" in lines[1]
+        assert [model["id"] for model in request(f"{url}/v1/models")["data"]] == ["an export"]
+        for sequence, answer in zip(SEQUENCES, answers, strict=True):
+            body = {"model": "an export", "prompt": sequence, "max_tokens": _NEW_TOKENS, "temperature": 0}
+            (choice,) = request(f"{url}/v1/completions", body | {"return_token_ids": True})["choices"]
+            assert choice["token_ids"] == list(answer.token_ids)
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+        assert _ends(process.pid), "a process of the server is left"
+
+
+def _ends(session: int, patience: float = 10.0) -> bool:
+    """Whether every process of a session is gone, in at most so many seconds."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(session, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
