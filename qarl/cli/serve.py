@@ -18,6 +18,7 @@ from configs.errors import InputError
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import refuse_rest
 from qarl.report.run_folder import RunFolder
+from qarl.run.export_note import read_note
 from rollout.open import server_command
 from rollout.types import Served
 
@@ -88,12 +89,12 @@ def find_served(target: Path) -> Served:
             f"run {str(target)!r} has no export yet; finish it (qarl train --resume {quoted}), or write one of its "
             f"newest checkpoint (qarl export {quoted} -o DIR) and serve that"
         )
-    dtype = _dtype(folder)
-    name = target.resolve().name
-    if not run:
+    dtype, name = _dtype(folder), target.resolve().name
+    note = read_note(folder)
+    if not note:
         return Served(folder, name, dtype)
-    rollout = RunFolder(target).config().rollout
-    return Served(folder, name, dtype, rollout.max_prompt_tokens + rollout.max_new_tokens, rollout.kv_cache_gib)
+    length = note["max_prompt_tokens"] + note["max_new_tokens"]
+    return Served(folder, name, note["dtype"], length, note["kv_cache_gib"])
 
 
 def _dtype(folder: Path) -> str:

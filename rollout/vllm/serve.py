@@ -20,7 +20,7 @@ def server_command(served: Served, host: str, port: int, more: list[str]) -> lis
     return [
         sys.executable, "-W", "ignore::DeprecationWarning", "-m", _MODULE, "--model", str(served.folder),
         "--served-model-name", served.name, "--dtype", served.dtype, *length, *_cpu_arguments(served),
-        "--host", host, "--port", str(port), *more,
+        "--host", host, "--port", str(port), "--disable-access-log-for-endpoints", "/health", *more,
     ]  # fmt: skip
 
 

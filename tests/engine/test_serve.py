@@ -53,8 +53,8 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Callable
         answers = [engine.generate([Prompt("p", "", tuple(s))], sampling)[0][0] for s in SEQUENCES]
         engine.close()
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
-        assert "starting vLLM" in lines[0] and f"{url}/v1, model 'an export'" in lines[1]
+        assert process.stdout.readline().startswith("starting vLLM")
+        assert f"{url}/v1, model 'an export'" in process.stdout.readline(), "that it is ready"
         assert [model["id"] for model in request(f"{url}/v1/models")["data"]] == ["an export"]
         for sequence, answer in zip(SEQUENCES, answers, strict=True):
             body = {"model": "an export", "prompt": sequence, "max_tokens": _NEW_TOKENS, "temperature": 0}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from configs.load import config_file, load_config
 from qarl.cli.main import main
 from qarl.cli.serve import find_served
+from qarl.run.export_note import export_note
 from rollout.open import server_command
 
 
@@ -31,10 +33,11 @@ def export(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(export: Path, tmp_path: Path) -> Path:
     """A run folder around it, of 64 + 8 tokens."""
+    config = load_config(config_file("tiny-qwen3"), {"dtype": "float16", "rollout.kv_cache_gib": "3"})
     folder = tmp_path / "run"
     folder.mkdir()
-    rollout = {"max_prompt_tokens": 64, "max_new_tokens": 8, "kv_cache_gib": 3}
-    (folder / "config.yaml").write_text(json.dumps({"dtype": "float16", "rollout": rollout}))
+    (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    (export / "qarl.json").write_text(json.dumps(export_note(folder, config, 3)))
     export.rename(folder / "export")
     return folder
 
