@@ -53,8 +53,8 @@ def _serve(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
     url = f"http://{f'[{known.host}]' if ':' in known.host else known.host}:{known.port}"
-    told = {"markup": False, "highlight": False, "soft_wrap": True}
-    console.print(f"starting vLLM on {served.folder}; Ctrl-C ends it", **told)
+    line = f"starting vLLM on {served.folder}; Ctrl-C ends it"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
     quiet_libraries()
     command = server_command(served, known.host, known.port, to_vllm)
     sys.stdout.flush()
@@ -92,9 +92,11 @@ def find_served(target: Path) -> Served:
     dtype, name = _dtype(folder), target.resolve().name
     note = read_note(folder)
     if not note:
-        return Served(folder, name, dtype)
+        return Served(folder=folder, name=name, dtype=dtype)
     length = note["max_prompt_tokens"] + note["max_new_tokens"]
-    return Served(folder, name, note["dtype"], length, note["kv_cache_gib"])
+    return Served(
+        folder=folder, name=name, dtype=note["dtype"], max_model_len=length, kv_cache_gib=note["kv_cache_gib"]
+    )
 
 
 def _dtype(folder: Path) -> str:
