@@ -44,7 +44,8 @@ def _kind(row: AuditRow) -> _Kind:
     assert side is not None
     group = str(side.group_size) if side.group_size else "row" if side.scheme != "bf16" else "-"
     learner, engine = (report.kernel if report else "-" for report in (row.learner, row.engine))
-    return _Kind(side.scheme, group, side.dtype.removeprefix("torch."), learner, engine)
+    dtype = side.dtype.removeprefix("torch.")
+    return _Kind(scheme=side.scheme, group=group, dtype=dtype, learner=learner, engine=engine)
 
 
 def _place(name: str) -> tuple[str, str]:
