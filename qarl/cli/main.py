@@ -157,11 +157,11 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
     """The configuration asked for, and the run that is to be continued in it, or None."""
     from qarl.report.run_folder import RunFolder, resumed_config
 
-    if not known.resume:
-        file = config_file(known.config) if known.config else default_config(overrides.get("model"))
+    if known.resume is None:
+        file = config_file(known.config) if known.config is not None else default_config(overrides.get("model"))
         return load_config(file, overrides), None
     for option, given in (("config", known.config), ("output", overrides.get("output"))):
-        if given:
+        if given is not None:
             raise ConfigError(
                 f"--resume continues a run with its own configuration, in its own folder; --{option} {given} does not "
                 "apply: leave it out"

@@ -6,7 +6,7 @@ from configs.errors import ConfigError, InputError, SchemeError
 from configs.load import shipped_names
 from configs.schema.run import RunConfig
 from configs.scheme_names import check_scheme_name
-from configs.words import did_you_mean
+from configs.words import did_you_mean, quoted
 from qarl.report.run_folder import new_path
 from qarl.tasks import RewardError, Task, checked_score, load_task
 from quant.checkpoint.folder import check_folder, local_folder
@@ -39,7 +39,11 @@ def check_files(config: RunConfig, new: bool = True) -> Task:
 
 def check_new_folder(path: Path, what: str, option: str) -> None:
     """Raise `ConfigError` where a folder exists already, or cannot be made. what, option: for the message."""
-    if path.exists() or path.is_symlink():
+    try:
+        exists = path.exists() or path.is_symlink()
+    except OSError as error:  # a name longer than the system takes
+        raise ConfigError(f"cannot make {what} {quoted(str(path))}: {error.strerror}; give another {option}") from error
+    if exists:
         continued = f"continue it with --resume {path}, or " if (path / "config.yaml").is_file() else ""
         raise ConfigError(f"{what} {str(path)!r} exists; {continued}give another {option}")
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

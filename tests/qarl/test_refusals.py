@@ -4,6 +4,8 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,3 +227,10 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     (run.export / "qarl.json").write_text("{}")
     with pytest.raises(ConfigError, match="lacks 'task'; export the run again"):
         plan_evaluation(str(run.export), **asked)
+
+
+def test_generated_bad_inputs_keep_the_contract():
+    """A few of every kind that `scripts/bad_inputs.py` makes; the script tries hundreds."""
+    script = Path(__file__).parents[2] / "scripts" / "bad_inputs.py"
+    done = subprocess.run([sys.executable, str(script), "--count", "39"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
