@@ -4,7 +4,7 @@ Axes: B sequences, T tokens.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import KlConfig
+from configs.seeds import step_seed
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
 from learner.gradients import compiles, rounds_weights
@@ -19,35 +20,32 @@ from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss.aggregation import Totals
 from learner.loss.loss import LossInput, policy_loss
+from learner.loss.metrics import LossMetrics, mean
 from learner.loss.ratio_fix import shadowed
-from learner.lost_updates import Diagnosis
+from learner.lost_updates import Diagnosis, is_due
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.optim.loss_scale import LossScale
+from learner.optim.schedule import make_schedule
 from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.processes import Processes
 from learner.stopwatch import Stopwatch
 from quant.model.low_bit_model import LowBitModel
 
 
-@dataclass(frozen=True)
-class LearnStats:
-    """loss, grad_norm, clipped, phantom_clipped, corrected, kl (see `learner.loss.loss.LossShare`), update_log_ratio
-    (mean |log r| at the last mini-batch), entropy (nats a token) and load_balance (auxiliary loss of the routers, 0
-    without) are means over the batch's updates. updates, skipped: optimizer steps taken, and left out because gradients
-    were not finite. loss_scale: after the batch. seconds: wall time of the phases old (log-probs before the update),
-    forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for what they mean on CUDA.
-    lost_updates, flipped_codes: see `learner.lost_updates`, None where they were not measured."""
+@dataclass(frozen=True, kw_only=True)
+class LearnStats(LossMetrics):
+    """A batch: means of `LossMetrics` over its updates, but for update_log_ratio, which is the last mini-batch's.
+
+    lr: learning rate. grad_norm: before clipping, mean. entropy: nats a token, before the first update. updates,
+    skipped: optimizer steps taken, and left out because gradients were not finite. loss_scale: after the batch.
+    seconds: wall time of the phases old (log-probs before the update), forward (with the loss), backward, optimizer and
+    materialize; see `Stopwatch` for what they mean on CUDA. lost_updates, flipped_codes: see `learner.lost_updates`,
+    None where they were not measured."""
 
     mismatch: Mismatch
-    loss: float
+    lr: float
     grad_norm: float
-    clipped: float
-    phantom_clipped: float
-    corrected: float
-    kl: float
-    update_log_ratio: float
     entropy: float
-    load_balance: float
     updates: int
     skipped: int
     loss_scale: float
@@ -61,7 +59,7 @@ class Learner:
 
     processes: those that learn together. All are given the same batch, and each computes its share of it.
     reference: the policy a KL penalty measures from, never stepped; needed exactly where `config.kl` asks for one, else
-    `ConfigError`.
+    `ConfigError`. seed: the run's, which shuffles. steps: of the training, where the learning rate decays at its end.
     """
 
     def __init__(
@@ -70,6 +68,8 @@ class Learner:
         config: LearnerConfig,
         reference: LowBitModel | None = None,
         processes: Processes | None = None,
+        seed: int = 0,
+        steps: int | None = None,
     ):
         if isinstance(config.kl, KlConfig) != (reference is not None):
             raise ConfigError(
@@ -91,6 +91,8 @@ class Learner:
         model.context.gradients.fp32_input_grad = not rounds_weights(model, config.input_gradients)
         model.context.gradients.compiled = compiles(model, config.compile)
         self.stopwatch = Stopwatch()
+        self.schedule = make_schedule(config.optimizer, steps)
+        self._seed = seed
         self._diagnosis: Diagnosis | None = None
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -147,63 +149,51 @@ class Learner:
         with self.model.published_forward():
             return self._logprobs(self.model, batch, index)
 
-    def learn(
-        self,
-        batch: Batch,
-        seed: int,
-        gate: Callable[[Mismatch], None] | None = None,
-        lr_factor: float = 1.0,
-        diagnose: bool = False,
-    ) -> LearnStats:
-        """Step over the batch in shuffled mini-batches (by `seed`), materializing a weight version after each.
+    def learn(self, batch: Batch, step: int, gate: Callable[[Mismatch], None] | None = None) -> LearnStats:
+        """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 
-        gate: called with the batch's mismatch before anything is updated; it may raise. lr_factor: of the learning
-        rate, see `learner.optim.optimizer.lr_factor`. diagnose: measure lost updates and flipped codes. A mini-batch
-        with a non-finite gradient is skipped and counted; masters then stay as they were.
+        step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
+        codes are measured. gate: called with the batch's mismatch before anything is updated; it may raise. A
+        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were.
         """
         everything = torch.arange(len(batch.tokens))
-        self._diagnosis = Diagnosis() if diagnose else None
+        self._diagnosis = Diagnosis() if is_due(self.config.diagnostics_every, step) else None
+        lr = self.schedule.rate(step)
+        self.backend.set_learning_rate(lr)
         self.stopwatch.take()
         with self.stopwatch("old"):
             old, entropy = self._engine_precision(batch, everything)
-        require_finite_sampler(batch, self.model.dtype)
+        require_finite_sampler(batch, self.model.context.dtype)
         mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response_mask)
         if gate is not None:
             gate(mismatch)
-        taught = [i for i in mini_batches(batch, self.config.mini_batches, seed) if batch.advantages[i].any()]
+        shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
+        trained = [index for index in shuffled if batch.advantages[index].any()]
         reference = self._logprobs(self._reference, batch, everything)[0] if self._reference is not None else None
-        updates = [self._update(batch, old, reference, index, lr_factor) for index in taught]
-        done = [u for u in updates if u.applied]
-
-        def mean(name: str) -> float:
-            return sum(getattr(u, name) for u in updates) / len(updates) if updates else 0.0
-
+        updates = [self._update(batch, old, reference, index) for index in trained]
+        taken = sum(update.taken for update in updates)
+        last = updates[-1].metrics.update_log_ratio if updates else 0.0
         return LearnStats(
-            mismatch,
-            mean("loss"),
-            mean("grad_norm"),
-            mean("clipped"),
-            mean("phantom_clipped"),
-            mean("corrected"),
-            mean("kl"),
-            updates[-1].log_ratio if updates else 0.0,
-            entropy,
-            mean("balance"),
-            len(done),
-            len(updates) - len(done),
-            self.loss_scale.scale,
-            self.stopwatch.take(),
-            self._diagnosis.lost_updates if self._diagnosis else None,
-            self._diagnosis.flipped_codes if self._diagnosis else None,
+            **vars(replace(mean([update.metrics for update in updates]), update_log_ratio=last)),
+            mismatch=mismatch,
+            lr=lr,
+            grad_norm=sum(update.grad_norm for update in updates) / max(len(updates), 1),
+            entropy=entropy,
+            updates=taken,
+            skipped=len(updates) - taken,
+            loss_scale=self.loss_scale.scale,
+            seconds=self.stopwatch.take(),
+            lost_updates=self._diagnosis.lost_updates if self._diagnosis else None,
+            flipped_codes=self._diagnosis.flipped_codes if self._diagnosis else None,
         )
 
     def _update(
-        self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor, lr_factor: float
+        self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor
     ) -> "_Update":
         self.model.context.gradients.scale = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response_mask[index].sum()))
         shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
-        sums = torch.zeros(len(_SUMMED), dtype=torch.float64)
+        metrics = LossMetrics()
         parts = list(self._share(batch, index))
         for number, part in enumerate(parts):
             micro = part.index
@@ -222,11 +212,9 @@ class Learner:
             with self.stopwatch("backward"):
                 self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
             if part.counts:
-                seen = {**vars(share), "loss": float(loss.detach()), "balance": balance}
-                sums += torch.tensor([seen[name] for name in _SUMMED], dtype=torch.float64)
-        norm, applied = self._apply(lr_factor)
-        summed = dict(zip(_SUMMED, self.processes.total(sums).tolist(), strict=True))
-        return _Update(**summed, grad_norm=norm, applied=applied)
+                metrics += replace(share.metrics, loss=float(loss.detach()), load_balance=balance)
+        norm, taken = self._apply()
+        return _Update(metrics.total(self.processes), norm, taken)
 
     def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, float]:
         """The loss with the routers' auxiliary one, where that is on, and what was added. share: of the mini-batch's
@@ -237,10 +225,10 @@ class Learner:
         balance = load_balance_loss(self.model, real[real] if self.packed else real) * share
         return loss + self._balance * balance, float(balance.detach())
 
-    def _apply(self, lr_factor: float) -> tuple[float, bool]:
+    def _apply(self) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
         with self.stopwatch("optimizer"):
-            step = self.backend.step(lr_factor, self._diagnosis is not None)
+            step = self.backend.step(self._diagnosis is not None)
             if self._diagnosis is not None:
                 self._diagnosis.add(step.lost)
         if step.taken:
@@ -272,15 +260,11 @@ class Learner:
             )
 
 
-_SUMMED = ("loss", "clipped", "phantom_clipped", "corrected", "kl", "log_ratio", "balance")
-"""Numbers of an update that add up over micro-batches and processes."""
-
-
 @dataclass(frozen=True)
 class _Part:
-    """One micro-batch of a process. index: its rows, int64 [n]. counts: False where others have one more, and this
-    process computes something all the same, since ZeRO's collectives are in every forward and backward. chunks: how
-    often the output head is called, in every process; None where there is one process."""
+    """One micro-batch of a process. index: its rows, int64 [n]. counts: False for a dummy micro-batch, run so that
+    ZeRO's collectives match. chunks: how often the output head is called, in every process; None where there is one
+    process."""
 
     index: torch.Tensor
     counts: bool
@@ -289,15 +273,11 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Update:
-    loss: float
+    """taken: whether the optimizer stepped; grad_norm: 0 where it did not."""
+
+    metrics: LossMetrics
     grad_norm: float
-    clipped: float
-    phantom_clipped: float
-    corrected: float
-    kl: float
-    log_ratio: float
-    balance: float
-    applied: bool
+    taken: bool
 
 
 def _rows_like(current: torch.Tensor, rows: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:

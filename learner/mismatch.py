@@ -31,11 +31,11 @@ def measure_mismatch(learner: torch.Tensor, sampler: torch.Tensor, response_mask
     log_w = sequence_log_ratio(learner, sampler, response_mask)
     k3 = (difference.expm1() - difference).mean()
     return Mismatch(
-        float(difference.abs().mean()),
-        float(difference.abs().max()),
-        float(k3),
-        float(log_w.mean()),
-        float(log_w.abs().mean()),
-        float(log_w.min()),
-        float(log_w.max()),
+        mean_abs=float(difference.abs().mean()),
+        max_abs=float(difference.abs().max()),
+        k3=float(k3),
+        mean_log_w=float(log_w.mean()),
+        mean_abs_log_w=float(log_w.abs().mean()),
+        log_w_low=float(log_w.min()),
+        log_w_high=float(log_w.max()),
     )

@@ -2,17 +2,16 @@
 
 from configs.schema.run import RunConfig
 from learner.batching import make_batch
-from learner.lost_updates import is_due
-from learner.optim.optimizer import lr_factor
 from learner.processes import Processes
+from learner.stopwatch import Stopwatch
 from qarl.report.dashboard import Dashboard
-from qarl.report.metrics import StepMetrics, Stopwatch, batch_metrics, metrics_writer
+from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
 from qarl.run.checkpoint import load_checkpoint, save_checkpoint
 from qarl.run.evaluate import heldout_accuracy
 from qarl.run.interrupt import deferred_interrupt
-from qarl.run.rollout_step import sample_step, step_seed
+from qarl.run.rollout_step import sample_step
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
 from qarl.run.verify_export import Outcome, export_sampled, finish
 from rollout.types import Group
@@ -63,11 +62,7 @@ def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetric
     learned = published = None
     if batch is not None and batch.advantages.any():
         with watch("learn"):
-            optimizer = config.learner.optimizer
-            factor = lr_factor(at.step, config.steps, optimizer.warmup_steps, optimizer.decay_steps)
-            gate = session.gate if at.version == 0 else None
-            diagnose = is_due(config.learner.diagnostics_every, at.step)
-            learned = policy.learner.learn(batch, step_seed(config, at.step), gate, factor, diagnose)
+            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None)
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)
         at.version += 1
@@ -79,7 +74,7 @@ def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetric
             accuracy = _accuracy(session, config)
     metrics = StepMetrics(
         step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned, accuracy=accuracy,
-        digest=published and published.digest, seconds=watch.seconds, **batch_metrics(sampled),
+        digest=published and published.digest, seconds=watch.take(), **batch_metrics(sampled),
     )  # fmt: skip
     return metrics, sampled
 

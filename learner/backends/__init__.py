@@ -29,9 +29,13 @@ class Backend(Protocol):
         over processes."""
         ...
 
-    def step(self, lr_factor: float, diagnose: bool = False) -> Step:
-        """Clip and step at `lr_factor` times the configured learning rate, then drop the gradients. diagnose: count
-        lost updates, where `MasterOptimizer` steps the masters; ZeRO 1-3 step fp32 masters by themselves."""
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the steps to come."""
+        ...
+
+    def step(self, diagnose: bool = False) -> Step:
+        """Clip and step, then drop the gradients. diagnose: count lost updates, where `MasterOptimizer` steps the
+        masters; ZeRO 1-3 step fp32 masters by themselves."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,9 +21,13 @@ class SingleProcess:
         """See `Backend.backward`."""
         loss.backward()
 
-    def step(self, lr_factor: float, diagnose: bool = False) -> Step:
+    def set_learning_rate(self, lr: float) -> None:
+        """See `Backend.set_learning_rate`."""
+        self.optimizer.lr = lr
+
+    def step(self, diagnose: bool = False) -> Step:
         """See `Backend.step`."""
-        done = self.optimizer.clipped_step(lr_factor, diagnose)
+        done = self.optimizer.clipped_step(diagnose)
         self.optimizer.zero_grad()
         return done
 

@@ -50,7 +50,7 @@ class Zero:
         import deepspeed
 
         settings = deepspeed_config(config)
-        self._model, self._processes, self._lr = model, processes, config.optimizer.lr
+        self._model, self._processes = model, processes
         trained = list(model.masters.values())
         self._whole: _WholeStep | None = None
         self._matrices: dict[str, nn.Parameter] = {}
@@ -78,12 +78,17 @@ class Zero:
         """See `Backend.backward`."""
         self.policy.backward(loss * self._processes.world)
 
-    def step(self, lr_factor: float, diagnose: bool = False) -> Step:
-        """See `Backend.step`."""
+    def set_learning_rate(self, lr: float) -> None:
+        """See `Backend.set_learning_rate`."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self._lr * lr_factor
+            group["lr"] = lr
         if self._whole is not None:
-            self._whole.lr_factor, self._whole.diagnose = lr_factor, diagnose
+            self._whole.optimizer.lr = lr
+
+    def step(self, diagnose: bool = False) -> Step:
+        """See `Backend.step`."""
+        if self._whole is not None:
+            self._whole.diagnose = diagnose
             self.policy.step()
             return self._whole.done
         self.policy.step()
@@ -201,9 +206,9 @@ class _WholeStep(torch.optim.Optimizer):
     def __init__(self, optimizer: MasterOptimizer, masters: list[nn.Parameter]):
         super().__init__(masters, {"lr": 0.0})
         self.optimizer = optimizer
-        self.lr_factor, self.diagnose = 1.0, False
+        self.diagnose = False
         self.done = Step(0.0, False)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and step."""
-        self.done = self.optimizer.clipped_step(self.lr_factor, self.diagnose)
+        self.done = self.optimizer.clipped_step(self.diagnose)

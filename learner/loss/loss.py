@@ -12,6 +12,7 @@ from configs.schema.objectives import KlConfig, ratio_from
 from learner.loss.aggregation import Totals, aggregate, over_tokens
 from learner.loss.corrections import correction
 from learner.loss.kl import kl_estimate
+from learner.loss.metrics import LossMetrics
 from learner.loss.ratio_fix import detached
 from learner.objectives import ObjectiveInput, find_objective
 from learner.objectives.ratios import sequence_log_ratio
@@ -33,17 +34,10 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossShare:
-    """loss: 0-d, with gradient. The others are numbers of this micro-batch, each already divided by the mini-batch's
-    count of sequences: shares of tokens whose ratio reached a bound (clipped), of those that only the precision gap
-    put there (phantom_clipped), and whose correction weight was capped or masked (corrected); mean |log π_cur/π_old|
-    of the sequences; KL in nats a token. They add up over micro-batches."""
+    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. metrics: its share of the other numbers."""
 
     loss: torch.Tensor
-    clipped: float
-    phantom_clipped: float
-    corrected: float
-    log_ratio: float
-    kl: float
+    metrics: LossMetrics
 
 
 def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> LossShare:
@@ -75,6 +69,12 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
         estimate = kl_estimate(given.current, given.reference, response_mask, config.kl.name)
         loss = loss + config.kl.coefficient * aggregate(estimate, response_mask, config.aggregation, totals)
         kl = float(over_tokens(estimate.detach(), response_mask).sum()) / totals.sequences
-    return LossShare(
-        loss, share(result.clipped), share(phantom), share(weights.truncated), float(log_ratio) / totals.sequences, kl
+    metrics = LossMetrics(
+        loss=float(loss.detach()),
+        clipped=share(result.clipped),
+        phantom_clipped=share(phantom),
+        corrected=share(weights.truncated),
+        update_log_ratio=float(log_ratio) / totals.sequences,
+        kl=kl,
     )
+    return LossShare(loss, metrics)

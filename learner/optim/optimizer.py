@@ -29,13 +29,14 @@ class Step:
 
 class MasterOptimizer:
     """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch optimizers inside, the
-    remainders of Kahan masters and the generator of stochastic rounding."""
+    remainders of Kahan masters and the generator of stochastic rounding. lr: learning rate of the steps to come."""
 
     def __init__(self, masters: dict[str, nn.Parameter], matrices: set[str], config: OptimizerConfig):
         """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on. matrices: names of
         the weights that Muon may take, [O, I] or stacked experts. Raises `ConfigError` for an offload that would move
         nothing."""
         self._config = config
+        self.lr = config.lr
         self._masters = list(masters.values())
         device = self._masters[0].device
         home = _home(config, device)
@@ -64,23 +65,23 @@ class MasterOptimizer:
             if p.grad is not None:
                 p.grad.mul_(factor)
 
-    def clipped_step(self, lr_factor: float = 1.0, diagnose: bool = False) -> Step:
+    def clipped_step(self, diagnose: bool = False) -> Step:
         """Clip the gradients to `grad_clip` and step, unless they are not finite."""
         norm = self.gradient_norm()
         taken = math.isfinite(norm)
         if not taken:
             return Step(norm, taken)
         self.scale_gradients(min(1.0, self._config.grad_clip / (norm + 1e-6)))
-        return Step(norm, taken, self.step(lr_factor, diagnose))
+        return Step(norm, taken, self.step(diagnose))
 
-    def step(self, lr_factor: float = 1.0, diagnose: bool = False) -> float | None:
-        """Step every master at `lr_factor` times the configured learning rate.
+    def step(self, diagnose: bool = False) -> float | None:
+        """Step every master at the learning rate `lr`.
 
         Returns, if `diagnose`, the share of lost updates: of the weights with a momentum, those whose stored value (a
         Kahan master's with its remainder) is what it was. Raises `PrecisionError` where the step took a 16-bit master
         out of its dtype's range.
         """
-        done = [step.step(self._config.lr * lr_factor, diagnose) for step in self._steps.values()]
+        done = [step.step(self.lr, diagnose) for step in self._steps.values()]
         self._require_range()
         found: list[Lost] = [lost for lost in done if lost is not None]
         if not diagnose:
@@ -173,9 +174,3 @@ def flat_span(shape: torch.Size, index: Index) -> tuple[int, tuple[int, int]]:
     start, stop, _ = rows.indices(shape[-2])
     first = (expert[0] * shape[-2] if expert else 0) + start  # type: ignore[operator]
     return first * shape[-1], (stop - start, shape[-1])
-
-
-def lr_factor(step: int, steps: int, warmup: int, decay: int) -> float:
-    """The share of the learning rate used in training step `step` (from 0) of `steps`: linear from 1/warmup up to 1
-    over the first `warmup` steps, linear down to 1/decay over the last `decay`."""
-    return min(1.0, (step + 1) / max(warmup, 1), (steps - step) / max(decay, 1))

@@ -137,7 +137,10 @@ def _learner(folder: Path, options: PrecisionOptions, dtype: str, rounding: str)
     context = LayerContext(compute, options.kernel)
     model = LowBitModel(loaded, get_scheme(options.scheme), context)
     optimizer = {"name": options.optimizer, "lr": options.lr, "weight_decay": 0.0, "rounding": rounding}
-    config = {"objective": {"name": "grpo"}, "mini_batches": 2, "master_dtype": dtype, "optimizer": optimizer}
+    config = {
+        "objective": {"name": "grpo"}, "mini_batches": 2, "master_dtype": dtype, "optimizer": optimizer,
+        "diagnostics_every": 2,
+    }  # fmt: skip
     return Learner(model, LearnerConfig.model_validate(config))
 
 
@@ -146,9 +149,9 @@ def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
     adds to a step: of medians, since the machine has other work."""
     learner.stopwatch.synchronize = torch.cuda.is_available()
     lost, phases, totals = [], ([], []), []
-    for number, batch in enumerate(batches):
-        measured = number % 2 == 1  # the first step has more to do
-        stats = learner.learn(batch, seed=number, diagnose=measured)
+    for number, batch in enumerate(batches, start=1):  # the first has more to do, and is not measured
+        stats = learner.learn(batch, number)
+        measured = stats.lost_updates is not None
         phases[measured].append(stats.seconds["optimizer"] + stats.seconds["materialize"])
         if measured:
             lost.append(stats.lost_updates)

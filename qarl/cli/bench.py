@@ -283,10 +283,11 @@ def _learner(known: argparse.Namespace, console: Console) -> _Measured:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} goes with --against trl")
     settings = (known.trl_settings or "default,no-checkpointing").split(",")
     options = learner.Options(
-        tuple(known.models.split(",")), tuple(s for s in known.schemes.split(",") if s), known.dtype,
-        tuple(settings) if known.against else (), Path(known.trl_python or ".venv-trl/bin/python"), known.updates,
-        known.steps, known.rounds, known.tokens, known.micro_batch_tokens, known.kernel, known.seed,
-        tuple(variant for variant in learner.VARIANTS if getattr(known, variant)),
+        models=tuple(known.models.split(",")), schemes=tuple(s for s in known.schemes.split(",") if s),
+        dtype=known.dtype, trl=tuple(settings) if known.against else (),
+        trl_python=Path(known.trl_python or ".venv-trl/bin/python"), updates=known.updates, steps=known.steps,
+        rounds=known.rounds, tokens=known.tokens, micro_batch_tokens=known.micro_batch_tokens, kernel=known.kernel,
+        seed=known.seed, variants=tuple(variant for variant in learner.VARIANTS if getattr(known, variant)),
     )  # fmt: skip
     rows = learner.measure(options, lambda line: console.print(line, highlight=False))
     return learner_table.table(rows, known.dtype), learner.as_data(rows)

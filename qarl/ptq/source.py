@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema.run import RunConfig
+from configs.seeds import stable_hash
 from qarl.ptq.expected_checkpoint import Layout, checkpoint_layout
 from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.session import canary_sequences, open_policy
-from qarl.tasks.base import stable_hash
 from rollout.engine import Engine
 from rollout.open import open_engine
 from rollout.types import Prompt, Sampling

@@ -49,7 +49,11 @@ def count_error_tokens(groups: Sequence[Group]) -> ErrorTokens:
         return float(error[of].mean()) if of.any() else None
 
     return ErrorTokens(
-        float(error.mean()), float(improbable.mean()), float(repeated.mean()), share(sign < 0), share(sign > 0)
+        error_tokens=float(error.mean()),
+        improbable_tokens=float(improbable.mean()),
+        repeated_tokens=float(repeated.mean()),
+        error_tokens_negative=share(sign < 0),
+        error_tokens_positive=share(sign > 0),
     )
 
 

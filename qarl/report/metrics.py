@@ -2,10 +2,9 @@
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from rollout.types import Group
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step. prompts: sampled; reward, response_tokens: means over all their completions. distinct: share of groups
-    whose rewards differ (the others teach nothing). error_tokens and the four that split it:
+    """One step. prompts: sampled; reward, response_tokens: means over all their completions. mixed_reward_groups: share
+    of groups whose rewards differ (the others teach nothing). error_tokens and the four that split it:
     `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were
     equal. seconds: wall time by phase, and tokens_per_second of sampling; the only fields that two equal runs differ
     in.
@@ -30,7 +29,7 @@ class StepMetrics:
     reward: float
     response_tokens: float
     truncated: float
-    distinct: float
+    mixed_reward_groups: float
     error_tokens: float
     improbable_tokens: float
     repeated_tokens: float
@@ -50,7 +49,7 @@ class StepMetrics:
 
 
 def batch_metrics(groups: list[Group]) -> dict[str, Any]:
-    """prompts, reward, response_tokens, truncated, distinct and error tokens of a step's groups."""
+    """prompts, reward, response_tokens, truncated, mixed_reward_groups and error tokens of a step's groups."""
     rewards = [r for g in groups for r in g.rewards]
     completions = [c for g in groups for c in g.completions]
     return {
@@ -58,25 +57,9 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "reward": sum(rewards) / len(rewards),
         "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
         "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
-        "distinct": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
+        "mixed_reward_groups": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
         **dataclasses.asdict(count_error_tokens(groups)),
     }
-
-
-@dataclass
-class Stopwatch:
-    """Wall seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time spent in this context to `phase`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 class MetricsWriter:

@@ -1,10 +1,10 @@
 """A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
 
 from configs.schema.run import RunConfig
-from qarl.report.metrics import Stopwatch
+from configs.seeds import step_seed
+from learner.stopwatch import Stopwatch
 from qarl.run.prompts import score_groups
 from qarl.run.session import Session
-from qarl.tasks.base import stable_hash
 from rollout.types import Group, Sampling
 
 
@@ -35,13 +35,8 @@ def _round(session: Session, config: RunConfig, step: int, attempt: int, watch: 
         problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
         prompts = [policy.prompter.prompt(problem) for problem in problems]
         first = processes.span(rollout.prompts).start
-        seed = step_seed(config, step, attempt)
+        seed = step_seed(config.seed, step, attempt)
         sampling = Sampling(rollout.samples, rollout.max_new_tokens, seed=seed, first_prompt=first)
         completions = session.engine.generate(prompts, sampling)
     with watch("score"):
         return processes.concatenated(score_groups(policy.task, problems, prompts, completions))
-
-
-def step_seed(config: RunConfig, step: int, attempt: int = 0) -> int:
-    """The seed of a step's completions and mini-batches."""
-    return stable_hash("step", config.seed, step, *([attempt] if attempt else [])) >> 1

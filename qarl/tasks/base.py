@@ -1,6 +1,5 @@
 """What a task is: a stateless source of problems and an exact, verifiable reward."""
 
-import hashlib
 import math
 import numbers
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from configs.errors import InputError, QarlError
 from configs.functions import in_words
+from configs.seeds import stable_hash
 
 Split = Literal["train", "heldout"]
 
@@ -110,12 +110,6 @@ def short_reward(problem: Problem, text: str) -> float:
 def is_heldout(question: str) -> bool:
     """Whether a question belongs to the held-out split: one in `HELDOUT_ONE_IN`, by SHA-256 of its text."""
     return stable_hash(question) % HELDOUT_ONE_IN == 0
-
-
-def stable_hash(*parts: object) -> int:
-    """A 64-bit hash of the parts' texts, the same in every process and on every machine."""
-    digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big")
 
 
 def check_request(split: str, start: int, count: int) -> None:

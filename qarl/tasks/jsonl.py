@@ -5,7 +5,8 @@ import random
 from pathlib import Path
 from typing import Any, get_args
 
-from qarl.tasks.base import Problem, Split, TaskError, check_request, exact_reward, is_heldout, stable_hash
+from configs.seeds import stable_hash
+from qarl.tasks.base import Problem, Split, TaskError, check_request, exact_reward, is_heldout
 
 
 class JsonlTask:

@@ -6,8 +6,9 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
+from configs.seeds import stable_hash
 from configs.words import did_you_mean
-from qarl.tasks.base import Problem, Split, TaskError, check_request, is_heldout, stable_hash
+from qarl.tasks.base import Problem, Split, TaskError, check_request, is_heldout
 
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},

@@ -97,15 +97,16 @@ def test_diagnosing_changes_nothing_else():
         learner = make_learner("w4a16", optimizer={"name": "muon", "lr": 1e-4}, master_dtype="bfloat16")
         for master in learner.model.masters.values():
             master.data = master.data.to(torch.bfloat16)
-        learners.append(Learner(learner.model, learner.config))
-    plain = learners[0].learn(batch_of(), seed=0)
-    found = learners[1].learn(batch_of(), seed=0, diagnose=True)
+        every = {"diagnostics_every": 2 * len(learners)}
+        learners.append(Learner(learner.model, learner.config.model_copy(update=every)))
+    plain = learners[0].learn(batch_of(), step=0)
+    found = learners[1].learn(batch_of(), step=0)
     assert (plain.lost_updates, plain.flipped_codes) == (None, None)
     assert found.lost_updates is not None and found.flipped_codes is not None
     assert 0 < found.lost_updates < 1 and 0 < found.flipped_codes < 1
     assert (plain.mismatch, plain.loss, plain.grad_norm) == (found.mismatch, found.loss, found.grad_norm)
     assert all_equal(masters_of(learners[0]), masters_of(learners[1]))
-    assert learners[1].learn(batch_of(1), seed=1).lost_updates is None
+    assert learners[1].learn(batch_of(1), step=1).lost_updates is None
 
 
 def test_only_16_bit_masters_lose_updates():
@@ -133,8 +134,8 @@ def test_measured_steps(every: int, due: list[int]):
 
 def test_steps_without_a_measurement_log_null(tmp_path: Path):
     """The learner's missing figures are null in metrics.jsonl; other missing fields are left out, as before."""
-    stats = make_learner().learn(batch_of(), seed=0)
-    numbers = dict.fromkeys(("reward", "response_tokens", "truncated", "distinct"), 0.5)
+    stats = make_learner().learn(batch_of(), step=0)
+    numbers = dict.fromkeys(("reward", "response_tokens", "truncated", "mixed_reward_groups"), 0.5)
     shares = dict.fromkeys(("error_tokens", "improbable_tokens", "repeated_tokens"), 0.0)
     step = StepMetrics(
         step=1, weight_version=1, prompts=2, **numbers, **shares, error_tokens_negative=None,

@@ -64,7 +64,8 @@ def test_muon_on_stacks_is_muon_on_matrices(experts: int, inner: int, hidden: in
             ours = MasterOptimizer(stacks, set(stacks), config)
             ours.load_state_dict(state)
         for optimizer in (ours, theirs):
-            optimizer.step(0.5 + step / 10)
+            optimizer.lr = 0.05 * (0.5 + step / 10)
+            optimizer.step()
             optimizer.zero_grad()
     for stack, parts, r in zip(stacks.values(), matrices, rows, strict=True):
         now = [part for expert in stack.detach() for part in expert.split(r)]

@@ -178,7 +178,7 @@ def test_trajectories_agree(setting: str):
         learner = make_learner("bf16", torch.float32, optimizer={"lr": 1e-4, "name": "adamw"}, **way)
         start = masters_of(learner)
         for step in range(10):
-            assert learner.learn(batch_of(), seed=step).updates == 2
+            assert learner.learn(batch_of(), step=step).updates == 2
         ends.append(masters_of(learner))
     moved = torch.cat([(ends[0][n] - start[n]).abs().flatten() for n in start])
     off = torch.cat([(ends[0][n] - ends[1][n]).abs().flatten() for n in start])

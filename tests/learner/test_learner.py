@@ -76,12 +76,12 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
     """What the optimizer is given in each update, unclipped and unscaled; it does not step."""
     seen: list[dict[str, torch.Tensor]] = []
 
-    def record(lr_factor: float = 1.0, diagnose: bool = False) -> None:
+    def record(diagnose: bool = False) -> None:
         seen.append({n: p.grad.clone() for n, p in learner.model.masters.items() if p.grad is not None})
 
     assert isinstance(learner.backend, SingleProcess)
     learner.backend.optimizer.step = record
-    return seen, learner.learn(batch, seed=3)
+    return seen, learner.learn(batch, step=3)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_learning_raises_what_was_rewarded(scheme: str):
     old, entropy = learner.logprobs(batch)
     batch = dataclasses.replace(batch, sampler_logprobs=old)
     before = masters_of(learner)
-    first = learner.learn(batch, seed=0)
+    first = learner.learn(batch, step=0)
     assert (first.updates, first.skipped) == (2, 0) and first.entropy == pytest.approx(entropy, rel=1e-5)
     assert first.mismatch.mean_abs == 0.0 and first.mismatch.k3 == 0.0
     assert not any(torch.equal(before[n], after) for n, after in masters_of(learner).items())
     for seed in range(1, 4):
-        learner.learn(batch, seed=seed)
+        learner.learn(batch, step=seed)
     new, _ = learner.logprobs(batch)
     lengths = batch.response_mask.sum(-1)
     gain = ((new - old).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean()
@@ -173,7 +173,7 @@ def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
     batch = batch_of()
     before, stream = masters_of(spoiled), [i.tensor.clone() for i in spoiled.model.low_bit_tensors()]
     handle = poison(spoiled, "model.layers.1.mlp.down_proj.weight", value)
-    stats = spoiled.learn(batch, seed=0)
+    stats = spoiled.learn(batch, step=0)
     assert (stats.updates, stats.skipped) == (0, 2) and math.isfinite(stats.grad_norm)
     assert all_equal(masters_of(spoiled), before)
     assert all(torch.equal(i.tensor, s) for i, s in zip(spoiled.model.low_bit_tensors(), stream, strict=True))
@@ -182,7 +182,7 @@ def test_a_non_finite_gradient_is_skipped(value: float, dtype: torch.dtype):
     assert all(p.grad is None for p in spoiled.model.masters.values())
     handle.remove()
     for learner in (spoiled, clean):
-        stats = learner.learn(batch, seed=1)
+        stats = learner.learn(batch, step=1)
         assert (stats.updates, stats.skipped) == (2, 0)
     assert all_equal(masters_of(spoiled), masters_of(clean)) and not all_equal(masters_of(spoiled), before)
 
@@ -202,7 +202,7 @@ def test_a_skip_amid_good_updates_leaves_those_alone(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(learner, "_apply", spoiled_apply)
     before = masters_of(learner)
-    stats = learner.learn(batch_of(), seed=0)
+    stats = learner.learn(batch_of(), step=0)
     assert (stats.updates, stats.skipped) == (2, 1)
     assert not all_equal(masters_of(learner), before) and all(m.isfinite().all() for m in masters_of(learner).values())
 
@@ -228,7 +228,7 @@ def test_a_restored_learner_continues_bit_for_bit(scheme: str, optimizer: str, d
     statistics and loss scale equal bit for bit, through torch.save and from other initial weights."""
     options = {"optimizer": {"name": optimizer}, "loss_scale": 64.0, "loss_scale_growth": 3}
     learner = make_learner(scheme, dtype, **options)
-    learner.learn(batch_of(0), seed=0)
+    learner.learn(batch_of(0), step=0)
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
     file.seek(0)
@@ -237,7 +237,7 @@ def test_a_restored_learner_continues_bit_for_bit(scheme: str, optimizer: str, d
     other.load_state_dict(torch.load(file))
     assert torch.equal(learner.logprobs(batch_of(1))[0], other.logprobs(batch_of(1))[0])
     for seed in (1, 2):
-        assert learner.learn(batch_of(seed), seed=seed) == other.learn(batch_of(seed), seed=seed)
+        assert learner.learn(batch_of(seed), step=seed) == other.learn(batch_of(seed), step=seed)
     assert all_equal(masters_of(learner), masters_of(other))
     assert learner.loss_scale == other.loss_scale
     for a, b in zip(learner.model.low_bit_tensors(), other.model.low_bit_tensors(), strict=True):
@@ -256,7 +256,7 @@ def test_the_gate_comes_before_any_update():
 
     before = masters_of(learner)
     with pytest.raises(RuntimeError, match="closed"):
-        learner.learn(batch, seed=0, gate=gate)
+        learner.learn(batch, step=0, gate=gate)
     assert all_equal(masters_of(learner), before)
     difference = (learner.logprobs(batch)[0] - batch.sampler_logprobs)[batch.response_mask]
     assert seen[0].mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-5)
@@ -267,7 +267,7 @@ def test_a_batch_without_reward_differences_teaches_nothing():
     groups = [dataclasses.replace(g, rewards=(0.5,) * SAMPLES) for g in make_groups()]
     learner = make_learner(optimizer={"weight_decay": 0.5})
     before = masters_of(learner)
-    stats = learner.learn(make_batch(groups, 0), seed=0)
+    stats = learner.learn(make_batch(groups, 0), step=0)
     assert (stats.updates, stats.skipped, stats.loss, stats.grad_norm) == (0, 0, 0.0, 0.0)
     assert stats.entropy > 0 and all_equal(masters_of(learner), before)
 
@@ -276,8 +276,8 @@ def test_every_objective_learns_and_resumes():
     """Contract: each objective updates the masters with numbers that are finite, and moves them elsewhere than TBPO."""
     ends = {}
     for name in OBJECTIVES:
-        learner = make_learner(objective={"name": name}, mini_batches=1)
-        stats = learner.learn(batch_of(), seed=0, diagnose=True)
+        learner = make_learner(objective={"name": name}, mini_batches=1, diagnostics_every=1)
+        stats = learner.learn(batch_of(), step=0)
         assert (stats.updates, stats.skipped) == (1, 0), name
         assert all(
             math.isfinite(v) for k, v in dataclasses.asdict(stats).items() if k not in ("mismatch", "seconds")
@@ -295,9 +295,9 @@ def test_a_kl_penalty_holds_the_policy_near_its_start(kind: str):
         reference = make_learner().model
         learner = make_learner(mini_batches=1, kl={"name": kind, "coefficient": coefficient}, reference=reference)
         before = {n: p.detach().clone() for n, p in reference.masters.items()}
-        assert learner.learn(batch, seed=0).kl == 0.0
+        assert learner.learn(batch, step=0).kl == 0.0
         for seed in range(1, 5):
-            learner.learn(batch, seed=seed)
+            learner.learn(batch, step=seed)
         difference = (learner.logprobs(batch)[0] - reference_logprobs(reference, batch))[batch.response_mask]
         kl[coefficient] = float(difference.square().mean())
         assert all(torch.equal(p, before[n]) and p.grad is None for n, p in reference.masters.items())
@@ -345,15 +345,14 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-9, name
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.25])
-def test_the_learning_rate_factor_scales_the_step(factor: float):
+@pytest.mark.parametrize("factor", [0.1, 0.25])
+def test_the_schedule_scales_the_step(factor: float):
     """AdamW's first step is lr · factor · sign-like(g), without weight decay linear in the factor."""
-    optimizer = {"name": "adamw", "weight_decay": 0.0}
     moved = []
-    for value in (1.0, factor):
-        learner = make_learner(mini_batches=1, optimizer=optimizer)
+    for warmup in (0, round(1 / factor)):
+        learner = make_learner(mini_batches=1, optimizer={"name": "adamw", "weight_decay": 0.0, "warmup_steps": warmup})
         before = masters_of(learner)
-        learner.learn(batch_of(), seed=0, lr_factor=value)
+        assert learner.learn(batch_of(), step=0).lr == pytest.approx(1e-3 * (factor if warmup else 1))
         moved.append({n: after - before[n] for n, after in masters_of(learner).items()})
     for name, step in moved[0].items():
         assert step.any()

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from configs.errors import ConfigError
 from configs.schema.learner import OptimizerConfig
 from learner.batching import Batch, make_batch, micro_batches, mini_batches
 from learner.mismatch import measure_mismatch
 from learner.objectives.advantages import group_advantages
 from learner.optim.loss_scale import LossScale
-from learner.optim.optimizer import MasterOptimizer, lr_factor
+from learner.optim.optimizer import MasterOptimizer
+from learner.optim.schedule import Schedule, make_schedule
 from rollout.types import Completion, Group, Prompt
 
 
@@ -233,7 +235,8 @@ def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
     for step, factor in enumerate((0.5, 1.0, 0.25)):
         give_gradients(masters, step)
         give_gradients(expected, step)
-        ours.step(factor)
+        ours.lr = 0.02 * factor
+        ours.step()
         for optimizer in theirs:
             optimizer.param_groups[0]["lr"] = 0.02 * factor
             optimizer.step()
@@ -305,6 +308,9 @@ def test_gradient_norm_scaling_and_dropping():
 
 def test_the_learning_rate_rises_holds_and_falls():
     """10 steps, 4 of warm-up, 2 of decay: 1/4, 2/4, 3/4, 1, then 1, and over the last two 1, 1/2; without either 1."""
-    assert [lr_factor(s, 10, 4, 2) for s in range(10)] == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.5]
-    assert [lr_factor(s, 3, 0, 0) for s in range(3)] == [1, 1, 1]
-    assert [lr_factor(s, 4, 4, 4) for s in range(4)] == [0.25, 0.5, 0.5, 0.25]
+    assert [Schedule(1.0, 4, 2, 10).rate(s) for s in range(10)] == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.5]
+    assert [Schedule(3e-4, 0, 0, 3).rate(s) for s in range(3)] == [3e-4] * 3
+    assert [Schedule(1.0, 4, 4, 4).rate(s) for s in range(4)] == [0.25, 0.5, 0.5, 0.25]
+    assert [Schedule(1.0, 2, 0, None).rate(s) for s in (0, 1, 10**6)] == [0.5, 1, 1]
+    with pytest.raises(ConfigError, match=r"decay_steps is 3.*how many steps"):
+        make_schedule(OptimizerConfig(decay_steps=3), None)

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
+from learner.learner import LearnStats
 from learner.loss.aggregation import Totals, over_tokens
 from learner.loss.corrections import correction
 from learner.loss.kl import kl_estimate
 from learner.loss.loss import LossInput, policy_loss
+from learner.loss.metrics import LossMetrics, mean
 from learner.loss.ratio_fix import shadowed
 from learner.objectives import OBJECTIVES, ObjectiveInput
 from learner.objectives.clipping import sequence_advantages
 from learner.objectives.ratios import sequence_log_ratio, sequence_mean
+from learner.processes import Processes
 
 Rows = Sequence[Sequence[float]]
 CORRECTIONS = [name for section in get_args(AnyCorrection) for name in section.names()]
@@ -108,8 +111,10 @@ def test_tbpo_by_hand(advantage: float, mean_up: float, banded: float, inside: b
     given_ = loss_input([[mean_up + s for s in spread]], [[mean_low - 2 * s for s in spread]], [advantage])
     share = policy_loss(given_, learner_config(TBPO), totals(given_))
     assert share.loss.item() == pytest.approx(-weight * banded * advantage, rel=2e-6)
-    assert share.clipped == (0.0 if inside else 1.0) and share.corrected == float(abs(mean_low) > math.log(2))
-    assert share.log_ratio == pytest.approx(abs(mean_up), abs=1e-6) and share.phantom_clipped == share.kl == 0.0
+    metrics = share.metrics
+    assert metrics.clipped == (0.0 if inside else 1.0) and metrics.corrected == float(abs(mean_low) > math.log(2))
+    assert metrics.update_log_ratio == pytest.approx(abs(mean_up), abs=1e-6)
+    assert metrics.phantom_clipped == metrics.kl == 0.0
     slope = -weight * math.exp(mean_up) * advantage / 4 if inside else 0.0
     assert gradient(share.loss, given_)[0].tolist() == pytest.approx([slope] * 4, rel=5e-6, abs=1e-12)
 
@@ -426,9 +431,9 @@ def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
     assert loss.tolist() == pytest.approx([-(1.2 + math.exp(0.1)) / 2, -1.2, -1.0])
     assert clipped.tolist() == [0.5, 1.0, 0.0]
     share = policy_loss(given_, config, totals(given_))
-    assert share.clipped == pytest.approx(1.5 / 3) and share.phantom_clipped == pytest.approx(0.5 / 3)
+    assert share.metrics.clipped == pytest.approx(1.5 / 3) and share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
     decoupled = policy_loss(given_, learner_config("grpo"), totals(given_))
-    assert decoupled.clipped == pytest.approx(2 / 3) and decoupled.phantom_clipped == 0.0
+    assert decoupled.metrics.clipped == pytest.approx(2 / 3) and decoupled.metrics.phantom_clipped == 0.0
 
 
 def test_aggregations_by_hand():
@@ -463,8 +468,8 @@ def test_parts_add_up_to_the_whole(name: str, aggregation: str):
         loss = torch.stack([share.loss for share in shares]).sum()
         torch.testing.assert_close(loss, whole.loss)
         torch.testing.assert_close(gradient(loss, given_), expected)
-        for field in ("clipped", "phantom_clipped", "corrected", "log_ratio", "kl"):
-            assert sum(getattr(s, field) for s in shares) == pytest.approx(getattr(whole, field)), field
+        added = sum((s.metrics for s in shares), LossMetrics())
+        assert vars(added) == pytest.approx(vars(whole.metrics))
 
 
 @given(st.floats(-3, 3), st.floats(0.01, 2))
@@ -479,7 +484,7 @@ def test_kl_estimates_by_hand(d: float, coefficient: float):
         plain = policy_loss(given_, learner_config("tbpo"), totals(given_)).loss
         config = learner_config("tbpo", kl={"name": kind, "coefficient": coefficient})
         share = policy_loss(given_, config, totals(given_))
-        assert share.kl == pytest.approx(value, rel=1e-9, abs=1e-12)
+        assert share.metrics.kl == pytest.approx(value, rel=1e-9, abs=1e-12)
         added = share.loss - plain
         assert added.item() == pytest.approx(coefficient * value, rel=1e-9, abs=1e-12)
         assert gradient(added, given_).item() == pytest.approx(coefficient * slopes[kind], rel=1e-9, abs=1e-12)
@@ -510,13 +515,13 @@ def test_fixes_give_clipped_tokens_their_gradient_back(name: str):
     rows = 1 if name == "positive_grpo" else 2
     options = {"correction": {"name": "none"}, "aggregation": {"name": "seq-sum"}}
     plain = policy_loss(given_, learner_config(name, **options), totals(given_))
-    assert not gradient(plain.loss, given_).any() and plain.clipped == rows / 2
+    assert not gradient(plain.loss, given_).any() and plain.metrics.clipped == rows / 2
     free = policy_loss(given_, learner_config(name, ratio_fix="no_clip", **options), totals(given_))
     expected = [[-math.exp(0.6) / 2] * 2, [math.exp(-1.2) / 2] * 2]
     torch.testing.assert_close(gradient(free.loss, given_)[:rows].tolist(), expected[:rows])
-    assert free.clipped == 0.0
+    assert free.metrics.clipped == 0.0
     fixed = policy_loss(given_, learner_config(name, ratio_fix="detached", **options), totals(given_))
-    assert fixed.loss.item() == plain.loss.item() and fixed.clipped == 0.0
+    assert fixed.loss.item() == plain.loss.item() and fixed.metrics.clipped == 0.0
     bounds = [1 + getattr(learner_config(name).objective, "epsilon_high" if name == "tbpo" else "clip_high")]
     bounds += [1 - getattr(learner_config(name).objective, "delta_low" if name == "tbpo" else "clip_low", 0)]
     expected = [[-bounds[0] / 2] * 2, [bounds[1] / 2] * 2]
@@ -530,7 +535,7 @@ def test_detached_weights_change_nothing_inside_the_bounds(name: str):
     options = {"correction": {"name": "none"}}
     plain = policy_loss(given_, learner_config(name, **options), totals(given_))
     fixed = policy_loss(given_, learner_config(name, ratio_fix="detached", **options), totals(given_))
-    assert plain.clipped == 0.0
+    assert plain.metrics.clipped == 0.0
     torch.testing.assert_close(gradient(fixed.loss, given_), gradient(plain.loss, given_))
 
 
@@ -569,7 +574,7 @@ def test_one_advantage_a_sequence_gives_what_it_always_gave(name: str):
     given_, config = random_input(11, dtype=torch.float32), learner_config(name)
     share = policy_loss(given_, config, totals(given_))
     slopes = gradient(share.loss, given_)
-    assert (share.loss.item(), slopes.norm().item(), share.clipped) == pytest.approx(KEPT[name], rel=1e-6)
+    assert (share.loss.item(), slopes.norm().item(), share.metrics.clipped) == pytest.approx(KEPT[name], rel=1e-6)
     everywhere = given_.advantages.sum(-1, keepdim=True) / given_.response_mask.sum(-1, keepdim=True)
     assert torch.allclose(everywhere, given_.advantages[:, :1])
     filled = replace(given_, advantages=given_.advantages[:, :1].expand_as(given_.current).clone())
@@ -616,3 +621,12 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
     uneven[1, 2] = uneven[1, 1] + 0.5
     with pytest.raises(ConfigError, match=r"differ within a response \(.*\).*such as grpo"):
         policy_loss(replace(gapped, advantages=uneven), config, totals(gapped))
+
+
+def test_metrics_add_up_by_field():
+    """A number is one field: sums, totals, means and what a step reports follow from the class."""
+    parts = [LossMetrics(loss=1.0, kl=0.5), LossMetrics(loss=3.0, clipped=0.25)]
+    assert parts[0] + parts[1] == LossMetrics(loss=4.0, kl=0.5, clipped=0.25) == sum(parts, LossMetrics())
+    assert mean(parts) == LossMetrics(loss=2.0, kl=0.25, clipped=0.125) and mean([]) == LossMetrics()
+    assert parts[0].total(Processes()) == parts[0]
+    assert {f.name for f in fields(LossMetrics)} < {f.name for f in fields(LearnStats)}

@@ -45,7 +45,7 @@ def test_an_overflowing_forward_names_its_first_module(where: str, operators: st
     learner = scaled(torch.float16, factors, operators=operators)
     before = masters_of(learner)
     with pytest.raises(PrecisionError) as raised:
-        learner.learn(batch_of(), seed=0)
+        learner.learn(batch_of(), step=0)
     message = str(raised.value)
     assert named in message and "--dtype bfloat16" in message and "float16 ends at 65504" in message
     assert all_equal(masters_of(learner), before)
@@ -56,7 +56,7 @@ def test_low_bit_layers_are_named_too():
     factors, named = OVERFLOWS["product"]
     learner = scaled(torch.float16, factors, "w4a16")
     with pytest.raises(PrecisionError, match=named):
-        learner.learn(batch_of(), seed=0)
+        learner.learn(batch_of(), step=0)
 
 
 def test_a_finite_forward_has_no_fault_and_keeps_no_hooks():
@@ -73,7 +73,7 @@ def test_log_probs_of_the_engine_that_are_not_finite_are_an_error():
     row, position = batch.response_mask.nonzero()[0].tolist()
     spoiled[row, position] = math.nan
     with pytest.raises(PrecisionError, match="the engine's log-probs of 1 of"):
-        learner.learn(dataclasses.replace(batch, sampler_logprobs=spoiled), seed=0)
+        learner.learn(dataclasses.replace(batch, sampler_logprobs=spoiled), step=0)
 
 
 def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
@@ -81,7 +81,7 @@ def test_a_loss_scale_too_high_for_float16_is_lowered_until_gradients_fit():
     learner = make_learner("w4a16", torch.float16, loss_scale=2.0**40)
     skipped = updates = 0
     for seed in range(20):
-        stats = learner.learn(batch_of(), seed=seed)
+        stats = learner.learn(batch_of(), step=seed)
         skipped, updates = skipped + stats.skipped, updates + stats.updates
         if updates:
             break
@@ -96,9 +96,9 @@ def test_gradients_that_stay_infinite_end_the_run(dtype: torch.dtype, skips: int
     before = masters_of(learner)
     poison(learner, f"{MLP}.down_proj.weight", math.inf)
     for seed in range(skips):
-        assert learner.learn(batch_of(), seed=seed).skipped == 1
+        assert learner.learn(batch_of(), step=seed).skipped == 1
     with pytest.raises(PrecisionError, match=f"{skips + 1}.*last checkpoint is intact"):
-        learner.learn(batch_of(), seed=9)
+        learner.learn(batch_of(), step=9)
     assert all_equal(masters_of(learner), before)
 
 
@@ -139,5 +139,5 @@ def test_a_master_beyond_its_range_is_not_materialized():
     fresh = Learner(learner.model, learner.config)
     stream = [item.tensor.clone() for item in learner.model.low_bit_tensors()]
     with pytest.raises(PrecisionError, match="left the range of float16"):
-        fresh.learn(batch_of(), seed=0)
+        fresh.learn(batch_of(), step=0)
     assert all(torch.equal(i.tensor, s) for i, s in zip(learner.model.low_bit_tensors(), stream, strict=True))

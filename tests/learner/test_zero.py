@@ -52,7 +52,7 @@ BFLOAT16 = {"master_dtype": "bfloat16"}
 def plain(batches: int, scheme: str = "bf16", dtype: torch.dtype = torch.float32, **learner: Any):
     """One process: the learner after these batches, and the numbers of each as `zero_worker` writes them."""
     found = make_learner(scheme, dtype, **(learner or LEARNER))
-    stats = [found.learn(batch_of(), seed=step) for step in range(batches)]
+    stats = [found.learn(batch_of(), step=step) for step in range(batches)]
     return found, [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
 
 
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(done: dict[str, dict[str, 
     ours, _ = plain(0)
     ours.load_state_dict(done[f"stage {stage}"]["state"])
     for learner in (expected, ours):
-        learner.learn(batch_of(), seed=99)
+        learner.learn(batch_of(), step=99)
     assert_same_trajectory(masters_of(ours), masters_of(expected))
     states = [learner.state_dict()["optimizer"]["masters"] for learner in (ours, expected)]
     for name in states[0]:
@@ -197,7 +197,7 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
         add_adapters(model, config.lora, seed=0)
     learner = Learner(model, config, reference if config.kl.name != "none" else None)
     for step in range(batches):
-        learner.learn(batch_of(), seed=step)
+        learner.learn(batch_of(), step=step)
     return learner
 
 

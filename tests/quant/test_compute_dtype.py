@@ -106,7 +106,7 @@ def test_an_overflow_is_told_of_the_dtype_it_happened_in():
     model.refresh()
     config = LearnerConfig.model_validate({"aligned": False, "compute_dtype": "float16"})
     with pytest.raises(PrecisionError, match=r"float16 forward: .* learner.compute_dtype"):
-        Learner(model, config).learn(batch_of(), seed=0)
+        Learner(model, config).learn(batch_of(), step=0)
 
 
 def test_an_aligned_learner_has_no_dtype_of_its_own():

@@ -203,7 +203,7 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
     before = {name: p.detach().clone() for name, p in model.loaded.items()}
     old, _ = learner.logprobs(batch)
     for seed in range(3):
-        assert learner.learn(batch, seed=seed).updates == 2
+        assert learner.learn(batch, step=seed).updates == 2
     new, _ = learner.logprobs(batch)
     lengths = batch.response_mask.sum(-1)
     assert ((new - old).sum(-1) / lengths * batch.advantages.sum(-1) / lengths).mean() > 0.02
@@ -231,8 +231,8 @@ def test_checkpointed_layers_give_adapters_the_same_gradients():
     are the same bits all the same."""
     plain, again = (lora_learner(gradient_checkpointing=given, mini_batches=1) for given in (False, True))
     for learner in (plain, again):
-        learner.learn(batch_of(0), seed=0)
-        learner.learn(batch_of(1), seed=1)
+        learner.learn(batch_of(0), step=0)
+        learner.learn(batch_of(1), step=1)
     assert any(m.any() for n, m in masters_of(plain).items() if n.endswith("lora_B"))
     assert all_equal(masters_of(plain), masters_of(again))
 
@@ -243,7 +243,7 @@ def test_a_restored_learner_continues_bit_for_bit(optimizer: str):
     adapters and no weight of the base."""
     options: dict[str, Any] = {"optimizer": {"name": optimizer}}
     learner = lora_learner(**options)
-    learner.learn(batch_of(0), seed=0)
+    learner.learn(batch_of(0), step=0)
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
     assert file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
@@ -253,7 +253,7 @@ def test_a_restored_learner_continues_bit_for_bit(optimizer: str):
     assert not all_equal(masters_of(learner), masters_of(other))
     file.seek(0)
     other.load_state_dict(torch.load(file))
-    ours, theirs = (one.learn(batch_of(1), seed=1) for one in (learner, other))
+    ours, theirs = (one.learn(batch_of(1), step=1) for one in (learner, other))
     assert dataclasses.replace(ours, seconds={}) == dataclasses.replace(theirs, seconds={})
     assert all_equal(masters_of(learner), masters_of(other))
     assert all_equal(stream_of(learner.model), stream_of(other.model))

@@ -64,7 +64,7 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
     done = qarl("train", "--steps", "1", "--output", one, *adamw)
     assert done.returncode == 0, done.stdout + done.stderr
     (alone,) = read_metrics(one / "metrics.jsonl")
-    for name in ("prompts", "reward", "response_tokens", "distinct"):
+    for name in ("prompts", "reward", "response_tokens", "mixed_reward_groups"):
         assert seen[0][name] == alone[name], name
     assert seen[0]["learn/mismatch/mean_abs"] == pytest.approx(alone["learn/mismatch/mean_abs"], abs=2e-4)
     assert seen[0]["learn/grad_norm"] == pytest.approx(alone["learn/grad_norm"], rel=1e-2)

@@ -52,7 +52,9 @@ def make_learner(
     aligned = config.get("aligned", True)
     model = LowBitModel(random_model(seed=seed), get_scheme(scheme), LayerContext(dtype, kernel, aligned), operators)
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
-    settings = LearnerConfig.model_validate({"mini_batches": 2, "optimizer": optimizer, **config})
+    settings = LearnerConfig.model_validate(
+        {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
+    )
     return Learner(model, settings, reference)
 
 

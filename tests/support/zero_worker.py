@@ -45,7 +45,7 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
         learner.load_state_dict(torch.load(job["resume"]))
-    stats = [learner.learn(batch_of(), seed=step) for step in range(*job["batches"])]
+    stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
     if processes.first:
         codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}

@@ -41,7 +41,7 @@ def run(job: Job) -> Steps:
 
     def step(number: int) -> dict[str, float]:
         start, cpu = time.perf_counter(), time.process_time()
-        stats = learner.learn(make_batch(groups, PAD), seed=number)
+        stats = learner.learn(make_batch(groups, PAD), number)
         seconds = {"total": time.perf_counter() - start, "cpu": time.process_time() - cpu}
         assert stats.updates == job.updates, f"{stats.updates} of {job.updates} updates were taken"
         return {**stats.seconds, **seconds}
@@ -63,6 +63,7 @@ def learner_options(job: Job) -> dict:
         "objective": {"name": "grpo"},
         "optimizer": {"name": "adamw", "lr": job.lr, "weight_decay": 0.0, "betas": (0.9, 0.999)},
         "mini_batches": job.updates,
+        "diagnostics_every": 0,
         "micro_batch_tokens": job.micro_batch_tokens,
         "kernel": job.kernel,
         "gradient_checkpointing": job.variant == "checkpointing",
