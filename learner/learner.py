@@ -21,9 +21,9 @@ from learner.logprobs import packs, token_logprobs
 from learner.loss.aggregation import Totals
 from learner.loss.loss import LossInput, policy_loss
 from learner.loss.metrics import LossMetrics, mean
-from learner.loss.ratio_fix import shadowed
 from learner.lost_updates import Diagnosis, is_due
 from learner.mismatch import Mismatch, measure_mismatch
+from learner.objectives.ratios import shadowed
 from learner.optim.loss_scale import LossScale
 from learner.optim.schedule import make_schedule
 from learner.overflow import require_finite_logprobs, require_finite_sampler

@@ -36,7 +36,7 @@ class OptimizerConfig(Section):
     decay_steps: int = Field(default=0, ge=0, description="last training steps, over which the rate falls linearly")
     betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon")
-    rounding: Literal["nearest", "stochastic", "kahan"] | None = Field(
+    rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None,
         description="of a 16-bit master after its step (docs/precision.md); None: stochastic, nearest for fp32",
     )
@@ -45,7 +45,7 @@ class OptimizerConfig(Section):
         default="none", description="cpu: keep the optimizer's state in the host's memory between steps (GPU)"
     )
 
-    def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic", "kahan"]:
+    def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic"]:
         """How masters of that dtype are rounded."""
         return self.rounding or ("nearest" if master_dtype == "float32" else "stochastic")
 
@@ -68,8 +68,10 @@ class LearnerConfig(Section):
         default="grpo",
         description="reward minus group mean, over its deviation; dr_grpo: not over it; rloo: leave one out",
     )
-    ratio_fix: Literal["none", "shadow_forward", "no_clip", "detached"] = Field(
-        default="none", description="remedy for clipping caused by precision alone (docs/objectives.md)"
+    ratio_fix: Literal["none", "shadow_forward"] = Field(
+        default="none",
+        description="shadow_forward: ratios from the published codes, for an unaligned learner whose clip cuts tokens "
+        "for precision alone (docs/objectives.md)",
     )
     mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
     micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens a forward; padding counts unless packed")
@@ -157,7 +159,7 @@ def refuse_ignored_precision(learner: LearnerConfig) -> None:
             f"learner.optimizer.rounding {optimizer.rounding!r} with rounding_seed {optimizer.rounding_seed} is of "
             "16-bit masters that are stepped; LoRA steps fp32 adapters over a frozen base: leave both out"
         )
-    if master == "float32" and optimizer.rounding in ("stochastic", "kahan"):
+    if master == "float32" and optimizer.rounding == "stochastic":
         raise ValueError(
             f"learner.optimizer.rounding {optimizer.rounding!r} is for 16-bit masters; learner.master_dtype 'float32' "
             "holds the updates as they are: leave the rounding out, or choose master_dtype bfloat16 or float16"

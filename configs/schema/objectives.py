@@ -4,7 +4,7 @@ docs/objectives.md derives every one. Bounds are on ratios: 4e-4 allows a ratio 
 `default_aggregation` are what a run takes that names none.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -17,28 +17,20 @@ _KL = "estimator of the penalty on the distance from the initial policy, which t
 _LOW = "lower ratio bound, 1 - this, for negative advantages"
 _HIGH = "upper ratio bound, 1 + this, for positive advantages"
 _DUAL = "upper ratio bound for negative advantages (c)"
-_UNBOUNDED = 10.0
 
 
 class Objective(Choice):
-    """clip_bounds: the fields that cut gradients; empty where an objective cuts none. uses_ratio: whether it compares
-    the current policy with an older one."""
+    """uses_ratio: whether it compares the current policy with an older one."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "token_tis"}
     default_aggregation: ClassVar[str] = "seq-mean-token-mean"
-    clip_bounds: ClassVar[tuple[str, ...]] = ()
     uses_ratio: ClassVar[bool] = True
-
-    def unclipped(self) -> Any:
-        """The same objective with every bound at 10, beyond any ratio that occurs."""
-        return self.model_copy(update=dict.fromkeys(self.clip_bounds, _UNBOUNDED))
 
 
 class TbpoConfig(Objective):
     """Bounds of the paper."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
-    clip_bounds: ClassVar[tuple[str, ...]] = ("epsilon_high", "delta_high", "delta_low")
     name: Literal["tbpo"] = Field(default="tbpo", description=_WHAT)
     epsilon_high: float = Field(default=4e-4, gt=0, description="ratio bound for positive advantages, 1 + this")
     delta_high: float = Field(default=7e-4, gt=0, description="upper ratio bound for negative advantages, 1 + this")
@@ -48,7 +40,6 @@ class TbpoConfig(Objective):
 class GrpoConfig(Objective):
     """Token ratio clipped as in PPO."""
 
-    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     name: Literal["grpo"] = Field(default="grpo", description=_WHAT)
     clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
@@ -57,7 +48,6 @@ class GrpoConfig(Objective):
 class PositiveGrpoConfig(Objective):
     """GRPO on samples of positive advantage alone, which have no lower bound."""
 
-    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_high",)
     name: Literal["positive_grpo"] = Field(default="positive_grpo", description=_WHAT)
     clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
 
@@ -66,7 +56,6 @@ class DapoConfig(Objective):
     """Clip-higher, with DAPO's bounds."""
 
     default_aggregation: ClassVar[str] = "token-mean"
-    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     name: Literal["dapo"] = Field(default="dapo", description=_WHAT)
     clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=0.28, gt=0, description=_HIGH)
@@ -75,7 +64,6 @@ class DapoConfig(Objective):
 class DualClipConfig(Objective):
     """Token dual-clip PPO, with that paper's constant."""
 
-    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
     name: Literal["dual_clip"] = Field(default="dual_clip", description=_WHAT)
     clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=0.2, gt=0, description=_HIGH)
@@ -86,7 +74,6 @@ class GspoConfig(Objective):
     """Sequence ratio, with GSPO's bounds."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
-    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     name: Literal["gspo"] = Field(default="gspo", description=_WHAT)
     clip_low: float = Field(default=3e-4, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=4e-4, gt=0, description=_HIGH)
@@ -96,7 +83,6 @@ class GspoDualClipConfig(Objective):
     """GSPO with the usual constant of dual-clip PPO."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
-    clip_bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
     name: Literal["gspo_dual_clip"] = Field(default="gspo_dual_clip", description=_WHAT)
     clip_low: float = Field(default=3e-4, gt=0, lt=1, description=_LOW)
     clip_high: float = Field(default=4e-4, gt=0, description=_HIGH)
@@ -248,12 +234,6 @@ def refuse_incompatible(objective: Any, ratio_from: str, ratio_fix: str, aligned
         raise ValueError(
             f"objective {name!r} has no ratio, so learner.correction.ratio_from {ratio_from!r} would do nothing; "
             "leave it out"
-        )
-    if ratio_fix in ("no_clip", "detached") and not objective.clip_bounds:
-        clipping = ", ".join(n for s in get_args(AnyObjective) if s.clip_bounds for n in s.names())
-        raise ValueError(
-            f"learner.ratio_fix {ratio_fix!r} is for objectives whose bounds cut gradients ({clipping}); "
-            f"objective {name!r} cuts none; set it to 'none'"
         )
     if ratio_fix == "shadow_forward" and not objective.uses_ratio:
         raise ValueError(f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none")

@@ -141,14 +141,14 @@ class Zero:
         indices = list(matrices_of(name, whole_shape(master))) if name in self._matrices else [()]
         states = list(self._optimizer.optimizer.state.values())
         if not any(states):
-            return {"moments": [{} for _ in indices], "remainder": None}
+            return {"moments": [{} for _ in indices]}
         if name in self._matrices:
             whole = safe_get_full_optimizer_state(master, MOMENTUM)
             assert whole is not None
-            return {"moments": [{MOMENTUM: whole[index].clone()} for index in indices], "remainder": None}
+            return {"moments": [{MOMENTUM: whole[index].clone()} for index in indices]}
         found = {key: safe_get_full_optimizer_state(master, key) for key in _MOMENTS}
         count = next(state["step"] for state in states if "step" in state)
-        return {"moments": [{"step": count.clone(), **found}], "remainder": None}
+        return {"moments": [{"step": count.clone(), **found}]}
 
     def _load_moments(self, saved: dict[str, Any]) -> None:
         """saved: name → as `MasterStep.state_dict`. Every process takes its share."""

@@ -1,1 +1,1 @@
-"""Token log-probs → one number to descend, with corrections, KL and remedies for clipping."""
+"""Token log-probs → one number to descend, with corrections and KL."""

@@ -1,4 +1,4 @@
-"""A micro-batch's share of the loss: correction → objective → remedy → aggregation → KL penalty.
+"""A micro-batch's share of the loss: correction → objective → aggregation → KL penalty.
 
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
@@ -13,7 +13,6 @@ from learner.loss.aggregation import Totals, aggregate, over_tokens
 from learner.loss.corrections import correction
 from learner.loss.kl import kl_estimate
 from learner.loss.metrics import LossMetrics
-from learner.loss.ratio_fix import detached
 from learner.objectives import ObjectiveInput, find_objective
 from learner.objectives.ratios import sequence_log_ratio
 
@@ -46,13 +45,9 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     weights = correction(given.old, given.sampler, response_mask, config.correction)
     bypass = ratio_from(config.correction) == "sampler"
     objective, section = find_objective(config.objective), config.objective
-    if config.ratio_fix == "no_clip":
-        section = section.unclipped()
     proximal = given.sampler if bypass else given.old
     inputs = ObjectiveInput(given.current, proximal, weights.weight, response_mask, given.advantages)
     result = objective(inputs, section)
-    if config.ratio_fix == "detached":
-        result = detached(result, inputs)
     loss = aggregate(result.loss, response_mask, config.aggregation, totals)
     with torch.no_grad():
         phantom = torch.zeros_like(result.clipped)

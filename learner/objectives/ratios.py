@@ -13,6 +13,11 @@ def sequence_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, respo
     return sequence_mean(numerator - denominator, response_mask)
 
 
+def shadowed(current: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+    """The shadow's values with `current`'s gradient, fp32 [B, T-1] (`learner.ratio_fix`). shadow: without gradient."""
+    return shadow + (current - current.detach())
+
+
 def score(logprobs: torch.Tensor) -> torch.Tensor:
     """Exactly 1, with the gradient of the log-probs: x.detach() · score(log π) is REINFORCE's estimator, x ∇log π."""
     return 1.0 + (logprobs - logprobs.detach())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from configs.schema.learner import OptimizerConfig
-from learner.optim.rounding import Rounding, split, stochastic_round
+from learner.optim.rounding import Rounding, stochastic_round
 
 Index = tuple[int | slice, ...]
 
@@ -48,7 +48,6 @@ class MasterStep:
         ndim = 2 if indices else master.ndim
         self._nothing = torch.empty((0,) * ndim, device=master.device)
         self._parts = [nn.Parameter(self._nothing) for _ in self._indices]
-        self.remainder = torch.zeros_like(master, requires_grad=False) if rounding == "kahan" else None
         self._at_home: dict[tuple[int, str], torch.Tensor] = {}
         self._optimizer = muon(self._parts, config) if indices else adamw(self._parts, config)
 
@@ -58,7 +57,7 @@ class MasterStep:
         gradient = self._master.grad
         if gradient is None:
             return None
-        before = self._stored() if diagnose else None
+        before = self._master.detach().clone() if diagnose else None
         wide = self._widened()
         for part, index in zip(self._parts, self._indices, strict=True):
             part.data = wide[index]
@@ -74,16 +73,12 @@ class MasterStep:
         return lost
 
     def value(self) -> torch.Tensor:
-        """A copy of what the master stands for, fp32."""
+        """A copy of the master, fp32."""
         return self._widened().clone()
 
     def _widened(self) -> torch.Tensor:
-        """fp32: the master itself, or a copy of what it stands for."""
-        master = self._master.detach()
-        if master.dtype == torch.float32:
-            return master
-        wide = master.to(torch.float32)
-        return wide if self.remainder is None else wide.add_(self.remainder)
+        """fp32: the master itself, or a copy of a 16-bit one."""
+        return self._master.detach().to(torch.float32)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,21 +98,12 @@ class MasterStep:
             return
         if self._rounding == "nearest":
             master.copy_(wide)
-        elif self._rounding == "kahan":
-            assert self.remainder is not None
-            for target, value in zip((master, self.remainder), split(wide, master.dtype), strict=True):
-                target.copy_(value)
         else:
             assert self._generator is not None
             master.copy_(stochastic_round(wide, master.dtype, self._generator))
 
-    def _stored(self) -> list[torch.Tensor]:
-        """Copies of all that the weight is made of."""
-        return [t.detach().clone() for t in (self._master, self.remainder) if t is not None]
-
-    def _lost(self, before: list[torch.Tensor]) -> Lost:
-        now = [t.detach() for t in (self._master, self.remainder) if t is not None]
-        same = torch.stack([old == new for old, new in zip(before, now, strict=True)]).all(0)
+    def _lost(self, before: torch.Tensor) -> Lost:
+        same = self._master.detach() == before
         meant, lost = (torch.zeros((), dtype=torch.int64, device=same.device) for _ in range(2))
         for part, index in zip(self._parts, self._indices, strict=True):
             state = self._optimizer.state[part]
@@ -156,10 +142,9 @@ class MasterStep:
             self._at_home = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """moments: torch's state of each matrix, or of the whole, empty before the first step; and a Kahan master's
-        remainder."""
+        """moments: torch's state of each matrix, or of the whole, empty before the first step."""
         moments = [dict(self._optimizer.state.get(part, {})) for part in self._parts]
-        return {"moments": moments, "remainder": self.remainder}
+        return {"moments": moments}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,8 +153,6 @@ class MasterStep:
             self._optimizer.state[part] = {key: self._taken(value) for key, value in moments.items()}
         self._at_home = {}
         self._send_home()
-        if self.remainder is not None:
-            self.remainder.copy_(state["remainder"])
 
     def _taken(self, value: torch.Tensor) -> torch.Tensor:
         """A copy of what was saved, where the fused AdamW wants it, step counts too."""

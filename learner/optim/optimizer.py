@@ -28,8 +28,8 @@ class Step:
 
 
 class MasterOptimizer:
-    """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch optimizers inside, the
-    remainders of Kahan masters and the generator of stochastic rounding. lr: learning rate of the steps to come."""
+    """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch optimizers inside and
+    the generator of stochastic rounding. lr: learning rate of the steps to come."""
 
     def __init__(self, masters: dict[str, nn.Parameter], matrices: set[str], config: OptimizerConfig):
         """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on. matrices: names of
@@ -51,7 +51,7 @@ class MasterOptimizer:
             self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Copies of what each master stands for, fp32: the master, a Kahan one's with its remainder."""
+        """Copies of the masters, fp32."""
         return {name: step.value() for name, step in self._steps.items()}
 
     def gradient_norm(self) -> float:
@@ -77,8 +77,8 @@ class MasterOptimizer:
     def step(self, diagnose: bool = False) -> float | None:
         """Step every master at the learning rate `lr`.
 
-        Returns, if `diagnose`, the share of lost updates: of the weights with a momentum, those whose stored value (a
-        Kahan master's with its remainder) is what it was. Raises `PrecisionError` where the step took a 16-bit master
+        Returns, if `diagnose`, the share of lost updates: of the weights with a momentum, those whose stored value
+        is what it was. Raises `PrecisionError` where the step took a 16-bit master
         out of its dtype's range.
         """
         done = [step.step(self.lr, diagnose) for step in self._steps.values()]

@@ -1,15 +1,15 @@
-"""An fp32 value → a 16-bit master: to the nearest, at random without bias, or with what is lost kept beside it.
+"""An fp32 value → a 16-bit master: to the nearest, or at random without bias.
 
 At a learning rate of 1e-6 an update is some 5e-5 of a weight, and bfloat16 steps by 4e-3 to 8e-3 of it: rounded to the
 nearest, almost no update arrives (docs/precision.md). A stochastic master moves by a whole step in about one of a
-hundred updates, and its expectation is the fp32 value. A Kahan master has a second 16-bit number for the remainder.
+hundred updates, and its expectation is the fp32 value.
 """
 
 from typing import Literal
 
 import torch
 
-Rounding = Literal["nearest", "stochastic", "kahan"]
+Rounding = Literal["nearest", "stochastic"]
 _FLOAT16_TINY = 2.0**-14
 _FLOAT16_STEP = 2.0**-24
 
@@ -44,9 +44,3 @@ def _random_16_bits(like: torch.Tensor, generator: torch.Generator) -> torch.Ten
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_(0xFFFF)
-
-
-def split(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 → (nearest, what is left of it), both in `dtype`: a value of twice the digits, less one rounding."""
-    nearest = values.to(dtype)
-    return nearest, (values - nearest).to(dtype)

@@ -31,8 +31,8 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 
 MASTERS = (
-    ("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "kahan"),
-    ("float16", "nearest"), ("float16", "stochastic"), ("float16", "kahan"),
+    ("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("float16", "nearest"),
+    ("float16", "stochastic"),
 )  # fmt: skip
 """master_dtype and rounding; the first is the reference."""
 
@@ -56,7 +56,7 @@ class PrecisionRow:
 
     lost_updates: share of the weights meant to move whose master did not, mean over the measured steps. arrived: of the
     reference's movement W₃₂ - W₀, the component that is in this one's, ⟨W - W₀, W₃₂ - W₀⟩/‖W₃₂ - W₀‖². drift_mean,
-    drift_max: mean and maximum |W - W₃₂| over those of |W₃₂ - W₀|. A Kahan master is taken with its remainder.
+    drift_max: mean and maximum |W - W₃₂| over those of |W₃₂ - W₀|.
     flipped_codes: share of low-bit codes that are not what they were at the start; None without any. measuring: seconds
     that measuring a step adds, over those of a step without.
     """

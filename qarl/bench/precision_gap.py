@@ -32,12 +32,10 @@ PAIRINGS: dict[str, dict[str, str]] = {
     "w4a16-unaligned": _UNALIGNED,
     "w4a16-fp32": {**_UNALIGNED, "learner.compute_dtype": "float32"},
     "w4a16-shadow_forward": {**_UNALIGNED, "learner.ratio_fix": "shadow_forward"},
-    "w4a16-no_clip": {**_UNALIGNED, "learner.ratio_fix": "no_clip"},
-    "w4a16-detached": {**_UNALIGNED, "learner.ratio_fix": "detached"},
 }
 """Unquantized: in bfloat16 with the engine's operators, with transformers' (what a trainer does that knows nothing of
 the engine), in bfloat16 under a float32 learner (the pairing of TRL's study), in float16. Quantized sampler: with
-QaRL's learner, a plain bfloat16 one, a plain float32 one, and the remedies of the bfloat16 one."""
+QaRL's learner, a plain bfloat16 one, a plain float32 one, and the remedy of the bfloat16 one."""
 
 FIRST = 5
 """Steps at the start over which clipping is averaged, before the policies have gone apart by learning."""

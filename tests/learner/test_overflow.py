@@ -112,7 +112,7 @@ def test_good_updates_between_skips_start_the_count_again_and_a_resumed_run_does
         resumed.update(False)
 
 
-@pytest.mark.parametrize("how", ["nearest", "stochastic", "kahan"])
+@pytest.mark.parametrize("how", ["nearest", "stochastic"])
 def test_a_float16_master_beyond_its_range_is_an_error(how: str):
     """65472 + 100 rounds to infinity in float16, whatever the rounding; the error names the master, not its finite
     neighbour. bfloat16 holds both."""
@@ -120,8 +120,9 @@ def test_a_float16_master_beyond_its_range_is_an_error(how: str):
         masters = {"small": nn.Parameter(torch.ones(4, dtype=dtype)), "large": nn.Parameter(torch.ones(4, dtype=dtype))}
         with torch.no_grad():
             masters["large"].fill_(65472.0)
-        options = {"name": "adamw", "lr": 100.0, "weight_decay": 0.0, "rounding": how}
+        options = {"name": "adamw", "weight_decay": 0.0, "rounding": how}
         optimizer = MasterOptimizer(masters, set(), OptimizerConfig.model_validate(options))
+        optimizer.lr = 100.0  # which no configuration has
         for master in masters.values():
             master.grad = -torch.ones(4)
         if dtype == torch.bfloat16:
@@ -133,10 +134,11 @@ def test_a_float16_master_beyond_its_range_is_an_error(how: str):
 
 def test_a_master_beyond_its_range_is_not_materialized():
     """The step raises inside `learn`, and what would be published is still the version before."""
-    learner = make_learner("w4a16", optimizer={"name": "adamw", "lr": 1e5}, master_dtype="float16")
+    learner = make_learner("w4a16", optimizer={"name": "adamw"}, master_dtype="float16")
     for master in learner.model.masters.values():
         master.data = master.data.to(torch.float16)
-    fresh = Learner(learner.model, learner.config)
+    steep = learner.config.optimizer.model_copy(update={"lr": 1e5})  # which no configuration has
+    fresh = Learner(learner.model, learner.config.model_copy(update={"optimizer": steep}))
     stream = [item.tensor.clone() for item in learner.model.low_bit_tensors()]
     with pytest.raises(PrecisionError, match="left the range of float16"):
         fresh.learn(batch_of(), step=0)

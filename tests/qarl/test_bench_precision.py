@@ -8,22 +8,21 @@ from configs.errors import ConfigError
 from qarl.bench.precision import PrecisionOptions, as_data, measure, table
 from quant.schemes import SchemeError
 
-MASTERS = (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("bfloat16", "kahan"))
+MASTERS = (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"))
 
 
 @pytest.mark.slow
 def test_each_precision_keeps_what_it_should():
     """Contract, at 1e-6: the reference drifts from itself by nothing and loses next to nothing. Nearest bfloat16 loses
     nearly all, and its drift is the whole movement. Of stochastic rounding nearly every update leaves the master alone
-    and yet all of the movement arrives, on average; Kahan keeps nearly all, weight by weight."""
+    and yet all of the movement arrives, on average."""
     options = PrecisionOptions(steps=2, kernel="reference")
-    exact, nearest, stochastic, kahan = rows = measure(options, MASTERS)
+    exact, nearest, stochastic = rows = measure(options, MASTERS)
     assert (exact.arrived, exact.drift_mean, exact.drift_max) == (1.0, 0.0, 0.0) and exact.lost_updates < 0.02
     assert nearest.lost_updates > 0.95 and nearest.arrived < 0.05 and 0.9 < nearest.drift_mean < 1.1
     assert stochastic.lost_updates > 0.9 and 0.8 < stochastic.arrived < 1.2 and stochastic.drift_mean > 1
-    assert kahan.lost_updates < 0.1 and 0.9 < kahan.arrived < 1.1 and kahan.drift_mean < 0.5
     assert exact.flipped_codes and nearest.flipped_codes is not None and nearest.flipped_codes < exact.flipped_codes
-    assert len(json.loads(json.dumps(as_data(rows)))) == table(rows, options).row_count == 4
+    assert len(json.loads(json.dumps(as_data(rows)))) == table(rows, options).row_count == 3
 
 
 def test_unusable_options_are_refused():

@@ -117,7 +117,7 @@ def test_the_shortest_answer_is_worth_most():
         ("objectives --seeds a", "--seeds 'a' must be numbers"),
         ("objectives --steps 0", "--steps 0: give at least 1"),
         ("precision-gap --pairings fp64", "--pairings 'fp64' is none of bf16, bf16-transformers"),
-        ("precision-gap --learner.ratio_fix no_clip", "--learner.ratio_fix is chosen by the benchmark"),
+        ("precision-gap --learner.ratio_fix shadow_forward", "--learner.ratio_fix is chosen by the benchmark"),
     ],
 )
 def test_what_is_refused(command: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

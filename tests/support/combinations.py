@@ -48,7 +48,7 @@ def draw(seed: int) -> Combination:
     maybe(options, "learner.master_dtype", ["bfloat16", "float16"], 0.4)
     maybe(options, "learner.optimizer.name", ["adamw"], 0.4)
     if options.get("learner.master_dtype") and rng.random() < 0.5:
-        options["learner.optimizer.rounding"] = rng.choice(["nearest", "stochastic", "kahan"])
+        options["learner.optimizer.rounding"] = rng.choice(["nearest", "stochastic"])
     maybe(options, "learner.objective.name", OBJECTIVES, 0.6)
     options["learner.mini_batches"] = "1" if options.get("learner.objective.name") == "on_policy" else "2"
     maybe(options, "learner.correction.name", CORRECTIONS)
