@@ -1,1 +1,0 @@
-"""Ways a stream of low-bit tensors can travel."""
