@@ -203,7 +203,14 @@ class Learner:
             old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
             assert old_ is not None
             current = current if shadow_ is None else shadowed(current, shadow_)
-            given = LossInput(current, old_, rows.sampler_logprobs, reference_, rows.response_mask, rows.advantages)
+            given = LossInput(
+                current=current,
+                old=old_,
+                sampler=rows.sampler_logprobs,
+                reference=reference_,
+                response_mask=rows.response_mask,
+                advantages=rows.advantages,
+            )
             with self.stopwatch("forward"):
                 share = policy_loss(given, self.config, totals)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))

@@ -124,7 +124,13 @@ class _Watch:
 
 def _fault(call: _Call, inside: bool, tensors: list[torch.Tensor]) -> Fault:
     bad = sum(int((~t.isfinite()).sum()) for t in tensors)
-    return Fault(_readable(call.module), inside, bad, sum(t.numel() for t in tensors), call.largest)
+    return Fault(
+        module=_readable(call.module),
+        inside=inside,
+        bad=bad,
+        count=sum(t.numel() for t in tensors),
+        largest=call.largest,
+    )
 
 
 def _numbers(values: Any) -> list[torch.Tensor]:

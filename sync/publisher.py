@@ -79,7 +79,14 @@ class Publisher:
         due = self._published % self._canary_every == 0
         self._published += 1
         canary = self.canary(version) if due else None
-        return Publish(version, digest.hexdigest(), digest.tensors, digest.bytes, seconds, canary)
+        return Publish(
+            version=version,
+            digest=digest.hexdigest(),
+            tensors=digest.tensors,
+            bytes=digest.bytes,
+            seconds=seconds,
+            canary=canary,
+        )
 
     def canary(self, version: int) -> Mismatch:
         """Compare log-probs of the fixed sequences; raises `PublishError` beyond the bound."""

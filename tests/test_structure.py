@@ -89,6 +89,21 @@ def test_no_room_imports_in_a_circle():
     assert circle({name: used - {name} for name, used in arrows.items()}) == []
 
 
+def dataclasses_of(file: Path) -> set[str]:
+    classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    return {c.name for c in classes if any("dataclass" in ast.unparse(d) for d in c.decorator_list)}
+
+
+def test_records_are_built_by_name():
+    """A record of five fields or more is filled by their names: one more in the middle moves no value to another."""
+    records = {name for file in FILES.values() for name in dataclasses_of(file)}
+    for file in FILES.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in records:
+                starred = any(isinstance(argument, ast.Starred) for argument in node.args)
+                assert len(node.args) < 5 or starred, f"{file}:{node.lineno} {node.func.id}"
+
+
 def test_the_loop_fits_a_page():
     tree = ast.parse((ROOT / "qarl" / "train.py").read_text())
     lengths = {

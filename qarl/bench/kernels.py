@@ -68,7 +68,11 @@ def measure(
             except (SchemeError, KernelError) as error:
                 product, reason = None, str(error)
             if product is None:
-                rows.append(KernelRow(scheme.name, shape, 0, "-", None, None, reason))
+                rows.append(
+                    KernelRow(
+                        scheme=scheme.name, shape=shape, tokens=0, kernel="-", seconds=None, ratio=None, reason=reason
+                    )
+                )
             else:
                 rows += [_row(scheme, shape, n, product, plain, compute, repeats) for n in tokens]
     return rows
@@ -140,7 +144,15 @@ def _row(
         rounds = 1 if first > _LONGEST_ROUND_SECONDS else repeats
         pairs = [(_seconds(lambda: product(x)), _seconds(lambda: plain(x))) for _ in range(rounds)]
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-    return KernelRow(scheme.name, shape, tokens, product.name, statistics.median(p[0] for p in pairs), ratio, "")
+    return KernelRow(
+        scheme=scheme.name,
+        shape=shape,
+        tokens=tokens,
+        kernel=product.name,
+        seconds=statistics.median(p[0] for p in pairs),
+        ratio=ratio,
+        reason="",
+    )
 
 
 def _seconds(work: Callable[[], object]) -> float:

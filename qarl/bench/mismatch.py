@@ -84,10 +84,16 @@ def measure(options: MismatchOptions) -> list[MismatchRow]:
     for dtype in options.dtypes:
         unquantized = _measure_scheme(options, dtype, "bf16", {"floor": FLOOR, "aligned": LEARNERS["aligned"]})
         floor = unquantized["floor"]
-        rows += [MismatchRow(dtype, "bf16", k, m, m.mean_abs / floor.mean_abs) for k, m in unquantized.items()]
+        rows += [
+            MismatchRow(dtype=dtype, scheme="bf16", learner=k, found=m, over_floor=m.mean_abs / floor.mean_abs)
+            for k, m in unquantized.items()
+        ]
         for scheme in options.schemes:
             found = _measure_scheme(options, dtype, scheme, LEARNERS)
-            rows += [MismatchRow(dtype, scheme, k, m, m.mean_abs / floor.mean_abs) for k, m in found.items()]
+            rows += [
+                MismatchRow(dtype=dtype, scheme=scheme, learner=k, found=m, over_floor=m.mean_abs / floor.mean_abs)
+                for k, m in found.items()
+            ]
     return rows
 
 
@@ -108,7 +114,11 @@ def run(
         folder = model_folder(model)
     peak = peak or (12.0 if model in RANDOM else 1.0)
     quantized = tuple(s for s in schemes if s != "bf16")
-    return measure(MismatchOptions(folder, quantized, dtypes, prompts, tokens, peak=peak, seed=seed))
+    return measure(
+        MismatchOptions(
+            folder=folder, schemes=quantized, dtypes=dtypes, prompts=prompts, tokens=tokens, peak=peak, seed=seed
+        )
+    )
 
 
 def table(rows: list[MismatchRow]) -> PlainTable:

@@ -155,16 +155,16 @@ def _trained(run: RunFolder, objective: str, seed: int) -> Trained:
         return _mean([line[name] for line in lines])
 
     return Trained(
-        objective,
-        seed,
-        steps[-1]["accuracy"],
-        over(steps[-LAST:], "reward"),
-        over(learned, "learn/mismatch/k3"),
-        over(learned, "learn/update_log_ratio"),
-        over(learned, "learn/clipped"),
-        over(learned[-LAST:], "learn/entropy"),
-        over(steps[-LAST:], "error_tokens"),
-        tuple(step["reward"] for step in steps),
+        objective=objective,
+        seed=seed,
+        accuracy=steps[-1]["accuracy"],
+        reward=over(steps[-LAST:], "reward"),
+        k3=over(learned, "learn/mismatch/k3"),
+        update=over(learned, "learn/update_log_ratio"),
+        clipped=over(learned, "learn/clipped"),
+        entropy=over(learned[-LAST:], "learn/entropy"),
+        error_tokens=over(steps[-LAST:], "error_tokens"),
+        rewards=tuple(step["reward"] for step in steps),
     )
 
 

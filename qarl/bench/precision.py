@@ -87,8 +87,19 @@ def measure(options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MA
                     layers.enter_context(flips.over(layer))
                 lost, measuring = _learn(learner, batches)
             reference = reference or learner
-            moved = _distances(learner, reference, start)
-            rows.append(PrecisionRow(dtype, rounding, lost, *moved, flips.share, measuring))
+            arrived, mean, largest = _distances(learner, reference, start)
+            rows.append(
+                PrecisionRow(
+                    master_dtype=dtype,
+                    rounding=rounding,
+                    lost_updates=lost,
+                    arrived=arrived,
+                    drift_mean=mean,
+                    drift_max=largest,
+                    flipped_codes=flips.share,
+                    measuring=measuring,
+                )
+            )
     return rows
 
 

@@ -111,7 +111,17 @@ def summarize(steps: list[dict[str, Any]], pairing: str, seed: int, threshold: f
 
     gap = learned[0]["learn/mismatch/mean_abs"] if learned else math.nan
     phantom, clipped = mean("learn/phantom_clipped"), mean("learn/clipped")
-    return Gap(pairing, seed, converged, rewards[0], rewards[-1], gap, phantom, clipped, rewards)
+    return Gap(
+        pairing=pairing,
+        seed=seed,
+        converged=converged,
+        first_reward=rewards[0],
+        last_reward=rewards[-1],
+        gap=gap,
+        phantom=phantom,
+        clipped=clipped,
+        rewards=rewards,
+    )
 
 
 def _gap(run: RunFolder, pairing: str, seed: int, threshold: float) -> Gap:

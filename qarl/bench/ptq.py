@@ -148,7 +148,7 @@ def _quantized(options: PtqOptions, seed: int, run: RunFolder) -> list[Deployed]
             quantize(source, method, folder)
             with open_engine(folder, config.rollout, config.dtype) as engine:
                 moved, accuracy = verify(source, engine), _accuracy(engine, folder, config)
-            found.append(Deployed(seed, method, options.scheme, accuracy, moved))
+            found.append(Deployed(seed=seed, variant=method, scheme=options.scheme, accuracy=accuracy, moved=moved))
     return found
 
 

@@ -89,17 +89,17 @@ def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repea
         bandwidths, work = _rounds(model, sink, repeats)
     low_bit_bytes = sum(tensor.nbytes for tensor in sink)
     return PublishFigures(
-        f"Qwen3-MoE, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_experts} experts of "
-        f"{config.moe_intermediate_size}, vocabulary {config.vocab_size}",
-        scheme, dtype, master_dtype, torch.get_num_threads(),
-        model.materializers(),
-        sum(p.numel() for p in model.masters.values()),
-        sum(p.nbytes for p in model.masters.values()),
-        low_bit_bytes,
-        max(p.nbytes for p in model.masters.values()),
-        max(building.bytes, low_bit_bytes + running.bytes - 2 * _COPIED_BYTES),
-        statistics.median(bandwidths),
-        work,
+        model=f"Qwen3-MoE, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_experts} "
+        f"experts of {config.moe_intermediate_size}, vocabulary {config.vocab_size}",
+        scheme=scheme, dtype=dtype, master_dtype=master_dtype, threads=torch.get_num_threads(),
+        materializers=model.materializers(),
+        parameters=sum(p.numel() for p in model.masters.values()),
+        master_bytes=sum(p.nbytes for p in model.masters.values()),
+        low_bit_bytes=low_bit_bytes,
+        largest_layer=max(p.nbytes for p in model.masters.values()),
+        peak_extra=max(building.bytes, low_bit_bytes + running.bytes - 2 * _COPIED_BYTES),
+        copy_bandwidth=statistics.median(bandwidths),
+        work=work,
     )  # fmt: skip
 
 

@@ -46,7 +46,13 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(compute, "reference"))
     experts = family_of(model.config.model_type).experts or ExpertLayout()
     tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
-    return Layout(tensors, tuple(model.plan.ignored), checkpoint_config(model), model.layers(), experts)
+    return Layout(
+        tensors=tensors,
+        ignored=tuple(model.plan.ignored),
+        config=checkpoint_config(model),
+        layers=model.layers(),
+        experts=experts,
+    )
 
 
 def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:

@@ -55,7 +55,13 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
             moved = verify(source, engine)
     tokens = sum(map(len, source.calibration))
     return PtqExported(
-        source.step, written.hexdigest(), written.tensors, written.bytes, len(source.calibration), tokens, moved
+        step=source.step,
+        digest=written.hexdigest(),
+        tensors=written.tensors,
+        bytes=written.bytes,
+        sequences=len(source.calibration),
+        calibration_tokens=tokens,
+        moved=moved,
     )
 
 
@@ -77,7 +83,14 @@ def quantize(source: Source, method: str, output: Path) -> StreamDigest:
     with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
         compressed = Path(work) / "compressed"
         compress(
-            Job(str(source.folder), source.scheme, method, source.layout.ignored, sequences, str(compressed)),
+            Job(
+                model=str(source.folder),
+                scheme=source.scheme,
+                method=method,
+                ignored=source.layout.ignored,
+                calibration=sequences,
+                output=str(compressed),
+            ),
             Path(work),
         )
         return write_checkpoint(read_as(source.layout, compressed), source.layout.config, source.folder, output)

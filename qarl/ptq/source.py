@@ -53,7 +53,16 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
     with open_engine(folder, config.rollout, config.dtype) as engine:
         logprobs = engine.logprobs(canary)
         calibration = calibration_sequences(engine, prompts, config)
-    return Source(config, step, folder, scheme, layout, calibration, canary, logprobs)
+    return Source(
+        config=config,
+        step=step,
+        folder=folder,
+        scheme=scheme,
+        layout=layout,
+        calibration=calibration,
+        canary=canary,
+        logprobs=logprobs,
+    )
 
 
 def calibration_sequences(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> tuple[tuple[int, ...], ...]:

@@ -37,4 +37,4 @@ def export_run(run: Path, output: Path) -> Exported:
     bound = config.sync.canary_bound or policy.model.plan.bound
     with open_engine(output, config.rollout, config.dtype) as engine:
         canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
-    return Exported(step, written.hexdigest(), written.tensors, written.bytes, canary)
+    return Exported(step=step, digest=written.hexdigest(), tensors=written.tensors, bytes=written.bytes, canary=canary)

@@ -157,7 +157,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
     reference = initial_model() if config.learner.kl.name != "none" else None
     learner = Learner(model, learning, reference, together, config.seed, config.steps)
-    return Policy(folder, task, prompter, model, learner, together)
+    return Policy(folder=folder, task=task, prompter=prompter, model=model, learner=learner, processes=together)
 
 
 def trained_part(policy: Policy, config: RunConfig) -> list[str]:
@@ -221,7 +221,13 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         bound = config.sync.canary_bound or policy.model.plan.bound
         sequences = canary_sequences(policy, config)
         publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)
-        yield Session(policy, engine, publisher, rows, _gate(config, policy) if config.learner.aligned else None)
+        yield Session(
+            policy=policy,
+            engine=engine,
+            publisher=publisher,
+            audited=rows,
+            gate=_gate(config, policy) if config.learner.aligned else None,
+        )
 
 
 def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:

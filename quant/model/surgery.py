@@ -58,7 +58,14 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
         _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
     linears = _replace_linears(model, family, plan, context)
     experts = _replace_experts(model, fused, family, plan, context)
-    return Layers(linears, experts, _detach_copies(model, context), routers, operators, family)
+    return Layers(
+        linears=linears,
+        experts=experts,
+        copies=_detach_copies(model, context),
+        routers=routers,
+        operators=operators,
+        family=family,
+    )
 
 
 def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: LayerContext) -> dict[str, LowBitLinear]:

@@ -66,12 +66,12 @@ class VllmEngine:
     def _completion(self, output) -> Completion:
         logprobs = tuple(entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True))
         return Completion(
-            tuple(output.token_ids),
-            logprobs,
-            output.text,
-            self.weight_version,
-            output.finish_reason or "unknown",
-            output.routed_experts,
+            token_ids=tuple(output.token_ids),
+            logprobs=logprobs,
+            text=output.text,
+            weight_version=self.weight_version,
+            finish_reason=output.finish_reason or "unknown",
+            experts=output.routed_experts,
         )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -82,11 +82,17 @@ class WorkerExtension:
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
                 scheme, group = _scheme_of(module, name, self.vllm_config)
                 for part in _parts(name, packed):
-                    reports.append(LayerReport(part, scheme, group, dtype, kernel_name(module)))
+                    reports.append(
+                        LayerReport(name=part, scheme=scheme, group_size=group, dtype=dtype, kernel=kernel_name(module))
+                    )
             elif isinstance(module, RoutedExperts):
                 one = f"{module.layer_name}.0.{module.ckpt_down_proj_name}"
                 scheme, group = _scheme_of(module, one, self.vllm_config)
-                reports.append(LayerReport(module.layer_name, scheme, group, dtype, kernel_name(module)))
+                reports.append(
+                    LayerReport(
+                        name=module.layer_name, scheme=scheme, group_size=group, dtype=dtype, kernel=kernel_name(module)
+                    )
+                )
         return reports
 
 

@@ -92,7 +92,9 @@ def draw_sequences(model: BenchModel, seed: int) -> Sequences:
     completions = [[*words(min(max(n, 2), 8 * model.tokens) - 1), END] for n in lengths]
     logprobs = [[-math.log(vocabulary) + draw.gauss(0, 0.01) for _ in c] for c in completions]
     rewards = [float(i % model.samples < model.samples // 2) for i in range(count)]
-    return Sequences(prompts, model.samples, completions, logprobs, rewards)
+    return Sequences(
+        prompts=prompts, samples=model.samples, completions=completions, logprobs=logprobs, rewards=rewards
+    )
 
 
 def digest(sequences: Iterable[Sequence[int]]) -> str:

@@ -170,9 +170,17 @@ def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
     """memory: one that takes a step's memory and no time."""
     name, _, variant = setting.partition(" ")
     return Job(
-        str(folder), str(folder / "batch.json"), name, options.dtype, options.updates, options.micro_batch_tokens,
-        0 if memory else options.steps, memory, options.kernel, variant,
-    )  # fmt: skip
+        model=str(folder),
+        batch=str(folder / "batch.json"),
+        setting=name,
+        dtype=options.dtype,
+        updates=options.updates,
+        micro_batch_tokens=options.micro_batch_tokens,
+        steps=0 if memory else options.steps,
+        memory=memory,
+        kernel=options.kernel,
+        variant=variant,
+    )
 
 
 def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
@@ -203,12 +211,20 @@ def _rows(model: str, parameters: int, tokens: int, found: dict[tuple[str, str],
         steps = [{**step, "rest": _rest(step)} for r in rounds for step in r.seconds]
         phases = {p: statistics.median(s.get(p, 0.0) for s in steps) for p in (*PHASES, "rest")}
         yield Row(
-            model, parameters, tokens, trainer, setting, statistics.median(times),
-            statistics.median(_median(r.seconds, "cpu") for r in rounds),
-            _ratio(times, seconds["qarl", "bf16"]), None if quickest is None else _ratio(times, quickest),
-            phases if trainer == "qarl" else {}, rounds[0].step_bytes, rounds[0].total_bytes,
-            [r.seconds for r in rounds],
-        )  # fmt: skip
+            model=model,
+            parameters=parameters,
+            tokens=tokens,
+            trainer=trainer,
+            setting=setting,
+            seconds=statistics.median(times),
+            cpu_seconds=statistics.median(_median(r.seconds, "cpu") for r in rounds),
+            against_bf16=_ratio(times, seconds["qarl", "bf16"]),
+            against_trl=None if quickest is None else _ratio(times, quickest),
+            phases=phases if trainer == "qarl" else {},
+            step_bytes=rounds[0].step_bytes,
+            total_bytes=rounds[0].total_bytes,
+            rounds=[r.seconds for r in rounds],
+        )
 
 
 def _median(steps: list[dict[str, float]], phase: str) -> float:

@@ -79,7 +79,14 @@ def groups_of(sequences: Sequences) -> list:
     for i, prompt in enumerate(sequences.prompts):
         rows = range(i * n, (i + 1) * n)
         completions = tuple(
-            Completion(tuple(sequences.completions[r]), tuple(sequences.logprobs[r]), "", 0, "stop") for r in rows
+            Completion(
+                token_ids=tuple(sequences.completions[r]),
+                logprobs=tuple(sequences.logprobs[r]),
+                text="",
+                weight_version=0,
+                finish_reason="stop",
+            )
+            for r in rows
         )
         groups.append(Group(Prompt(str(i), "", tuple(prompt)), completions, tuple(sequences.rewards[r] for r in rows)))
     return groups
