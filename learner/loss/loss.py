@@ -46,7 +46,13 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     bypass = ratio_from(config.correction) == "sampler"
     objective, section = find_objective(config.objective), config.objective
     proximal = given.sampler if bypass else given.old
-    inputs = ObjectiveInput(given.current, proximal, weights.weight, response_mask, given.advantages)
+    inputs = ObjectiveInput(
+        current=given.current,
+        proximal=proximal,
+        weight=weights.weight,
+        response_mask=response_mask,
+        advantages=given.advantages,
+    )
     result = objective(inputs, section)
     loss = aggregate(result.loss, response_mask, config.aggregation, totals)
     with torch.no_grad():

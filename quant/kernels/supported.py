@@ -98,7 +98,9 @@ def _multiply(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.
 def _multiply_experts(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
     """As `_multiply`, of two small experts that see every token."""
     count, columns = 2, _SHAPE[1]
-    shape = ExpertsShape(count, count, columns, columns, "silu", ExpertLayout())
+    shape = ExpertsShape(
+        experts=count, top_k=count, hidden=columns, intermediate=columns, activation="silu", layout=ExpertLayout()
+    )
     gate_up = _master((count, 2 * columns, columns), x.device)
     weights = materialize_experts(gate_up, _master((count, columns, columns), x.device), scheme, x.dtype, _EXPERTS)
     product = make_factory(family, x.dtype).experts(_EXPERTS, shape, weights)

@@ -89,6 +89,6 @@ def by_operators(
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:
         absmax = torch.stack([finite_absmax(w.detach().flatten(), layer) for w in (weight, *fused)]).amax()
         codes, scale, global_scale = fp4.quantize_nvfp4(weight, scheme, absmax)
-        return LowBitWeight(scheme, codes, scale, shape, global_scale)
+        return LowBitWeight(scheme=scheme, codes=codes, scale=scale, shape=shape, global_scale=global_scale)
     codes, scale = fp4.quantize_mxfp4(weight, scheme, layer)
     return LowBitWeight(scheme, codes, scale, shape)

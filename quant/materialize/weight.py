@@ -50,7 +50,9 @@ class LowBitWeight:
             height = self.scheme.block[0] if self.scheme.block else 1
             assert start % height == 0 == stop % height, f"rows {start} to {stop} cut a block of {height} rows"
             scale = scale[start // height : stop // height]
-        return LowBitWeight(self.scheme, self.codes[start:stop], scale, shape, self.global_scale)
+        return LowBitWeight(
+            scheme=self.scheme, codes=self.codes[start:stop], scale=scale, shape=shape, global_scale=self.global_scale
+        )
 
     def overwrite(self, other: "LowBitWeight") -> "LowBitWeight":
         """Copy another weight of the same scheme, shape and dtypes into this one's buffers; returns this one."""

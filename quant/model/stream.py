@@ -52,8 +52,16 @@ def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
     them; then routers that no linear layer multiplies."""
     dtype = str(context.dtype)
     reports = [
-        LayerReport(layer.layer, layer.scheme.name, layer.scheme.group_size, dtype, layer.product.name)
+        LayerReport(
+            name=layer.layer,
+            scheme=layer.scheme.name,
+            group_size=layer.scheme.group_size,
+            dtype=dtype,
+            kernel=layer.product.name,
+        )
         for layer in layers.low_bit()
     ]
     routers = [name for name in map(layers.family.checkpoint_name, layers.routers) if name not in layers.linears]
-    return reports + [LayerReport(name, "bf16", None, dtype, "unquantized") for name in routers]
+    return reports + [
+        LayerReport(name=name, scheme="bf16", group_size=None, dtype=dtype, kernel="unquantized") for name in routers
+    ]

@@ -89,7 +89,14 @@ def _replace_experts(
         gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
         count, merged, hidden = whole_shape(gate_up)
         assert family.experts is not None
-        shape = ExpertsShape(count, config.num_experts_per_tok, hidden, merged // 2, config.hidden_act, family.experts)
+        shape = ExpertsShape(
+            experts=count,
+            top_k=config.num_experts_per_tok,
+            hidden=hidden,
+            intermediate=merged // 2,
+            activation=config.hidden_act,
+            layout=family.experts,
+        )
         scheme = plan.scheme(f"{layer}.0.{family.experts.down}")  # one for all, as plans make sure
         replaced[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
         model.set_submodule(name, replaced[layer])
