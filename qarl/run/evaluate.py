@@ -70,7 +70,13 @@ def plan_evaluation(
 
         checkpoint = model_folder(target)
     check_context(checkpoint, rollout.max_prompt_tokens + new)
-    return Evaluation(checkpoint, name, theirs if options is None else options, rollout, dtype or note.get("dtype"))
+    return Evaluation(
+        checkpoint=checkpoint,
+        task=name,
+        options=theirs if options is None else options,
+        rollout=rollout,
+        dtype=dtype or note.get("dtype"),
+    )
 
 
 def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, Any]]:
