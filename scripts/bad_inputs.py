@@ -107,7 +107,7 @@ def _misplaced_option(rng: random.Random) -> list[str]:
                 ("--learner.kl.coefficient", "0.1"),
                 ("--learner.lora.rank", "8"),
                 ("--learner.correction.name", "none", "--learner.correction.cap", "2"),
-                ("--learner.optimizer.rounding", "kahan"),
+                ("--learner.optimizer.rounding", "stochastic"),
                 ("--learner.compute_dtype", "float32"),
                 ("--learner.optimizer.warmup_steps", str(rng.randrange(200, 10**6))),
                 ("--prompts", "2", "--mini-batches", str(rng.randrange(3, 99))),
