@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,15 +13,19 @@ class Stopwatch:
 
     synchronize: wait for the CUDA device at both ends of a phase, so that seconds are its work's and not its launch's.
     Off by default, for waiting costs time of its own; a benchmark switches it on. It changes nothing on CPUs.
+    entered: told each phase's name as it begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] | None = None) -> None:
         self.synchronize = False
+        self._entered = entered
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Phases do not nest."""
+        if self._entered:
+            self._entered(phase)
         start = self._now()
         try:
             yield

@@ -41,7 +41,7 @@ def train(
             deferred_interrupt() as interrupted,
         ):
             while at.step < config.steps:
-                metrics, groups = _step(session, config, at)
+                metrics, groups = _step(session, config, at, Stopwatch(dashboard.entered))
                 write(metrics, groups)
                 dashboard.stepped(metrics)
                 stopping = processes.any(bool(interrupted))
@@ -54,9 +54,9 @@ def train(
     return finish(policy, config, folder, at, sampled)
 
 
-def _step(session: Session, config: RunConfig, at: Position) -> tuple[StepMetrics, list[Group]]:
+def _step(session: Session, config: RunConfig, at: Position, watch: Stopwatch) -> tuple[StepMetrics, list[Group]]:
     """One step of the loop; moves `at` forward."""
-    policy, watch = session.policy, Stopwatch()
+    policy = session.policy
     sampled, groups = sample_step(session, config, at.step, watch)
     batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage) if groups else None
     learned = published = None

@@ -32,9 +32,13 @@ def main(run: str, file: str) -> None:
     """Replay the run's metrics into a dashboard and save its last view."""
     folder = RunFolder.open(Path(run))
     console = Console(record=True, width=96, file=io.StringIO())
-    dashboard = Dashboard(folder.config(), Console(file=io.StringIO()))
+    replayed = 0.0  # seconds
+    dashboard = Dashboard(folder.config(), Console(file=io.StringIO()), clock=lambda: replayed)
     for line in read_metrics(folder.metrics):
-        dashboard.stepped(restored(line))
+        step = restored(line)
+        replayed += sum(step.seconds.values())
+        dashboard.stepped(step)
+    dashboard.finished()
     console.print(dashboard.panel())
     console.save_svg(file, title="qarl train")
 

@@ -1,10 +1,13 @@
 """What a person sees while a run goes on: a live panel in a terminal, plain lines elsewhere."""
 
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,32 +27,57 @@ _PHASE_COLORS = {
     "publish": "yellow",
     "evaluate": "blue",
 }
+_DOING = {
+    "sample": "sampling completions",
+    "score": "scoring completions",
+    "learn": "learning",
+    "publish": "publishing to the engine",
+    "evaluate": "measuring held-out accuracy",
+}
+_DONE = "done"
 _WIDTH = 48
 
 
 class Dashboard:
-    """Shows a run. Use as a context manager around `train`."""
+    """Shows a run. Use as a context manager around `train`. clock: seconds, from which elapsed time is counted."""
 
-    def __init__(self, config: RunConfig, console: Console):
+    def __init__(self, config: RunConfig, console: Console, clock: Callable[[], float] = time.monotonic):
         self._config = config
         self._console = console
+        self._clock = clock
+        self._started = self._phase_started = clock()
+        self._phase = "starting"
         self._rewards: list[float] = []
+        self._step_seconds: list[float] = []
         self._accuracies: list[tuple[int, float]] = []
         self._seconds: dict[str, float] = {}
         self._tokens = 0.0
         self._last: StepMetrics | None = None
         self._kernels = ""
         self._diagnosed = ""
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        # Redrawn by a thread of its own, so that time goes on while a step runs.
+        self._live = (
+            Live(console=console, refresh_per_second=2, get_renderable=self.panel) if console.is_terminal else None
+        )
 
     def __enter__(self) -> "Dashboard":
-        if self._live:
-            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.finished()
+
+    def finished(self) -> None:
+        """The last step is done: the panel stays as it is, and what comes is printed below it."""
+        self.entered(_DONE)
         if self._live:
             self._live.stop()
+
+    def entered(self, phase: str) -> None:
+        """A phase of a step begins: "sample", "score", "learn", "publish" or "evaluate". The first starts the live
+        panel, below what start-up printed."""
+        self._phase, self._phase_started = phase, self._clock()
+        if self._live and not self._live.is_started and phase != _DONE:
+            self._live.start()
 
     def audited(self, rows: list[AuditRow], materializers: dict[str, str], packed: bool, trained: list[str]) -> None:
         """Print the audit table, one line for layers that are alike, what materializes each scheme, whether the
@@ -78,34 +106,62 @@ class Dashboard:
         if metrics.learn and metrics.learn.lost_updates is not None:
             self._diagnosed = f"{_diagnosis(metrics.learn)}   [dim]@{metrics.step}[/]"
         self._tokens += metrics.response_tokens * metrics.prompts * self._config.rollout.samples
-        if self._live:
-            self._live.update(self.panel())
-        elif metrics.accuracy is not None or metrics.step % max(1, self._config.steps // 20) == 0:
+        self._step_seconds.append(sum(metrics.seconds.values()))
+        due = metrics.step == 1 or metrics.step % max(1, self._config.steps // 20) == 0
+        if metrics.step == self._config.steps:
+            self.finished()
+        if self._live is None and (due or metrics.accuracy is not None):
             self._console.print(self._line(metrics), soft_wrap=True)
 
     def panel(self) -> RenderableType:
         """The live view."""
         config, last = self._config, self._last
-        assert last is not None
+        done = last.step if last else 0
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold")
         grid.add_column()
-        bar = ProgressBar(total=config.steps, completed=last.step, width=_WIDTH)
-        grid.add_row("step", Group(Text(f"{last.step} / {config.steps}"), bar))
+        bar = ProgressBar(total=config.steps, completed=done, width=_WIDTH)
+        grid.add_row("step", Group(Text(f"{done} / {config.steps}   {self._times(done)}"), bar))
+        if self._phase != _DONE:
+            now = f"{_DOING.get(self._phase, self._phase)} [dim]for {self._clock() - self._phase_started:.0f} s[/]"
+            grid.add_row("now", now)
+        if last:
+            self._add_measured(grid, last)
+        title = f"[bold]QaRL[/]  {escape(config.model)}  {config.scheme}  {config.dtype}"
+        return Panel(grid, title=title, subtitle=f"[dim]{self._kernels}[/]", border_style="cyan", expand=False)
+
+    def _add_measured(self, grid: Table, last: StepMetrics) -> None:
+        """The rows that need a step."""
         recent = sum(self._rewards[-10:]) / len(self._rewards[-10:])
-        grid.add_row("reward", f"[green]{sparkline(self._rewards)}[/]  {recent:.3f}")
-        grid.add_row("held-out", "  ".join(f"{a:.1%} [dim]@{s}[/]" for s, a in self._accuracies[-6:]))
+        low, high = min(self._rewards), max(self._rewards)
+        grid.add_row("reward", f"[green]{sparkline(self._rewards)}[/]")
+        grid.add_row("", f"{recent:.3f} of the last 10 steps   [dim]scale {low:.3f} … {high:.3f}[/]")
+        if self._accuracies:
+            grid.add_row("held-out", "  ".join(f"{a:.1%} [dim]@{s}[/]" for s, a in self._accuracies[-6:]))
+        rate = self._tokens / max(self._seconds.get("sample", 0), 1e-9)
+        grid.add_row("completions", f"{last.response_tokens:,.1f} tokens   truncated {last.truncated:.1%}   "
+                                    f"sampled at {rate:,.0f} tokens/s")  # fmt: skip
         if last.learn:
             m = last.learn.mismatch
-            grid.add_row("mismatch", f"mean |Δ log p| {m.mean_abs:.2e}   k3 {m.k3:.1e}   max |Δ| {m.max_abs:.2e}")
-            grid.add_row("update", f"grad {last.learn.grad_norm:.3f}   clipped {last.learn.clipped:.1%}   "
-                                   f"entropy {last.learn.entropy:.3f} nats")  # fmt: skip
+            grid.add_row("mismatch", f"mean |Δ log p| {m.mean_abs:.2e}   k3 {m.k3:.1e}   max {m.max_abs:.2e} nats")
+            grid.add_row("update", f"lr {last.learn.lr:.1e}   gradient norm {last.learn.grad_norm:.3f}   "
+                                   f"clipped {last.learn.clipped:.1%} of tokens")  # fmt: skip
+            grid.add_row("entropy", f"{last.learn.entropy:.3f} nats a token")
         if self._diagnosed:
             grid.add_row("precision", self._diagnosed)
-        grid.add_row("sampling", f"{self._tokens / max(self._seconds.get('sample', 0), 1e-9):,.0f} tokens/s")
         grid.add_row("time", self._time_split())
-        title = f"[bold]QaRL[/]  {config.model}  {config.scheme}  {config.dtype}"
-        return Panel(grid, title=title, subtitle=f"[dim]{self._kernels}[/]", border_style="cyan", expand=False)
+
+    def _times(self, done: int) -> str:
+        """Elapsed, seconds a step and what is left, by the last steps' mean."""
+        elapsed = f"{_hours(self._clock() - self._started)} elapsed"
+        if not self._step_seconds:
+            return elapsed
+        return f"{elapsed}   {self._pace():.2f} s/step   ETA {_hours(self._pace() * (self._config.steps - done))}"
+
+    def _pace(self) -> float:
+        """Mean seconds of the last steps, as many as make evaluations count with their share."""
+        recent = self._step_seconds[-max(10, self._config.eval.every) :]
+        return sum(recent) / len(recent)
 
     def _time_split(self) -> Group:
         total = sum(self._seconds.values()) or 1.0
@@ -120,8 +176,17 @@ class Dashboard:
         held_out = f"  held-out {m.accuracy:.1%}" if m.accuracy is not None else ""
         mismatch = f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}" if m.learn else "  skipped (all rewards equal)"
         diagnosed = f"  {_diagnosis(m.learn)}" if m.learn and m.learn.lost_updates is not None else ""
-        rest = f"{diagnosed}  {sum(m.seconds.values()):.2f} s{held_out}"
-        return f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f}{mismatch}{rest}"
+        left = _hours(self._pace() * (self._config.steps - m.step))
+        times = f"  {sum(m.seconds.values()):.2f} s  ETA {left}"
+        step = f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f}  {m.response_tokens:,.1f} tokens"
+        return f"{step}{mismatch}{diagnosed}{times}{held_out}"
+
+
+def _hours(seconds: float) -> str:
+    """75.2 → 1:15, 3675 → 1:01:15."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _diagnosis(learn: LearnStats) -> str:
@@ -131,11 +196,11 @@ def _diagnosis(learn: LearnStats) -> str:
 
 
 def sparkline(values: list[float], width: int = _WIDTH) -> str:
-    """Values as one line of bars, averaged into at most `width` bins, scaled from 0 to the largest."""
+    """Values as one line of bars, averaged into at most `width` bins, scaled from the smallest value to the largest."""
     if not values:
         return ""
     bins = min(width, len(values))
     edges = [round(i * len(values) / bins) for i in range(bins + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    top = max(max(means), 1e-9)
-    return "".join(_SPARKS[min(7, int(8 * max(0.0, m) / top))] for m in means)
+    low, span = min(values), max(max(values) - min(values), 1e-9)
+    return "".join(_SPARKS[min(7, int(8 * (mean - low) / span))] for mean in means)

@@ -1,0 +1,89 @@
+"""What a person sees of a run: the live panel before and after a step, at any width; lines without a terminal."""
+
+import io
+from dataclasses import fields
+
+import pytest
+from rich.console import Console
+
+from configs.load import config_file, load_config
+from learner.learner import LearnStats
+from learner.mismatch import Mismatch
+from qarl.report.dashboard import Dashboard, sparkline
+from qarl.report.metrics import StepMetrics
+
+
+def stats(lr: float) -> LearnStats:
+    mismatch = Mismatch(**{field.name: 1e-3 for field in fields(Mismatch)})
+    numbers = {f.name: 0.25 for f in fields(LearnStats) if f.name not in ("mismatch", "seconds", "lr")}
+    return LearnStats(**numbers, mismatch=mismatch, seconds={}, lr=lr)  # pyright: ignore[reportArgumentType]
+
+
+def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
+    return StepMetrics(
+        step=number, weight_version=number, prompts=4, reward=reward, response_tokens=5.25, truncated=0.125,
+        mixed_reward_groups=1.0, error_tokens=0.0, improbable_tokens=0.0, repeated_tokens=0.0,
+        error_tokens_negative=None, error_tokens_positive=None, skipped_batches=0,
+        learn=stats(5e-4) if learned else None, accuracy=0.5 if number == 2 else None, digest=None,
+        seconds={"sample": 1.0, "learn": 2.0},
+    )  # fmt: skip
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drawn(dashboard: Dashboard, columns: int) -> list[str]:
+    console = Console(width=columns, color_system=None, force_terminal=True)
+    with console.capture() as captured:
+        console.print(dashboard.panel())
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_panel_says_what_goes_on_and_how_long(columns: int):
+    clock = Clock()
+    config = load_config(config_file("tiny-qwen3"), {"model": "a/[model]"})
+    dashboard = Dashboard(config, Console(file=io.StringIO()), clock)
+    clock.now += 5
+    dashboard.entered("sample")
+    clock.now += 60
+    first = drawn(dashboard, columns)
+    assert any("0 / 150   1:05 elapsed" in line for line in first)
+    assert any("sampling completions for 60 s" in line for line in first), "while the first step runs"
+    for number, reward in ((1, -2.0), (2, 1.0)):
+        dashboard.stepped(step(number, reward))
+    lines = drawn(dashboard, columns)
+    text = "\n".join(lines)
+    for part in (
+        "a/[model]", "2 / 150   1:05 elapsed   3.00 s/step   ETA 7:24", "lr 5.0e-04", "5.2 tokens   truncated 12.5%",
+        "-0.500 of the last 10 steps   scale -2.000 … 1.000", "50.0% @2", "nats a token", "clipped 25.0% of tokens",
+    ):  # fmt: skip
+        assert part in text
+    assert max(map(len, lines)) <= 80, "no row needs more"
+    dashboard.finished()
+    assert "sampling completions" not in "\n".join(drawn(dashboard, columns))
+
+
+def test_without_a_terminal_lines_say_the_same():
+    out = io.StringIO()
+    config = load_config(config_file("tiny-qwen3"), {})
+    with Dashboard(config, Console(file=out, width=40), Clock()) as dashboard:
+        dashboard.entered("sample")
+        for number in range(1, 8):
+            dashboard.stepped(step(number, 0.5, learned=number != 7))
+    lines = out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/150", "2/150", "7/150"], "the first, evaluations, twenty in all"
+    assert "reward 0.500  5.2 tokens  |Δ log p| 1.00e-03" in lines[0] and "3.00 s  ETA 7:27" in lines[0]
+    assert lines[1].endswith("held-out 50.0%")
+    assert "skipped (all rewards equal)" in lines[2]
+
+
+def test_sparklines_are_scaled_from_the_smallest_to_the_largest():
+    assert sparkline([]) == ""
+    assert sparkline([-3.0, -1.0]) == "▁█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert len(sparkline(list(range(1000)))) == 48
