@@ -26,23 +26,34 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """Which optimizer steps the masters."""
 
-    name: Literal["adamw", "muon"] = Field(default="muon", description="muon: matrices by Muon, the rest by AdamW")
-    lr: float = Field(
-        default=1e-6, gt=0, le=1, description="learning rate (Muon's is scaled to match AdamW's update size)"
+    name: Literal["adamw", "muon"] = Field(
+        default="muon", description="muon: matrices by Muon, the rest by AdamW; adamw: the usual choice elsewhere"
     )
-    weight_decay: float = Field(default=0.01, ge=0, le=1, description="decoupled weight decay")
-    grad_clip: float = Field(default=1.0, gt=0, description="bound on the global gradient norm")
-    warmup_steps: int = Field(default=0, ge=0, description="first training steps, over which the rate rises linearly")
-    decay_steps: int = Field(default=0, ge=0, description="last training steps, over which the rate falls linearly")
-    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW")
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon")
+    lr: float = Field(default=1e-6, gt=0, le=1, description="learning rate (Muon's is scaled to AdamW's update size)")
+    weight_decay: float = Field(
+        default=0.01, ge=0, le=1, description="decoupled weight decay, a step and unit of learning rate"
+    )
+    grad_clip: float = Field(
+        default=1.0,
+        gt=0,
+        description="bound on the global gradient norm; lower it where single batches upset the policy",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="first steps, over which the rate rises linearly; for unstable starts"
+    )
+    decay_steps: int = Field(default=0, ge=0, description="last steps, over which the rate falls linearly to settle")
+    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW: decay of its two moving averages")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon: decay of its moving average")
     rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None,
-        description="of a 16-bit master after its step (docs/precision.md); None: stochastic, nearest for fp32",
+        description="of 16-bit masters after their step (docs/precision.md); without it stochastic, nearest for fp32",
     )
-    rounding_seed: int = Field(default=0, ge=0, le=LARGEST_SEED, description="of stochastic rounding")
+    rounding_seed: int = Field(
+        default=0, ge=0, le=LARGEST_SEED, description="of stochastic rounding; another for an independent repetition"
+    )
     offload: Literal["none", "cpu"] = Field(
-        default="none", description="cpu: keep the optimizer's state in the host's memory between steps (GPU)"
+        default="none",
+        description="cpu: the optimizer's state in the host's memory between steps, where a GPU's is short",
     )
 
     def rounding_of(self, master_dtype: str) -> Literal["nearest", "stochastic"]:
@@ -53,7 +64,10 @@ class OptimizerConfig(Section):
 class LearnerConfig(Section):
     """How the policy is learned."""
 
-    aligned: bool = Field(default=True, description="multiply the low-bit codes; false is the plain quantized rollout")
+    aligned: bool = Field(
+        default=True,
+        description="multiply the sampler's own low-bit codes; false: a plain 16-bit learner, the baseline",
+    )
     objective: ObjectiveChoice = Field(default_factory=TbpoConfig)
     correction: CorrectionChoice = Field(default_factory=TruncatedConfig)
     aggregation: AggregationChoice = Field(default_factory=MeanAggregation)
@@ -61,29 +75,34 @@ class LearnerConfig(Section):
     lora: LoraChoice = Field(default_factory=NoLora)
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        default=None, description="DeepSpeed's ZeRO stage; None: 0 in several processes, no DeepSpeed in one"
+        default=None,
+        description="DeepSpeed's ZeRO stage, higher for larger models; without it 0; in one process, none",
     )
-    deepspeed: Text | None = Field(default=None, description="JSON file of more settings for DeepSpeed")
+    deepspeed: Text | None = Field(
+        default=None, description="JSON file of more settings for DeepSpeed, for clusters that need them"
+    )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
-        description="reward minus group mean, over its deviation; dr_grpo: not over it; rloo: leave one out",
+        description="reward minus group mean, grpo: over its deviation; dr_grpo: not over it; rloo: mean of the others",
     )
     ratio_fix: Literal["none", "shadow_forward"] = Field(
         default="none",
         description="shadow_forward: ratios from the published codes, for an unaligned learner whose clip cuts tokens "
         "for precision alone (docs/objectives.md)",
     )
-    mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch")
-    micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens a forward; padding counts unless packed")
+    mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch; 1 for strictly on-policy learning")
+    micro_batch_tokens: int = Field(
+        default=16384, ge=1, description="tokens a forward, padding too unless packed; lower it where memory is short"
+    )
     packing: bool | Literal["auto"] = Field(
         default="auto",
         description="sequences one after the other, without padding; auto: where learner.operators are the engine's",
     )
     logprob_chunk_tokens: int = Field(
-        default=512, ge=1, description="response tokens whose logits are held at once (docs/learner.md)"
+        default=512, ge=1, description="response tokens whose logits are held at once; lower it for large vocabularies"
     )
     gradient_checkpointing: bool = Field(
-        default=False, description="compute decoder layers again in the backward instead of keeping what they computed"
+        default=False, description="compute decoder layers again in the backward: less memory, more time"
     )
     input_gradients: Literal["auto", "exact", "compute"] = Field(
         default="auto",
@@ -92,32 +111,39 @@ class LearnerConfig(Section):
     )
     compile: bool = Field(
         default=False,
-        description="torch.compile the backwards of norms, rotary embedding and gated MLPs; no forward changes",
+        description="torch.compile the backwards of norms, rotary and gated MLPs; start-up takes longer",
     )
-    master_dtype: Dtype = Field(default="float32", description="of the master weights")
+    master_dtype: Dtype = Field(
+        default="float32", description="of the master weights; bfloat16 halves their memory (docs/precision.md)"
+    )
     compute_dtype: Dtype | None = Field(
-        default=None, description="of the learner's forward; None: the run's dtype. Others need learner.aligned false"
+        default=None, description="of an unaligned learner's forward, for comparisons; without it the run's dtype"
     )
     kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
-        default="auto", description="auto: vLLM's where importable"
+        default="auto",
+        description="family of the learner's products; auto: vLLM's, others for machines without it or checks",
     )
     operators: Literal["auto", "engine", "transformers"] = Field(
         default="auto",
-        description="norms, rotary, attention: rounded as the engine does; auto: where the model allows",
+        description="norms, rotary, attention; engine: rounded as it does, auto: where the model allows",
     )
     router_aux_loss: float | None = Field(
         default=None,
         ge=0,
-        description="factor of the experts' load-balance loss; None: the model's, if it asks",
+        description="factor of the experts' load-balance loss, against unused ones; without it the model's",
     )
     diagnostics_every: int = Field(
         default=10,
         ge=0,
-        description="steps between measurements of lost updates and flipped codes, from the first; 0: off",
+        description="steps between measurements of lost updates and flipped codes; 0: never, saves a little time",
     )
-    loss_scale: float = Field(default=65536.0, gt=0, description="initial, for float16; grows and backs off by itself")
-    loss_scale_growth: int = Field(default=200, ge=1, description="good steps after which the loss scale doubles")
-    threads: int | None = Field(default=None, ge=1, description="torch threads; None leaves torch's choice")
+    loss_scale: float = Field(
+        default=65536.0, gt=0, description="initial, for float16 gradients; grows and backs off by itself"
+    )
+    loss_scale_growth: int = Field(default=200, ge=1, description="good updates after which the loss scale doubles")
+    threads: int | None = Field(
+        default=None, ge=1, description="torch threads on CPUs; without it torch's choice, one a core"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ class Objective(Choice):
 
 
 class TbpoConfig(Objective):
-    """Bounds of the paper."""
+    """Trust band on sequence ratios, with the bounds of the QaRL paper; the default."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
     name: Literal["tbpo"] = Field(default="tbpo", description=_WHAT)
@@ -38,7 +38,7 @@ class TbpoConfig(Objective):
 
 
 class GrpoConfig(Objective):
-    """Token ratio clipped as in PPO."""
+    """Token ratio clipped as in PPO; the usual baseline."""
 
     name: Literal["grpo"] = Field(default="grpo", description=_WHAT)
     clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
@@ -53,7 +53,7 @@ class PositiveGrpoConfig(Objective):
 
 
 class DapoConfig(Objective):
-    """Clip-higher, with DAPO's bounds."""
+    """GRPO with a wider upper bound (clip-higher), against collapse of entropy."""
 
     default_aggregation: ClassVar[str] = "token-mean"
     name: Literal["dapo"] = Field(default="dapo", description=_WHAT)
@@ -62,7 +62,7 @@ class DapoConfig(Objective):
 
 
 class DualClipConfig(Objective):
-    """Token dual-clip PPO, with that paper's constant."""
+    """GRPO bounded for negative advantages too (dual-clip PPO), against error tokens."""
 
     name: Literal["dual_clip"] = Field(default="dual_clip", description=_WHAT)
     clip_low: float = Field(default=0.2, gt=0, lt=1, description=_LOW)
@@ -71,7 +71,7 @@ class DualClipConfig(Objective):
 
 
 class GspoConfig(Objective):
-    """Sequence ratio, with GSPO's bounds."""
+    """Sequence ratio, for long answers and mixtures of experts."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
     name: Literal["gspo"] = Field(default="gspo", description=_WHAT)
@@ -80,7 +80,7 @@ class GspoConfig(Objective):
 
 
 class GspoDualClipConfig(Objective):
-    """GSPO with the usual constant of dual-clip PPO."""
+    """GSPO bounded for negative advantages too."""
 
     default_correction: ClassVar[dict[str, Any]] = {"name": "geometric"}
     name: Literal["gspo_dual_clip"] = Field(default="gspo_dual_clip", description=_WHAT)
@@ -90,7 +90,7 @@ class GspoDualClipConfig(Objective):
 
 
 class SapoConfig(Objective):
-    """Temperatures that SAPO recommends."""
+    """A soft gate in place of a clip, with the temperatures SAPO recommends."""
 
     name: Literal["sapo"] = Field(default="sapo", description=_WHAT)
     tau_positive: float = Field(default=1.0, gt=0, description="gate temperature for positive advantages")
@@ -98,7 +98,10 @@ class SapoConfig(Objective):
 
 
 class CispoConfig(Objective):
-    """MiniMax-M1 publishes no bound; 5 is within the range ScaleRL (arXiv 2510.13786) found good."""
+    """REINFORCE with a capped, detached ratio, so that no token's gradient is cut.
+
+    MiniMax-M1 publishes no bound; 5 is within the range ScaleRL (arXiv 2510.13786) found good.
+    """
 
     default_aggregation: ClassVar[str] = "token-mean"
     name: Literal["cispo"] = Field(default="cispo", description=_WHAT)

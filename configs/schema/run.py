@@ -19,63 +19,107 @@ _MOST_PROMPTS, _LONGEST = 10**6, 2**24
 class TaskConfig(Section):
     """Where prompts and rewards come from."""
 
-    name: Text = Field(default="chain_sum", description="a reasoning-gym dataset, or a path ending in .jsonl")
-    options: dict[str, Any] = Field(default_factory=dict, description="fields of the dataset's own config")
+    name: Text = Field(
+        default="chain_sum", description="built-in task (`qarl tasks` lists them), or your questions: a .jsonl file"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="a built-in task's own options, to make it easier or harder (`qarl tasks NAME`)",
+    )
     reward: Text | None = Field(default=None, description="package.module:function(problem, text) -> float")
 
 
 class RolloutConfig(Section):
     """Sampling."""
 
-    prompts: int = Field(default=32, ge=1, le=_MOST_PROMPTS, description="prompts a step")
-    samples: int = Field(
-        default=8, ge=2, le=10_000, description="completions a prompt (the group whose rewards are compared)"
+    prompts: int = Field(
+        default=32,
+        ge=1,
+        le=_MOST_PROMPTS,
+        description="prompts a step; more for a steadier gradient, at the price of sampling",
     )
-    max_prompt_tokens: int = Field(default=1024, ge=1, le=_LONGEST, description="a longer prompt is an error")
-    max_new_tokens: int = Field(default=1024, ge=1, le=_LONGEST, description="tokens a completion may have")
-    max_num_seqs: int = Field(default=256, ge=1, le=_MOST_PROMPTS, description="sequences the engine decodes at once")
-    kv_cache_gib: int = Field(default=1, ge=1, description="key/value cache on CPUs, GiB")
-    memory_share: float = Field(default=0.2, gt=0, lt=1, description="share of the device's memory vLLM plans with")
+    samples: int = Field(
+        default=8,
+        ge=2,
+        le=10_000,
+        description="completions a prompt, the group whose rewards are compared; more for rare successes",
+    )
+    max_prompt_tokens: int = Field(
+        default=1024,
+        ge=1,
+        le=_LONGEST,
+        description="tokens a prompt may have; a longer one is an error, so raise it for long questions",
+    )
+    max_new_tokens: int = Field(
+        default=1024, ge=1, le=_LONGEST, description="tokens a completion may have; raise it where many are truncated"
+    )
+    max_num_seqs: int = Field(
+        default=256,
+        ge=1,
+        le=_MOST_PROMPTS,
+        description="sequences the engine decodes at once; lower it where memory is short",
+    )
+    kv_cache_gib: int = Field(
+        default=1, ge=1, description="key/value cache on CPUs, GiB; raise it for long or many sequences"
+    )
+    memory_share: float = Field(
+        default=0.2, gt=0, lt=1, description="share of the GPU's memory vLLM may plan with; the learner needs the rest"
+    )
     prefix_caching: bool = Field(
-        default=True, description="reuse key/values of shared prefixes within a weight version"
+        default=True, description="reuse key/values of shared prefixes within a weight version; false to rule it out"
     )
     dynamic_sampling: int | None = Field(
         default=None,
         ge=0,
-        description="drop groups whose rewards are all equal, and sample up to this many more rounds to replace them; "
-        "None keeps all",
+        description="rounds of sampling to replace groups whose rewards are all equal, where many are; without it all "
+        "are kept",
     )
     router_replay: bool = Field(
-        default=False, description="mixtures of experts: the learner reuses the experts the engine chose (GPU)"
+        default=False,
+        description="mixtures of experts on GPUs: learn with the experts the engine chose, where routing differs",
     )
-    enforce_eager: bool = Field(default=True, description="no CUDA graphs (they would hold tensors a publish replaces)")
+    enforce_eager: bool = Field(
+        default=True, description="no CUDA graphs, which would hold tensors a publish replaces; leave it on"
+    )
 
 
 class SyncConfig(Section):
     """Publishing and its proofs."""
 
-    canary_every: int = Field(default=50, ge=1, description="publishes between canaries (the first publish has one)")
-    canary_bound: float | None = Field(
-        default=None, gt=0, description="mean |Δ log p| that stops a run; None: the scheme's"
+    canary_every: int = Field(
+        default=50,
+        ge=1,
+        description="publishes between canaries (log-probs of fixed sequences compared); the first has one",
     )
-    gate_bound: float | None = Field(default=None, gt=0, description="step-0 bound on mean |log w|; None: the scheme's")
-    gate_k3_bound: float | None = Field(default=None, gt=0, description="step-0 bound on the k3 KL; None: the scheme's")
+    canary_bound: float | None = Field(
+        default=None, gt=0, description="mean |Δ log p| in nats that stops a run; without it the scheme's"
+    )
+    gate_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="bound on the first batch's mean |log w|, nats; without it the scheme's",
+    )
+    gate_k3_bound: float | None = Field(
+        default=None, gt=0, description="the same of the k3 KL, nats; without it the scheme's"
+    )
 
 
 class EvalConfig(Section):
     """Held-out greedy accuracy."""
 
     problems: int = Field(
-        default=256, ge=0, le=_MOST_PROMPTS, description="held-out problems; 0 switches evaluation off"
+        default=256, ge=0, le=_MOST_PROMPTS, description="held-out problems asked; more for finer accuracy, 0 for none"
     )
-    every: int = Field(default=50, ge=1, description="steps between evaluations (the first and last step have one)")
+    every: int = Field(default=50, ge=1, description="steps between evaluations; the start and the last step have one")
 
 
 class CheckpointConfig(Section):
     """Checkpoints to resume from."""
 
-    every: int = Field(default=50, ge=1, description="steps between checkpoints (the last step has one)")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    every: int = Field(default=50, ge=1, description="steps between checkpoints to resume from; the last step has one")
+    keep: int = Field(
+        default=2, ge=1, description="newest checkpoints kept; each takes masters and optimizer state on disk"
+    )
 
 
 class LayerRule(Section):
@@ -124,21 +168,34 @@ class RunConfig(Section):
     model: Text = Field(
         default="tiny-qwen3", description="an embedded policy's name, a transformers folder, or a hub id"
     )
-    scheme: str = Field(default="w4a16", description="low-bit scheme; `qarl schemes` lists them")
-    layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
-        default=(), description="layers in other schemes, first match wins: PATTERN=SCHEME,… (docs/layers.md)"
+    scheme: str = Field(
+        default="w4a16", description="low-bit scheme of sampler and learner; `qarl schemes` lists what runs here"
     )
-    dtype: Dtype = Field(default="bfloat16", description="compute dtype of activations, in learner and engine")
+    layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
+        default=(),
+        description="layers in other schemes (docs/layers.md), first match wins: PATTERN=SCHEME,…",
+    )
+    dtype: Dtype = Field(
+        default="bfloat16",
+        description="compute dtype of activations in learner and engine; float16 lowers the mismatch",
+    )
     steps: int = Field(default=200, ge=1, le=10**9, description="training steps")
-    seed: int = Field(default=0, ge=0, le=LARGEST_SEED, description="of problems, sampling and mini-batches")
-    output: Text | None = Field(default=None, description="run folder; None: runs/<model>-<scheme>-<time>")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST_SEED,
+        description="of problems, sampling and mini-batches; another for an independent run",
+    )
+    output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
     learner: LearnerConfig = Field(default_factory=lambda: LearnerConfig())
     sync: SyncConfig = Field(default_factory=lambda: SyncConfig())
     eval: EvalConfig = Field(default_factory=lambda: EvalConfig())
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
-    export: bool = Field(default=True, description="export and verify the deployable checkpoint at the end")
+    export: bool = Field(
+        default=True, description="export the deployable checkpoint at the end and verify it; false saves that time"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":

@@ -26,7 +26,13 @@ def test_help_fits_two_screens(columns: int, monkeypatch, capsys):
 
 def test_help_has_the_default_commands_defaults(monkeypatch, capsys):
     text = " ".join(" ".join(shown("--help", 80, monkeypatch, capsys)).split())
-    for part in ("--steps N training steps [150]", "--prompts N prompts a step [128]", "[5e-4]", "[tiny-qwen3]"):
+    for part in (
+        "--steps N training steps [150]",
+        "--prompts N prompts a step;",
+        "price of sampling [128]",
+        "[5e-4]",
+        "[tiny-qwen3]",
+    ):
         assert part in text
     assert all(name in text for name in ("tbpo", "sapo", "pg_seq_is")), "the objectives are named"
 
