@@ -1,0 +1,40 @@
+"""Benchmark records: what `--json` writes beside the figures, and tables in docs that are made of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qarl.bench.record import record
+
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted((ROOT / "benchmarks/records").glob("*.json"))
+
+
+def test_a_record_says_how_to_measure_it_again():
+    made = record(["bench", "kernels", "--schemes", "w4a16,w8a8", "--json", "a b.json"], [{"x": 1}])
+    assert made["command"] == "qarl bench kernels --schemes w4a16,w8a8"
+    assert record(["bench", "kernels", "--json=x", "--repeats", "1"], [])["command"] == "qarl bench kernels --repeats 1"
+    assert made["data"] == [{"x": 1}]
+    assert made["environment"]["device"].endswith("AMX") or "NVIDIA" in made["environment"]["device"]
+    assert {"python", "torch", "transformers", "compressed-tensors"} <= made["environment"].keys()
+    if (ROOT / ".git").exists():
+        assert len(made["commit"].removesuffix(" with changes")) == 40
+
+
+@pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
+def test_records_are_as_a_benchmark_wrote_them(file: Path):
+    """Of a commit without changes; and some table is made of it."""
+    read = json.loads(file.read_text())
+    assert read.keys() == {"command", "commit", "environment", "data"}
+    assert read["command"].startswith("qarl bench ") and len(read["commit"]) == 40
+    assert any(f"<!-- record: {file.stem} -->" in page.read_text() for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_docs_agree_with_their_records():
+    done = subprocess.run(
+        [sys.executable, "scripts/docs_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}; write them anew with: python scripts/docs_tables.py"
