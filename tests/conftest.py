@@ -17,7 +17,7 @@ quiet_libraries()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
+from qarl.embedded.recipe import RECIPES, default_cache, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
 
 # Examples are not timed: machines are shared, and first calls compile.
 settings.register_profile("untimed", deadline=None)
@@ -33,20 +33,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+def random_policy() -> Callable[[bool], Path]:
     """folder = random_policy(tied): a randomly initialized tiny Qwen3 with tied or untied embeddings."""
-    return random_recipe("tiny-qwen3", tmp_path_factory.mktemp("cache"))
+    return random_recipe("tiny-qwen3")
 
 
 @pytest.fixture(scope="session")
-def random_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+def random_experts() -> Callable[[bool], Path]:
     """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied embeddings."""
-    return random_recipe("tiny-qwen3-moe", tmp_path_factory.mktemp("cache"))
+    return random_recipe("tiny-qwen3-moe")
 
 
-def random_recipe(name: str, cache: Path) -> Callable[[bool], Path]:
+def random_recipe(name: str) -> Callable[[bool], Path]:
     def build(tied: bool) -> Path:
         recipe = dataclasses.replace(RECIPES[name], warm_start_steps=0, tie_word_embeddings=tied)
-        return ensure_recipe("tied" if tied else "untied", recipe, cache, progress=lambda message: None)
+        return ensure_recipe("tied" if tied else "untied", recipe, default_cache(), progress=lambda message: None)
 
     return build

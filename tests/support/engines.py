@@ -12,6 +12,7 @@ from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.options import VllmOptions
 from sync.export import export_checkpoint
+from tests.support.imports import import_libraries
 
 SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
 
@@ -27,6 +28,7 @@ def make_model(
 
 def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16") -> VllmEngine:
     """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is."""
+    import_libraries()
     export_checkpoint(model, folder, checkpoint)
     return VllmEngine(checkpoint, VllmOptions(dtype=dtype, max_model_len=64, max_num_seqs=16))
 
