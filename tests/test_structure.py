@@ -105,11 +105,12 @@ def test_records_are_built_by_name():
 
 
 def test_the_loop_fits_a_page():
-    tree = ast.parse((ROOT / "qarl" / "train.py").read_text())
-    lengths = {
-        n.name: n.end_lineno - n.lineno for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.end_lineno
-    }
-    assert max(lengths.values()) < 60, lengths
+    """All of it, with its imports, is read at one sitting; no function of it needs scrolling."""
+    text = (ROOT / "qarl" / "train.py").read_text()
+    assert len(text.splitlines()) <= 100
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None and node.end_lineno - node.lineno < 40, node.name
 
 
 def test_configuration_imports_neither_torch_nor_vllm():
@@ -118,13 +119,27 @@ def test_configuration_imports_neither_torch_nor_vllm():
     assert out.stdout.strip() == "[]"
 
 
+RANGES = (127, 127.5, 7.5, 448)
+"""Rounding ranges of int8, int4 and e4m3. 4, 8 and 128 are also counts of other things, so those are looked for
+where they are compared with a scheme's fields."""
+SCHEME_FIELDS = {"num_bits", "bits", "group_size", "block"}
+
+
 def test_only_schemes_state_bits_and_ranges():
-    """Outside quant/, no code names a bit width, a group size or a rounding range."""
-    for room in ("rollout", "learner", "sync"):
-        for file in (ROOT / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Constant) and node.value in (127, 127.5, 7.5, 448, 448.0):
-                    raise AssertionError(f"{file}:{node.lineno} states {node.value}")
+    """Outside quant/ no code states a rounding range, nor decides by a bit width or a group size: schemes are asked."""
+    for name, file in FILES.items():
+        if name.startswith(("quant", "configs", "qarl.ptq")):  # the baseline has its methods' own conditions
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+                if name == "qarl.run.evaluate" and node.value == 448:
+                    continue  # tokens
+                assert node.value not in RANGES, f"{file}:{node.lineno} states {node.value}"
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                asked = {side.attr for side in sides if isinstance(side, ast.Attribute)} & SCHEME_FIELDS
+                stated = [side.value for side in sides if isinstance(side, ast.Constant) and side.value is not None]
+                assert not (asked and stated), f"{file}:{node.lineno} compares {asked} with {stated}"
 
 
 def test_one_door_leads_to_engines():
