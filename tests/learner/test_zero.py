@@ -3,6 +3,7 @@
 The processes are real, over gloo (`tests/support/zero_worker.py`); one launch does all jobs of this file.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -49,11 +50,18 @@ KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
 BFLOAT16 = {"master_dtype": "bfloat16"}
 
 
-def plain(batches: int, scheme: str = "bf16", dtype: torch.dtype = torch.float32, **learner: Any):
+def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, list[list[float]]]:
     """One process: the learner after these batches, and the numbers of each as `zero_worker` writes them."""
-    found = make_learner(scheme, dtype, **(learner or LEARNER))
+    found = make_learner("bf16", torch.float32, **learner)
     stats = [found.learn(batch_of(), step=step) for step in range(batches)]
     return found, [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
+
+
+@functools.cache
+def trained(batches: int, muon: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[float]]]:
+    """Masters, the optimizer's state and the numbers of `plain`: trained once for all tests, which only read them."""
+    learner, numbers = plain(batches, MUON if muon else LEARNER)
+    return masters_of(learner), learner.state_dict()["optimizer"]["masters"], numbers
 
 
 def written_by_two(folder: Path, name: str) -> Path:
@@ -75,7 +83,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     random_moe(CONFIGS["qwen3_moe"]).save_pretrained(folder / "experts")
     half, _ = plain(BATCHES // 2)
     torch.save(half.state_dict(), folder / "half.pt")
-    torch.save(plain(1, **MUON)[0].state_dict(), folder / "muon.pt")
+    torch.save(plain(1, MUON)[0].state_dict(), folder / "muon.pt")
 
     def job(name: str, stage: int, first: int = 0, last: int = BATCHES, **other: Any) -> dict[str, Any]:
         learner = {**other.pop("learner", LEARNER), "zero_stage": stage}
@@ -110,7 +118,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def assert_same_trajectory(masters: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """fp32, so only the order of sums differs: by a hundredth of what moved on average, by a few learning rates where
     Adam divides a small sum by its own size."""
-    start = masters_of(make_learner("bf16", torch.float32, **LEARNER))
+    start = trained(0)[0]
     assert masters.keys() == expected.keys()
     moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
     off = torch.cat([(masters[n] - expected[n]).abs().flatten() for n in start])
@@ -124,9 +132,9 @@ def test_two_processes_learn_as_one(done: dict[str, dict[str, Any]], stage: int)
     """Contract: 20 updates by AdamW in fp32, each process computing its micro-batches alone, end at the masters of one
     process; loss, gradient norm, clipped share and entropy of every batch agree. A loss averaged twice, a micro-batch
     counted twice, or a norm over a shard would be off at once."""
-    learner, numbers = plain(BATCHES)
+    masters, _, numbers = trained(BATCHES)
     ours = done[f"stage {stage}"]
-    assert_same_trajectory(ours["state"]["masters"], masters_of(learner))
+    assert_same_trajectory(ours["state"]["masters"], masters)
     torch.testing.assert_close(torch.tensor(ours["numbers"]), torch.tensor(numbers), rtol=2e-3, atol=2e-4)
 
 
@@ -144,26 +152,25 @@ def test_partitioned_masters_give_the_codes_of_whole_ones(done: dict[str, dict[s
     expected = {item.name: item.tensor for item in other.model.low_bit_tensors()}
     assert ours["codes"].keys() == expected.keys()
     assert all(torch.equal(ours["codes"][name], expected[name]) for name in expected)
-    assert not torch.equal(ours["state"]["masters"]["model.norm.weight"], masters_of(plain(0)[0])["model.norm.weight"])
+    assert not torch.equal(ours["state"]["masters"]["model.norm.weight"], trained(0)[0]["model.norm.weight"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_of_one_process_goes_on_in_two(done: dict[str, dict[str, Any]], stage: int):
-    assert_same_trajectory(done[f"half stage {stage}"]["state"]["masters"], masters_of(plain(BATCHES)[0]))
+    assert_same_trajectory(done[f"half stage {stage}"]["state"]["masters"], trained(BATCHES)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_checkpoint_of_two_processes_goes_on_in_one(done: dict[str, dict[str, Any]], stage: int):
     """Masters, both moments and the step count are those one process would have; one more batch proves them used."""
-    expected, _ = plain(BATCHES)
+    masters, moments, _ = trained(BATCHES + 1)
     ours, _ = plain(0)
     ours.load_state_dict(done[f"stage {stage}"]["state"])
-    for learner in (expected, ours):
-        learner.learn(batch_of(), step=99)
-    assert_same_trajectory(masters_of(ours), masters_of(expected))
-    states = [learner.state_dict()["optimizer"]["masters"] for learner in (ours, expected)]
+    ours.learn(batch_of(), step=BATCHES)
+    assert_same_trajectory(masters_of(ours), masters)
+    states = [ours.state_dict()["optimizer"]["masters"], moments]
     for name in states[0]:
         found, wanted = (state[name]["moments"][0] for state in states)
         assert float(found["step"]) == float(wanted["step"]) == 2 * BATCHES + 2
@@ -239,7 +246,7 @@ def test_muon_in_two_processes_is_muon_in_one(done: dict[str, dict[str, Any]], j
     orthogonalization in bfloat16 blows the rounding noise of their null space up to a share of the update, anew with
     every other order of sums: a third was seen, where unrelated updates would differ by more than they move. The
     arithmetic itself is held by the test of equal gradients."""
-    moved, off = moved_and_off(masters_of(plain(0)[0]), masters_of(plain(2, **MUON)[0]), done[job]["state"]["masters"])
+    moved, off = moved_and_off(trained(0)[0], trained(2, muon=True)[0], done[job]["state"]["masters"])
     assert moved > 2e-5 and off <= 0.5 * moved
 
 
@@ -262,10 +269,9 @@ def test_muon_over_pieces_is_muon_over_matrices(done: dict[str, dict[str, Any]],
 @pytest.mark.parametrize("stage", [1, 3])
 def test_muons_momentum_goes_back_to_one_process(done: dict[str, dict[str, Any]], stage: int):
     """A checkpoint of two processes holds the momentum of every matrix as one process keeps it."""
-    alone, _ = plain(2, **MUON)
-    ours, _ = plain(0, **MUON)
+    ours, _ = plain(0, MUON)
     ours.load_state_dict(done[f"muon half stage {stage}"]["state"])
-    found, wanted = (learner.state_dict()["optimizer"]["masters"] for learner in (ours, alone))
+    found, wanted = ours.state_dict()["optimizer"]["masters"], trained(2, muon=True)[1]
     for name in wanted:
         for mine, other in zip(found[name]["moments"], wanted[name]["moments"], strict=True):
             assert mine.keys() == other.keys()
