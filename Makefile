@@ -12,17 +12,20 @@ PYTHON ?= python3
 DEVICE ?= cpu
 ARGS ?=
 PYTEST_ARGS ?=
+# processes of a test run, about 2.5 GB each
+WORKERS ?= 2
 LOCK_ARGS ?=
 
 BIN = $(VENV)/bin
+PYTEST = "$(BIN)/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(PYTEST_ARGS)
 MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
 
-.PHONY: help env trl-env train test test-fast check hooks lock clean
+.PHONY: help env trl-env train test test-fast test-thorough check hooks lock clean
 
 help: ## list the targets
 	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
-		printf '  %-10s %s\n' "$$name" "$$text"; done
+		printf '  %-13s %s\n' "$$name" "$$text"; done
 
 env: ## create or update the environment from its lock (under 1 s when it matches)
 	@$(MAKE_ENV) --$(DEVICE)
@@ -33,11 +36,14 @@ trl-env: ## TRL's own environment in .venv-trl, for: qarl bench learner --agains
 train: env ## train the embedded default, or: make train ARGS="--scheme w8a8 --seed 1"
 	@"$(BIN)/qarl" train $(ARGS)
 
-test: env ## the whole test suite: make test PYTEST_ARGS="-k pattern"
-	@"$(BIN)/python" -m pytest $(PYTEST_ARGS)
+test: env ## the whole test suite: make test PYTEST_ARGS="-k pattern" WORKERS=2
+	@$(PYTEST)
 
 test-fast: env ## the test suite without the tests marked slow
-	@"$(BIN)/python" -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow"
+
+test-thorough: env ## the whole test suite with four times the random examples
+	@$(PYTEST) --hypothesis-profile=thorough
 
 check: env ## lint, formatting and types (pyright needs node; it fetches one where PATH has none)
 	@"$(BIN)/ruff" check .

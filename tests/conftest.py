@@ -17,11 +17,12 @@ quiet_libraries()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
 from qarl.embedded.recipe import RECIPES, default_cache, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
 
-# Examples are not timed: machines are shared, and first calls compile.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.load_profile("ci")
+LONGEST = ("runs", "engine", "learner", "quant")
+"""Folders whose files begin first, so that all workers end together."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="qarl-tests-")
         os.environ["QARL_TEST_CACHE"] = os.environ["QARL_CACHE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; the order within a file stays."""
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
 
 
 @pytest.fixture(scope="session")

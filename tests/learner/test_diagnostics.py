@@ -22,13 +22,14 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of
 from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.profiles import examples
 
 QUANTIZED = [name for name in SCHEMES if name != "bf16"]
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
 @given(seed=st.integers(0, 2**20), rows=st.sampled_from([1, 3, 128]), moved=st.floats(0, 1))
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 def test_changed_codes_are_those_that_differ_when_unpacked(scheme: str, seed: int, rows: int, moved: float):
     """Contract: the count over packed bytes is that over codes one an element, in chunks of any size. Unpacked fp8 and
     fp4 codes are compared by value, so signs of zeros are made to agree first."""

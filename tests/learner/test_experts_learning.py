@@ -19,6 +19,7 @@ from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.profiles import examples
 from tests.support.runs import command, environment, lines, qarl, wait_for_lines
 
 
@@ -34,7 +35,7 @@ def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_muon_on_stacks_is_muon_on_matrices(experts: int, inner: int, hidden: int, dtype: torch.dtype, seed: int):
     """Contract: five steps on [E, 2I, H] and [E, H, I] equal, bit for bit, those on every expert's gate, up and down as
     2-D parameters: each matrix is orthogonalized alone. Includes steps without a gradient for one expert (zeros), and

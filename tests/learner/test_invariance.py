@@ -27,12 +27,13 @@ from tests.support.learners import (
     policy,
     random_batch,
 )
+from tests.support.profiles import examples
 
 BFLOAT16 = torch.bfloat16
 
 
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: list[int]):
     """Contract: in fp32 with nothing rounded, only the order of sums differs: 1e-4 nats, and 1e-3 of a tensor's mean
     gradient. Attention across sequences, or positions that do not start anew, would be off by nats."""
@@ -152,7 +153,7 @@ def test_checkpointed_experts_count_their_routers_once():
 
 
 @given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30), budget=st.integers(1, 200))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_packed_micro_batches_fill_their_budget(lengths: list[int], budget: int):
     """Every row once; no run beyond the budget but a single sequence; no run that the next sequence still fitted in."""
     batch = random_batch(lengths, 8)

@@ -24,6 +24,7 @@ from learner.objectives import OBJECTIVES, ObjectiveInput
 from learner.objectives.clipping import sequence_advantages
 from learner.objectives.ratios import sequence_log_ratio, sequence_mean, shadowed
 from learner.processes import Processes
+from tests.support.profiles import examples
 
 Rows = Sequence[Sequence[float]]
 CORRECTIONS = [name for section in get_args(AnyCorrection) for name in section.names()]
@@ -262,7 +263,7 @@ def test_reinforce_like_gradients_in_closed_form(name: str):
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.01, 0.3, 2.0]), st.sampled_from([1.0, 0.5, 2.0]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float, weight: float):
     """clip_low = δ_l, clip_high = ε_h, dual_clip = 1 + δ_h: the same losses, gradients and clipped sequences, bit for
     bit. Derivation for A < 0: max(min(s A, clip(s, 1-δ_l, 1+ε_h) A), (1+δ_h) A) = clip(s, 1-δ_l, 1+δ_h) A, since
@@ -312,7 +313,7 @@ differences = st.floats(-1.0, 1.0, width=32)
     padding=st.integers(0, 9),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], padding: int, seed: int):
     """Contract: log-probs outside the response (prompt in front, padding behind, anything in them) change neither
     losses and clipped shares, nor get gradient; and sequences do not see each other."""

@@ -16,6 +16,7 @@ from learner.optim import rounding
 from learner.optim.master_step import MasterStep
 from learner.optim.optimizer import MasterOptimizer, matrices_of
 from learner.optim.rounding import stochastic_round
+from tests.support.profiles import examples
 
 NARROW = (torch.bfloat16, torch.float16)
 narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -42,7 +43,7 @@ def config(**options: Any) -> OptimizerConfig:
 
 @narrow
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-6, 4))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: int, exponent: int):
     """Contract: over all 2^16 values the noise can take, the mean of the rounded numbers is the fp32 value, exactly
     (sums of 2^16 such numbers are exact in fp64), and each of them is one of its two neighbours.

@@ -27,6 +27,7 @@ from qarl.embedded.recipe import (
 )
 from qarl.tasks import load_task
 from quant.runtime.answers import cache_folder
+from tests.support.profiles import examples
 
 SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)
 
@@ -108,13 +109,13 @@ def test_sizes_that_do_not_tile_are_refused() -> None:
 
 
 @given(text=st.text())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_text_survives_the_tokenizer(text, tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 @given(number=st.integers(0, 10**12))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_every_digit_is_one_token(number, tokenizer) -> None:
     ids = tokenizer.encode(f"{number}", add_special_tokens=False)
     assert [tokenizer.decode([token]) for token in ids] == list(str(number))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quant.materialize.activations import quantize_activation
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
 
 on_cpu_builds = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's CPU operators are in its CPU build only")
@@ -40,7 +41,7 @@ def activations(draw: st.DrawFn, exponents: tuple[int, int] = (-30, 30), multipl
 
 @on_cpu_builds
 @given(activations())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_int8_is_vllms_dynamic_quantization(x: torch.Tensor):
     """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant`, so backward sees what
     the product multiplied. Blind spot: the kernel has one code path per instruction set; this machine's is tested."""
@@ -65,7 +66,7 @@ def vllm_fp8() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
 
 @on_cpu_builds
 @given(x=activations())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_fp8_is_vllms_dynamic_quantization(
     vllm_fp8: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor
 ):
@@ -79,7 +80,7 @@ def test_fp8_is_vllms_dynamic_quantization(
 
 @on_cpu_builds
 @given(activations(exponents=(-6, 6), multiple=128), st.sampled_from([0.0, 1.0, -30.0]))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, offset: float):
     """Contract: (code - zero point) · scale is what torch's `_dyn_quant_matmul_4bit`, which vLLM's kernel calls, makes
     of an activation, bit for bit. The operator keeps its codes to itself: it is asked for x · identity (one code of 1,
@@ -98,7 +99,7 @@ def test_int8_asymmetric_is_what_the_int4_product_multiplies(x: torch.Tensor, of
 
 @on_cpu_builds
 @given(x=activations(multiple=128))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_fp8_groups_are_vllms(x: torch.Tensor):
     """The same for fp8 in token groups of 128 and vLLM's `QuantFP8`, for groups whose absmax is 1/512 or more: below,
     this implementation of vLLM's keeps a smallest scale that its CUDA kernel, which is followed here, does not have."""
@@ -118,7 +119,7 @@ def test_fp8_groups_are_vllms(x: torch.Tensor):
 
 @on_cpu_builds
 @given(x=activations(exponents=(-8, 8), multiple=16))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_e2m1_groups_are_vllms(x: torch.Tensor):
     """The same for NVFP4 and vLLM's `ref_nvfp4_quant` under the constant global scale: values and scales."""
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant
@@ -131,7 +132,7 @@ def test_e2m1_groups_are_vllms(x: torch.Tensor):
 
 
 @given(activations(exponents=(-3, 3)))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_codes_are_the_nearest(x: torch.Tensor):
     """Without vLLM: int8 values come back within half a code, fp8 within half of its spacing (2^-4 of the value, or
     half of the smallest code, 2^-10, near zero). The largest of a row has the largest code; in fp8 only from

@@ -10,6 +10,7 @@ from quant.materialize import materialize
 from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from tests.support.library import library
+from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -57,7 +58,7 @@ def expected(gate_up: torch.Tensor, down: torch.Tensor, scheme: str, dtype: torc
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
 @given(data=st.data())
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_every_experts_tensors_are_the_librarys(scheme: str, dtype: torch.dtype, data: st.DataObject):
     """Contract: names, dtypes, shapes and bytes are those compressed-tensors writes for the expert's matrix alone: one
     pass over a stack lets no expert's scale see another's weights. Magnitudes of experts differ by up to 10^4."""

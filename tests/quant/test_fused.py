@@ -22,6 +22,7 @@ from quant.materialize.weight import empty
 from quant.runtime.thread_pool import in_threads
 from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
 from quant.types import LowBitTensor
+from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
 
 FUSED = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8", "w4afp8", "fp8")
@@ -75,7 +76,7 @@ def random_bits(rows: int, columns: int, master: torch.dtype, seed: int, finite:
     tail=st.sampled_from((0.0, 1.0, 4.0)),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_compiled_loops_give_the_operators_bits(
     name: str, master: torch.dtype, dtype: torch.dtype,
     rows: int, groups: int, columns: int, exponent: int, tail: float, seed: int,

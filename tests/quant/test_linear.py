@@ -14,6 +14,7 @@ from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, no_cuda
 from tests.support.layers import collected, dequantized_activation, dequantized_weight, layer_gradients, make_linear
+from tests.support.profiles import examples
 from tests.support.tensors import heavy, normal, relative_error
 
 BOUND = {"vllm": 1.0, "torch": 1.0, "reference": 1.5}
@@ -63,7 +64,7 @@ def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
     columns=st.sampled_from([128, 384, 256]),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_forward_is_the_kernels_product_of_the_published_codes(
     kernel: str, scheme: str, dtype: torch.dtype, bias: bool, tokens: int, rows: int, columns: int, seed: int
 ):
@@ -133,7 +134,7 @@ def fake_quant_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 @given(tokens=st.integers(1, 24), shape=st.sampled_from([(1, 128), (17, 256), (48, 384)]), seed=st.integers(0, 2**20))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_gradients_are_those_of_straight_through_fake_quantization(
     scheme: str, bias: bool, aligned: bool, tokens: int, shape: tuple[int, int], seed: int
 ):

@@ -14,6 +14,7 @@ from quant.materialize import LowBitWeight, fp4, integer, materialize
 from quant.materialize.size import stored_bytes
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
 from tests.support.library import FP4, library, library_scale
+from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
 
 QUANTIZED = tuple(name for name in SCHEMES if name != "bf16")
@@ -98,7 +99,7 @@ def check_against_library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dty
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_codes_and_scales_are_the_librarys_bytes(name: str, data: st.DataObject):
     """Contract: materialize = `calculate_qparams` + cast to the compute dtype + the format's `compress`, bit for bit
@@ -150,7 +151,7 @@ def test_groups_whose_float16_scale_vanishes_stay_close_to_zero(name: str, maste
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_dequantized_is_code_times_scale_rounded_once(name: str, data: st.DataObject):
     """dequantized(dtype) = code · scale, exact (computed here in float64), rounded once to dtype. An NVFP4 scale is a
@@ -174,7 +175,7 @@ def _ordinary(weight: torch.Tensor) -> bool:
 
 
 @given(st.integers(1, 20), st.integers(1, 3), st.integers(0, 2**32 - 1))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_int4_codes_survive_packing(outputs: int, groups: int, seed: int):
     """unpacked() gives back every int4 code, [-8, 7] in every nibble position. The weight is code + noise below a
     half, scale 1 (absmax 7.5 in each group), so the codes are known without any quantizer."""
@@ -193,7 +194,7 @@ def test_int4_codes_survive_packing(outputs: int, groups: int, seed: int):
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(4, 8), (8, 4)]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_packing_and_unpacking_are_inverse(seed: int, bits_and_columns: tuple[int, int]):
     """Every integer code in every position of a word, and every e2m1 code but the sign of zero."""
     bits, columns = bits_and_columns

@@ -24,6 +24,7 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SchemeError, get_scheme, scheme_of_args
 from quant.types import LayerReport
 from sync.audit import AuditError, audit, require_agreement
+from tests.support.profiles import examples
 
 LAYERS, EXPERTS = 3, 2
 ATTENTION = [f"self_attn.{p}_proj" for p in "qkvo"]
@@ -251,7 +252,7 @@ def plans(draw: st.DrawFn, layers: Sequence[str]) -> Plan:
 
 
 @pytest.mark.parametrize("layers", [DENSE, MOE], ids=["dense", "moe"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.DataObject):
     """Contract: vLLM's own resolution of config.json gives each module the plan's scheme and format. Blind spot:
@@ -266,7 +267,7 @@ def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.Da
         assert {vllm_reads(config, name)} == {plan.scheme(part).name for part in parts}, name
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data())
 def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject):
     plan = data.draw(plans(DENSE))
