@@ -23,11 +23,12 @@ from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
+from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_cuda("the products and codes of GPUs"),
 ]
 DTYPE = torch.bfloat16
 FAMILIES = ("torch", "vllm", "reference")

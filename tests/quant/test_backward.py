@@ -11,6 +11,7 @@ from learner.gradients import compiles, rounds_weights
 from learner.logprobs import token_logprobs
 from quant.layers.gradients import Gradients
 from quant.layers.straight_through import add_weight_gradient, input_gradient, multiplies_natively
+from tests.support.kernels import needs_cuda
 from tests.support.layers import layer_gradients, make_linear
 from tests.support.learners import drift, experts_policy, logprob_gradients, policy, random_batch
 from tests.support.tensors import heavy, normal
@@ -168,7 +169,7 @@ def test_gradients_in_place_add_up_over_backwards():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="16-bit operands with an fp32 result are CUDA's")
+@needs_cuda("16-bit operands with an fp32 result")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     """As on CPUs: exact products, fp32 sums. A result rounded to 16 bits fails by 2⁻⁹ or 2⁻¹² of its size."""

@@ -22,6 +22,7 @@ from quant.materialize.weight import empty
 from quant.runtime.thread_pool import in_threads
 from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
 from quant.types import LowBitTensor
+from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
 
@@ -321,7 +322,7 @@ def test_an_error_in_a_thread_is_raised():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.compile's Triton code needs a CUDA device")
+@needs_cuda("torch.compile's Triton code")
 @schemes
 @masters
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

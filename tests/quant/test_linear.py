@@ -12,7 +12,7 @@ from quant.layers.context import LayerContext
 from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, no_cuda
+from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, needs_cuda, no_cuda
 from tests.support.layers import collected, dequantized_activation, dequantized_weight, layer_gradients, make_linear
 from tests.support.profiles import examples
 from tests.support.tensors import heavy, normal, relative_error
@@ -260,7 +260,7 @@ def test_vllms_kernels_are_its_own_low_bit_ones():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton product needs a CUDA device")
+@needs_cuda("the Triton product")
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w4a16-channel", "w8a16"])
 @pytest.mark.parametrize("tokens", [1, 17, 200])
 @dtypes

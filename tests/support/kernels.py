@@ -17,3 +17,10 @@ CPU_SCHEMES = tuple(VLLM_CPU_KERNELS)
 """Schemes vLLM runs on a CPU with this project's plugin, for linear layers and for experts."""
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
+
+
+def needs_cuda(what: str) -> pytest.MarkDecorator:
+    """Skip where there is no CUDA device. what: is only there. The skip ends on the first machine that has one."""
+    return pytest.mark.skipif(
+        not torch.cuda.is_available(), reason=f"{what}: needs a CUDA device; `make test DEVICE=cuda` on one runs it"
+    )
