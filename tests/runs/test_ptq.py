@@ -238,7 +238,7 @@ def test_another_layout_is_refused(written, spoil: str, message: str):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 run of two steps, where `qarl bench ptq --runs` expects it."""
     folder = tmp_path_factory.mktemp("runs") / "tiny-qwen3-bf16-seed0"
-    done = qarl(folder.parent, "train", "--scheme", "bf16", "--output", folder, *SMALL)
+    done = qarl("train", "--scheme", "bf16", "--output", folder, *SMALL, cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     return folder
 
