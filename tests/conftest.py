@@ -18,7 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
-from qarl.embedded.recipe import RECIPES, default_cache, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
+from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
+from quant.runtime.answers import cache_folder  # noqa: E402
 
 settings.load_profile("ci")
 LONGEST = ("runs", "engine", "learner", "quant")
@@ -54,6 +55,6 @@ def random_experts() -> Callable[[bool], Path]:
 def random_recipe(name: str) -> Callable[[bool], Path]:
     def build(tied: bool) -> Path:
         recipe = dataclasses.replace(RECIPES[name], warm_start_steps=0, tie_word_embeddings=tied)
-        return ensure_recipe("tied" if tied else "untied", recipe, default_cache(), progress=lambda message: None)
+        return ensure_recipe("tied" if tied else "untied", recipe, cache_folder(), progress=lambda message: None)
 
     return build
