@@ -1,8 +1,8 @@
 """Learning with stacked experts: Muon on views, and runs that are killed and resumed."""
 
+import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
-from tests.support.runs import command, environment, lines, qarl, wait_for_lines
+from tests.support.runs import Run, lines, qarl, wait_for_lines
 
 
 def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
@@ -127,13 +127,10 @@ def test_kill_and_resume_gives_the_uninterrupted_run(random_experts: Callable[[b
     ]  # fmt: skip
     done = qarl("train", *flags, "--output", whole, folders=[tmp_path])
     assert done.returncode == 0, done.stdout + done.stderr
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(
-        command("train", *flags, "--output", cut), env=environment(tmp_path), stdout=quiet, stderr=quiet
-    )
+    process = Run("train", *flags, "--output", cut, folders=[tmp_path])
     wait_for_lines(process, cut / "metrics.jsonl", 2)  # so step 1's checkpoint, written between them, is complete
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait().returncode == -signal.SIGKILL
     assert len((cut / "metrics.jsonl").read_text().splitlines()) < 5
     resumed = qarl("train", "--resume", cut, folders=[tmp_path])
     assert resumed.returncode == 0, resumed.stderr

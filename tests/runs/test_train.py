@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import SMALL, command, environment, lines, qarl, wait_for_lines
+from tests.support.runs import SMALL, command, environment, lines, qarl, qarl_alone, wait_for_lines
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ from tests.support.runs import SMALL, command, environment, lines, qarl, wait_fo
     [
         ("w4a16", "bfloat16", []),
         ("w8a8", "float16", ["--master-dtype", "bfloat16"]),
-        ("fp8", "bfloat16", ["--objective", "grpo", "--optimizer", "adamw", "--lr", "1e-4"]),
+        ("fp8", "bfloat16", ["--objective", "grpo", "--optimizer", "adamw", "--lr", "1e-4", "--eval.problems", "8"]),
         ("w4a8", "bfloat16", []),
         ("w4a16-g32", "float16", []),
         ("bf16", "float16", []),
@@ -141,7 +141,7 @@ def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     run = tmp_path / "run"
     flags = [*SMALL, "--eval.problems", "0"]
-    done = qarl("train", *flags, "--output", run, folders=[tmp_path])
+    done = qarl_alone("train", *flags, "--output", run, folders=[tmp_path])  # sitecustomize is for a new interpreter
     assert done.returncode == 1, done.stderr
     assert "vLLM failed in 'generate' at weight version 2: the device fell off" in done.stderr
     assert f"checkpoint step-000002 is intact: qarl train --resume {run}" in done.stdout
@@ -250,6 +250,14 @@ def test_wrong_input_is_refused_in_one_line(tmp_path: Path, arguments: list[str]
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_command_itself_is_what_a_fork_runs(tmp_path: Path):
+    """Exit status and words of the real command, on which the other tests' forks rest."""
+    arguments = ("train", "--scheme", "w4a17", "--output", tmp_path / "run")
+    alone, forked = qarl_alone(*arguments), qarl(*arguments)
+    assert alone.returncode == forked.returncode == 2 and "Traceback" not in alone.stderr
+    assert (alone.stdout, alone.stderr) == (forked.stdout, forked.stderr)
 
 
 @pytest.mark.slow

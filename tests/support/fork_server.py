@@ -1,9 +1,10 @@
 """Runs commands in children forked from a process that has everything imported: `python -m tests.support.fork_server`.
 
 A command spends 15 s of CPU on imports and 2 on a run of toy size. Reads one JSON request a line from standard input,
-{"arguments", "cwd", "environment", "out"}, and answers with two lines: the child's process id, then its exit status as
-`subprocess` gives it. Standard output and error of the child go to the files `out`.stdout and `out`.stderr. A child is
-a whole process, less what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
+{"arguments", "cwd", "environment", "out"}, and answers with two lines: "begun", with the child's process id, and
+"ended", with that and the exit status as `subprocess` gives it. Standard output and error of the child go to the files
+`out`.stdout and `out`.stderr. A child is a whole process, less what a fork cannot show: the cost of imports, another
+hash seed, the interpreter's end.
 """
 
 import atexit
@@ -52,8 +53,8 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             os._exit(_run(json.loads(line)))
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print("begun", child, flush=True)
+        print("ended", child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":

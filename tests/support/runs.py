@@ -67,17 +67,24 @@ class Run:
         }
         assert self._server.stdin is not None
         print(json.dumps(request), file=self._server.stdin, flush=True)
-        self.pid = self._read()
+        self.pid = self._answer("begun")[0]
 
-    def _read(self) -> int:
+    def _answer(self, kind: str) -> list[int]:
+        """The server's next answer of this kind; a run whose test failed may have left one of the other."""
         assert self._server.stdout is not None
-        line = self._server.stdout.readline()
-        assert line, f"the fork server ended with status {self._server.wait()}"
-        return int(line)
+        for line in self._server.stdout:
+            word, *numbers = line.split()
+            if word == kind:
+                return list(map(int, numbers))
+        raise AssertionError(f"the fork server ended with status {self._server.wait()}")
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+        return None if Path(f"/proc/{self.pid}").exists() else 0
 
     def wait(self) -> subprocess.CompletedProcess[str]:
         """To the run's end."""
-        status = self._read()
+        _, status = self._answer("ended")
         out, err = (Path(f"{self._folder.name}/out.{name}").read_text() for name in ("stdout", "stderr"))
         self._folder.cleanup()
         return subprocess.CompletedProcess(self.args, status, out, err)
@@ -104,10 +111,10 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))} for line in found]
 
 
-def wait_for_lines(process: subprocess.Popen[Any], file: Path, count: int) -> None:
-    for _ in range(1800):
+def wait_for_lines(process: subprocess.Popen[Any] | Run, file: Path, count: int) -> None:
+    for _ in range(9000):
         if file.exists() and len(file.read_text().splitlines()) >= count:
             return
         assert process.poll() is None, "the run ended early"
-        time.sleep(0.05)
+        time.sleep(0.02)
     raise AssertionError(f"{file} never had {count} lines")
