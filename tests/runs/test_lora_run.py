@@ -30,7 +30,7 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     metrics = lines(run)
     assert [m["weight_version"] for m in metrics] == [1, 2, 3] and len({m["digest"] for m in metrics}) == 3
-    assert all(m["learn/mismatch/mean_abs"] < 0.005 and m["learn/updates"] == 2 for m in metrics)
+    assert all(m["learn/mismatch/mean_abs"] < 0.005 and m["learn/updates"] in (1, 2) for m in metrics)
     assert 0 <= metrics[0]["learn/kl"] < metrics[2]["learn/kl"]
     exported = qarl("export", run, "-o", tmp_path / "out")
     assert exported.returncode == 0, exported.stderr

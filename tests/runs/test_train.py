@@ -38,9 +38,10 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
     assert len({m["digest"] for m in metrics}) == 4
     aligned = "false" not in more
     for m in metrics:
-        assert m["learn/updates"] == 2
+        assert m["learn/updates"] in (1, 2)  # a mini-batch of equal rewards teaches nothing
         assert (m["learn/mismatch/mean_abs"] < 0.005) or not aligned
         assert (m["learn/lost_updates"] is None) == (m["step"] != 1)  # every tenth step from the first
+    assert sum(m["learn/updates"] for m in metrics) > 4
     written = json.loads((run / "export" / "config.json").read_text())
     assert ("quantization_config" in written) == (scheme != "bf16")
     assert (run / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "servers run under other users"
