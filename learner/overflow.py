@@ -48,7 +48,7 @@ def require_finite_logprobs(
     where = "no module's output is, so it is their normalization" if fault is None else _in_words(fault, dtype)
     raise PrecisionError(
         f"{dtype} forward: the log-probs of {wrong} of {int(rows.response_mask.sum())} tokens are infinite or NaN; "
-        f"{where}. {_remedy(model.context.forward_dtype)}; no step was taken from them, the last checkpoint is intact"
+        f"{where}. {_remedy(model.context.forward_dtype)}; no step was taken from them"
     )
 
 

@@ -115,10 +115,7 @@ class Publisher:
 
     def _check(self, holds: bool, version: int, problem: str) -> None:
         if not holds:
-            raise PublishError(
-                f"publish of weight version {version} failed: {problem}; the run stops here, its last checkpoint is "
-                "intact"
-            )
+            raise PublishError(f"publish of weight version {version} failed: {problem}; the run stops here")
 
 
 def _pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

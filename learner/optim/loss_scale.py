@@ -52,7 +52,7 @@ class LossScale:
             self.good_steps = 0
 
     def _hopeless(self) -> str:
-        masters = "the masters are those before the first of them, and the last checkpoint is intact"
+        masters = "the masters are those before the first of them"
         if self.active:
             return (
                 f"float16 gradients are infinite or NaN even at a loss scale of 1, after {self.skipped} skipped "

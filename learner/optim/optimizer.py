@@ -98,8 +98,8 @@ class MasterOptimizer:
         dtype = self._steps[name].dtype
         raise PrecisionError(
             f"master {name!r} left the range of {short_name(dtype)} (±{torch.finfo(dtype).max:.5g}) by this step; "
-            "nothing of it is published, and the last checkpoint is intact: resume from there with a lower "
-            "learner.optimizer.lr, or start a run with --master-dtype float32 or bfloat16"
+            "nothing of it is published: resume from a checkpoint with a lower learner.optimizer.lr, or start a run "
+            "with --master-dtype float32 or bfloat16"
         )
 
     def zero_grad(self) -> None:

@@ -218,7 +218,8 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
         gain = outcome.export_accuracy - outcome.first_accuracy
         console.print(
             f"held-out accuracy, {config.scheme}: {outcome.first_accuracy:.1%} before, "
-            f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)"
+            f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)",
+            soft_wrap=True,
         )
     if outcome.export is not None:
         run = shlex.quote(str(folder.path))

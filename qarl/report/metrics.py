@@ -19,8 +19,7 @@ class StepMetrics:
     """One step. prompts: sampled; reward, response_tokens: means over all their completions. mixed_reward_groups: share
     of groups whose rewards differ (the others teach nothing). error_tokens and the four that split it:
     `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were
-    equal. seconds: wall time by phase, and tokens_per_second of sampling; the only fields that two equal runs differ
-    in.
+    equal. seconds: wall time by phase, the only fields that two equal runs differ in.
     """
 
     step: int

@@ -1,23 +1,22 @@
-"""What examples/ holds runs: its scripts' commands are accepted by the real command, its reward is a reward.
+"""What examples/ holds runs, at the smallest size.
 
-No run is started here; `tests/learner/test_own_objective.py` computes the example objective's loss and gradient."""
+Scripts are run with a `qarl` that writes down what it is called with; those commands then run for real, one after
+another. `tests/learner/test_own_objective.py` computes the example objective's loss and gradient."""
 
 import os
 import shlex
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from qarl.cli.main import main
 from qarl.tasks import checked_score, load_task
+from tests.support.runs import lines, qarl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = EXAMPLES / "own_task"
 
 
 def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str]]:
-    """Run a script with a `qarl` that only writes down what it was called with; its arguments, call by call."""
+    """The arguments of each `qarl` that a script calls, in order."""
     calls = folder / "calls"
     stub = folder / "qarl"
     stub.write_text(f"#!/usr/bin/env bash\nprintf '%q ' \"$@\" >> {shlex.quote(str(calls))}\necho >> {calls}\n")
@@ -27,17 +26,21 @@ def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str
     return [shlex.split(call) for call in calls.read_text().splitlines()]
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What `qarl train ARGUMENTS --dry-run` complains of; "" where it accepts them."""
-    status = main([*arguments, "--dry-run"])
-    return capsys.readouterr().err if status else ""
+def run(calls: list[list[str]]) -> list[str]:
+    """What each command prints."""
+    done = [qarl(*call) for call in calls]
+    assert [d.returncode for d in done] == [0] * len(calls), "\n".join(d.stdout + d.stderr for d in done)
+    return [d.stdout for d in done]
 
 
-def test_own_tasks_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = tmp_path / "a run"
-    train, evaluate = commands("own_task/run.sh", run, "--seed", "3", folder=tmp_path)
-    assert train[0] == "train" and train[-2:] == ["--seed", "3"] and refused(train, capsys) == ""
-    assert evaluate[:2] == ["eval", str(run)]
+def test_own_task_with_an_objective_of_ones_own(tmp_path: Path):
+    """Own questions, own reward and own objective, trained, exported and evaluated."""
+    folder, own = tmp_path / "a run", f"{EXAMPLES}/own_objective.py:objective"
+    options = ["--steps", "2", "--samples", "4", "--objective", "own", "--learner.objective.function", own]
+    calls = commands("own_task/run.sh", folder, *options, folder=tmp_path)
+    assert [call[0] for call in calls] == ["train", "eval"]
+    assert "held-out" in run(calls)[1]
+    assert [line["step"] for line in lines(folder)] == [1, 2]
 
 
 def test_own_tasks_reward():
@@ -49,8 +52,9 @@ def test_own_tasks_reward():
             assert [checked_score(task, problem, text) for text in texts] == [1.0, 0.5, 0.0, 0.0]
 
 
-def test_compare_schemes_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    calls = commands("compare_schemes.sh", tmp_path / "runs", "w4a16 w8a8", "--steps", "2", folder=tmp_path)
+def test_compare_schemes(tmp_path: Path):
+    sizes = ["--steps", "1", "--prompts", "8", "--samples", "4", "--mini-batches", "1", "--eval.problems", "16"]
+    calls = commands("compare_schemes.sh", tmp_path / "runs", "w4a16 w8a8", *sizes, folder=tmp_path)
     assert [call[0] for call in calls] == ["train", "train", "eval", "eval"]
-    assert [refused(call, capsys) for call in calls[:2]] == ["", ""]
-    assert calls[1][1:5] == ["--scheme", "w8a8", "--output", str(tmp_path / "runs/w8a8")]
+    run(calls)
+    assert {"w4a16.json", "w8a8.json"} <= {file.name for file in (tmp_path / "runs").iterdir()}
