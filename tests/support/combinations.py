@@ -8,12 +8,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-AMX = torch.cpu._is_amx_tile_supported()
-RATIO_FREE = ("on_policy",)
-CUTS = ("tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip")
-OBJECTIVES = (*CUTS, "sapo", "cispo", "on_policy", "pg_seq_is")
+OBJECTIVES = (
+    "tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip", "sapo", "cispo", "on_policy",
+    "pg_seq_is",
+)  # fmt: skip
 CORRECTIONS = ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric")
 SCHEMES = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
 
@@ -65,3 +63,19 @@ def draw(seed: int) -> Combination:
     if processes or rng.random() < 0.15:
         options["learner.zero_stage"] = str(rng.choice([0, 1, 2, 3]))
     return Combination(options, processes)
+
+
+def refusals(combination: Combination) -> list[str]:
+    """Parts of the messages with which the command may refuse it, each a reason that is true; empty where it runs."""
+    o, reasons = combination.options, []
+    master, stage = o.get("learner.master_dtype", "float32"), o.get("learner.zero_stage", "0")
+    if stage != "0" and master != "float32":
+        reasons.append("ZeRO 1-3 keep an fp32 copy")
+    if o.get("learner.lora.name") == "lora" and "learner.optimizer.rounding" in o:
+        reasons.append("LoRA steps fp32 adapters")
+    schemes = {o["scheme"], *(["w4a16"] if "=w4a16" in o.get("layers", "") else [])}
+    if o.get("dtype") == "float32" and any(s.startswith("w4a16") for s in schemes):
+        reasons.append("cannot run in the engine on this machine")
+    if "down_proj=w8a8" in o.get("layers", "") and o.get("model") == "tiny-qwen3-moe" and o["scheme"] != "w8a8":
+        reasons.append("as one, so its")  # an expert's three matrices are one module of the engine's
+    return reasons
