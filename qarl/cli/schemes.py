@@ -71,10 +71,10 @@ _SHORT = 60
 
 
 def short_reason(row: SchemeRow) -> str:
-    """Why a scheme cannot run here, in a few words; "" where it can. vLLM's own words end with what is known beyond
-    them, in brackets, which is the shorter."""
+    """Why a scheme cannot run here, in a few words; "" where it can. What is known beyond vLLM's own words stands after
+    them in brackets ("vLLM has it for …") and is the shorter."""
     reason = row.shape_reason or row.engine_reason or row.learner_reason
-    known = re.search(r"\(([^()]*)\)$", reason)
+    known = re.search(r"\((vLLM has [^()]*)\)$", reason)
     words = known[1] if known else re.split(r"[;:.] ", reason)[0]
     return textwrap.shorten(words, _SHORT, placeholder=" …")
 
