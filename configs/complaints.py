@@ -32,6 +32,8 @@ def complaints(
             found[path] = f"{path}: {text}" if path else text
         elif leaf is None:
             found[path] = _no_leaf(path, problem, leaves)
+        elif problem["type"] in ("missing", "extra_forbidden") and path != leaf:
+            found[path] = _wrong_item(leaf, path, problem)
         else:
             found[leaf] = _wrong_value(leaf, _value(tree, leaf), leaves[leaf])
     return "; ".join(found.values())
@@ -43,6 +45,14 @@ def _wrong_value(path: str, value: Any, info: FieldInfo) -> str:
     words = literals(info.annotation)
     near = did_you_mean(value, words, 0.5) if isinstance(value, str) else ""
     return f"{shown(path)} {quoted(value)} must be {allowed(info)}{near}"
+
+
+def _wrong_item(leaf: str, path: str, problem: Any) -> str:
+    """Of a list whose items have keys of their own, such as layer rules."""
+    key = path.rpartition(".")[2]
+    if problem["type"] == "missing":
+        return f"{shown(leaf)}: {quoted(problem['input'])} lacks {key!r}"
+    return f"{shown(leaf)}: {path} {quoted(problem['input'])} is no key of such an item"
 
 
 def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:

@@ -26,7 +26,9 @@ class TaskConfig(Section):
         default_factory=dict,
         description="a built-in task's own options, to make it easier or harder (`qarl tasks NAME`)",
     )
-    reward: Text | None = Field(default=None, description="package.module:function(problem, text) -> float")
+    reward: Text | None = Field(
+        default=None, description="your function(problem, text) -> float, as mine.py:name or package.module:name"
+    )
 
 
 class RolloutConfig(Section):

@@ -1,5 +1,6 @@
 """vLLM in this process: samples, gives log-probs, and takes published tensors without a restart."""
 
+import gc
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,6 +32,10 @@ class VllmEngine:
         refuse_unsupported(options)
         self.weight_version = 0
         self._half_loaded = False
+        # vLLM collects garbage several times a start, and each time would walk the millions of objects that modules are
+        # made of. Those live as long as the process: out of the way with them (vLLM's own clean-up takes them back).
+        gc.collect()
+        gc.freeze()
         try:
             self._llm = LLM(str(checkpoint), worker_extension_cls=_WORKER_EXTENSION, **llm_arguments(options))
         except Exception as error:
@@ -103,8 +108,6 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free the engine's memory and torch's process group, so that another can start in this process."""
-        import gc
-
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()

@@ -134,7 +134,7 @@ def test_finished_runs_are_used_again(tmp_path: Path, capsys: pytest.CaptureFixt
     for file in ("first.json", "second.json"):
         command = ["bench", "objectives", *small.split(), "--runs", str(tmp_path / "runs")]
         assert main([*command, "--json", str(tmp_path / file)]) == 0
-        rows.append(json.loads((tmp_path / file).read_text()))
+        rows.append(json.loads((tmp_path / file).read_text())["data"])
     assert capsys.readouterr().out.count("trained already") == 2
     assert rows[0] == rows[1] and [row["objective"] for row in rows[0]] == ["tbpo", "on_policy"]
     assert rows[0][1]["update"] == 0.0  # one update a batch: nothing moves before it

@@ -295,7 +295,7 @@ def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
         done = qarl("bench", "ptq", *flags, *SMALL, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
-        rows.append(json.loads((tmp_path / "rows.json").read_text()))
+        rows.append(json.loads((tmp_path / "rows.json").read_text())["data"])
     assert [(r["variant"], r["scheme"]) for r in rows[0]] == [
         ("unquantized", "bf16"), ("rtn", "w4a16"), ("QaRL", "w4a16"),
     ]  # fmt: skip
@@ -319,7 +319,7 @@ def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
     ],
 )
 def test_what_the_benchmark_refuses(random_policy, tmp_path: Path, change: dict, overrides: dict, message: str):
-    model = {"model": str(random_policy(True))}
+    model = {"model": str(random_policy(True)), "rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"}
     options = PtqOptions(tmp_path, (0,), "w4a16", (), None, {**model, **overrides})
     with pytest.raises(ConfigError, match=message):
         measure(dataclasses.replace(options, **change), Console())

@@ -242,7 +242,10 @@ def test_what_a_finished_run_refuses(finished: Path):
         ),
         (["--task", "chain_sums"], "unknown task 'chain_sums'; did you mean chain_sum"),
         (["--model", "./nowhere"], "model folder './nowhere' does not exist"),
-        (["--learner.optimiser.lr", "1"], "unknown option --learner.optimiser.lr; did you mean 'learner.optimizer.lr'"),
+        (
+            ["--learner.optimiser.lr", "1"],
+            "unknown option --learner.optimiser.lr; did you mean --lr (learner.optimizer.lr)",
+        ),
         (["--rollout.max_prompt_tokens", "5"], "above rollout.max_prompt_tokens 5; raise the limit"),
     ],
 )
