@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, InputError
 
+REFUSED = InputError.exit_status
 _PATIENCE = 20.0
 """Seconds the others have to stop after one process died, before they are killed."""
 
@@ -74,6 +75,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = next((code for code in codes if code), None)
         if failed is not None:
             _stop(processes)
+            if any(process.returncode == REFUSED for process in processes):
+                return REFUSED  # told by the process that looked; the others failed with it, with status 1
             return failed if failed > 0 else 128 - failed
         if all(code == 0 for code in codes):
             return 0
