@@ -32,7 +32,7 @@ def complaints(
             found[path] = f"{path}: {text}" if path else text
         elif leaf is None:
             found[path] = _no_leaf(path, problem, leaves)
-        elif problem["type"] in ("missing", "extra_forbidden") and path != leaf:
+        elif problem["type"] in ("missing", "extra_forbidden") and not path.rpartition(".")[2].isdecimal():
             found[path] = _wrong_item(leaf, path, problem)
         else:
             found[leaf] = _wrong_value(leaf, _value(tree, leaf), leaves[leaf])

@@ -7,6 +7,8 @@ scripts/faults.yaml lists them: what breaks, the file, the text and what it beco
 touched that file would run. Each fault is planted in a scratch clone; those tests run first, then the room's, until one
 fails. A fault whose text is no longer found exactly once is an error: the list is kept with the code.
 
+Run the whole suite before: a test that fails anyway would catch everything.
+
 Exit status: 0 all caught, 1 some not, 2 a fault that cannot be planted.
 """
 
