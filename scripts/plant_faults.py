@@ -111,18 +111,23 @@ def try_one(fault: Fault, folder: Path) -> Outcome:
     sound = file.read_text()
     file.write_text(sound.replace(fault.old, fault.new))
     try:
-        command = [str(folder / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        done = subprocess.run([*command, *fault.tests], cwd=folder, env=environment, capture_output=True, text=True)
+        caught = next(filter(None, (failing(tests, folder, fault.what) for tests in fault.tests)), "")
     finally:
         file.write_text(sound)
-    failed = [text for text in done.stdout.splitlines() if text.startswith(("FAILED ", "ERROR "))]
-    caught = failed[0].split(" - ")[0].partition(" ")[2] if failed else ""
-    if done.returncode in (4, 5):  # pytest's "usage error" and "no tests": nothing was tried
-        raise SystemExit(f"{fault.what!r}: pytest ran no test of {' '.join(fault.tests)}:\n{done.stdout[-2000:]}")
-    if not caught and done.returncode:
-        caught = f"exit status {done.returncode}"  # a crash has no line of its own
     return Outcome(fault.what, fault.file, caught, round(time.monotonic() - started, 1))
+
+
+def failing(tests: str, folder: Path, what: str) -> str:
+    """The first test of a file or folder that fails in a clone; "" where all pass."""
+    command = [str(folder / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", tests]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode in (4, 5):  # pytest's "usage error" and "no tests": nothing was tried
+        raise SystemExit(f"{what!r}: pytest ran no test of {tests}:\n{done.stdout[-2000:]}")
+    failed = [text for text in done.stdout.splitlines() if text.startswith(("FAILED ", "ERROR "))]
+    if failed:
+        return failed[0].split(" - ")[0].partition(" ")[2]
+    return f"exit status {done.returncode}" if done.returncode else ""  # a crash has no line of its own
 
 
 def line(outcome: Outcome) -> str:
