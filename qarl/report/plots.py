@@ -1,0 +1,212 @@
+"""Benchmarks' figures as pictures: lines with bands and bars in groups, each picture as SVG and as PNG.
+
+A label has one colour in all panels of a picture: eight that colour-blind readers tell apart (Okabe and Ito's, the
+yellow darkened), the next eight dashed or hatched. The SVG is a function of what is drawn: no dates, no random names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.errors import ConfigError
+
+SUFFIXES = (".svg", ".png")
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C00", "#000000")
+_PANEL_INCHES = (5.2, 3.4)
+_BARS_SHARE = 0.8
+"""Of a group's width; the rest parts it from the next."""
+
+_STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "medium",
+    "font.size": 9,
+    "grid.color": "#DDDDDD",
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "qarl",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: y over x, of one length. low, high: edges of the band around it, both or neither. NaN is a gap."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One bar in each group of its panel. low, high: ends of the whiskers, both or neither. NaN draws nothing."""
+
+    label: str
+    values: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    """reference: a dashed horizontal line, such as 1.0 where ratios are drawn. logarithmic: of the axis; x then has a
+    tick at each of its values where they are few (batch sizes)."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    reference: float | None = None
+    logarithmic_x: bool = False
+    logarithmic_y: bool = False
+
+
+@dataclass(frozen=True)
+class BarPanel:
+    """groups: names along x. bars: side by side within each group, or with `stacked` one on the other, in their order
+    (without whiskers then). reference: a dashed horizontal line."""
+
+    title: str
+    y_label: str
+    groups: Sequence[str]
+    bars: Sequence[Bars]
+    stacked: bool = False
+    reference: float | None = None
+
+
+Panel = LinePanel | BarPanel
+
+
+def plot_stem(option: str, file: str) -> Path:
+    """`NAME`, `NAME.svg` or `NAME.png`, as a person gave it to `option` → the path without that suffix. Raises
+    `ConfigError` where neither file could be written; before the work, not after it."""
+    path = Path(file)
+    if path.suffix in SUFFIXES:
+        path = path.with_suffix("")
+    folders = [f"{path}{suffix}" for suffix in SUFFIXES if Path(f"{path}{suffix}").is_dir()]
+    if folders:
+        raise ConfigError(f"{option} {file}: {folders[0]!r} is a folder; name a file elsewhere")
+    if not path.name or not path.parent.is_dir():
+        raise ConfigError(
+            f"{option} {file}: {str(path.parent)!r} is no folder; name a file in one that is there, such as plot.svg"
+        )
+    return path
+
+
+def draw(panels: Sequence[Panel], stem: Path, title: str = "", columns: int = 2) -> list[Path]:
+    """Write `stem`.svg and `stem`.png (150 dots an inch), the panels row by row; returns both paths.
+
+    Raises `ValueError` where lengths of what belongs together differ, or there is nothing to draw.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    if not panels:
+        raise ValueError("no panels to draw")
+    for panel in panels:
+        _require_lengths(panel)
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    labels = dict.fromkeys(series.label for panel in panels for series in _series(panel))
+    looks = {label: _Look(_COLOURS[i % len(_COLOURS)], i >= len(_COLOURS)) for i, label in enumerate(labels)}
+    with rc_context(_STYLE):
+        figure = Figure((columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1]), layout="constrained")
+        if title:
+            figure.suptitle(title)
+        explained: list[list[str]] = []
+        for number, panel in enumerate(panels):
+            axes = figure.add_subplot(rows, columns, number + 1)
+            _draw_panel(axes, panel, looks)
+            names = [series.label for series in _series(panel)]
+            if len(names) > 1 and names not in explained:  # the same series side by side need one legend
+                axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # beside: it covers nothing
+                explained.append(names)
+        files = [Path(f"{stem}{suffix}") for suffix in SUFFIXES]
+        figure.savefig(files[0], metadata={"Date": None, "Creator": None})
+        figure.savefig(files[1], dpi=150, metadata={"Software": None})
+    return files
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Of all that has one label. second: dashed or hatched."""
+
+    colour: str
+    second: bool
+
+
+def _series(panel: Panel) -> Sequence[Line | Bars]:
+    return panel.lines if isinstance(panel, LinePanel) else panel.bars
+
+
+def _require_lengths(panel: Panel) -> None:
+    for series in _series(panel):
+        values = series.y if isinstance(series, Line) else series.values
+        along = series.x if isinstance(series, Line) else panel.groups if isinstance(panel, BarPanel) else ()
+        if (series.low is None) != (series.high is None):
+            raise ValueError(f"{panel.title!r}: {series.label!r} has one of low and high; give both or neither")
+        lengths = [len(part) for part in (along, values, series.low, series.high) if part is not None]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{panel.title!r}: {series.label!r} has lengths {lengths} of what belongs together")
+
+
+def _draw_panel(axes: Any, panel: Panel, looks: dict[str, _Look]) -> None:
+    axes.set_title(panel.title)
+    axes.set_ylabel(panel.y_label)
+    if panel.reference is not None:
+        axes.axhline(panel.reference, color="#555555", linestyle="--", linewidth=1)
+    if isinstance(panel, LinePanel):
+        _draw_lines(axes, panel, looks)
+    else:
+        _draw_bars(axes, panel, looks)
+
+
+def _draw_lines(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
+    ticks = sorted({x for line in panel.lines for x in line.x})
+    few = len(ticks) <= 8
+    for line in panel.lines:
+        look = looks[line.label]
+        axes.plot(
+            line.x, line.y, color=look.colour, linestyle="--" if look.second else "-", label=line.label,
+            marker="o" if few else "", markersize=4,
+        )  # fmt: skip
+        if line.low is not None:
+            axes.fill_between(line.x, line.low, line.high, color=look.colour, alpha=0.2, linewidth=0)
+    axes.set_xlabel(panel.x_label)
+    if panel.logarithmic_x:
+        axes.set_xscale("log")
+        if few:
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axes.set_xticks([], minor=True)
+    if panel.logarithmic_y:
+        axes.set_yscale("log")
+
+
+def _draw_bars(axes: Any, panel: BarPanel, looks: dict[str, _Look]) -> None:
+    width = _BARS_SHARE / (1 if panel.stacked else max(len(panel.bars), 1))
+    places = range(len(panel.groups))
+    base = [0.0] * len(panel.groups)
+    for number, bars in enumerate(panel.bars):
+        offset = 0.0 if panel.stacked else (number - (len(panel.bars) - 1) / 2) * width
+        left = [place + offset for place in places]
+        whiskers = None
+        if bars.low is not None and bars.high is not None and not panel.stacked:
+            below = [value - low for value, low in zip(bars.values, bars.low, strict=True)]
+            above = [high - value for value, high in zip(bars.values, bars.high, strict=True)]
+            whiskers = [below, above]
+        axes.bar(
+            left, bars.values, width, bottom=base if panel.stacked else None, color=looks[bars.label].colour,
+            hatch="//" if looks[bars.label].second else None, label=bars.label, yerr=whiskers,
+            error_kw={"linewidth": 1, "capsize": 2},
+        )  # fmt: skip
+        if panel.stacked:
+            base = [low + value for low, value in zip(base, bars.values, strict=True)]
+    axes.set_xticks(list(places), panel.groups)
+    if sum(map(len, panel.groups)) > 48:
+        axes.tick_params(axis="x", labelrotation=30)
