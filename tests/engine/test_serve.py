@@ -15,6 +15,7 @@ from typing import Any
 
 from rollout.types import Prompt, Sampling
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
+from tests.support.profiles import thorough
 
 _NEW_TOKENS = 12
 
@@ -61,7 +62,8 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Callable
         process.terminate()
         assert process.wait(timeout=60) == 0
         assert _ends(process.pid), "a process of the server is left"
-    assert_the_example_asks(export)
+    if thorough():  # starts a server of its own
+        assert_the_example_asks(export)
 
 
 def assert_the_example_asks(export: Path) -> None:
