@@ -4,6 +4,7 @@ Axes: B sequences, T tokens.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,15 +20,16 @@ from learner.gradients import compiles, rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss.aggregation import Totals
-from learner.loss.loss import LossInput, policy_loss
+from learner.loss.loss import LossInput, needs_old, policy_loss
 from learner.loss.metrics import LossMetrics, mean
 from learner.lost_updates import Diagnosis, is_due
-from learner.mismatch import Mismatch, measure_mismatch
+from learner.mismatch import Mismatch
 from learner.objectives.ratios import shadowed
 from learner.optim.loss_scale import LossScale
 from learner.optim.schedule import make_schedule
 from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.processes import Processes
+from learner.row_logprobs import RowLogprobs
 from learner.stopwatch import Stopwatch
 from quant.model.low_bit_model import LowBitModel
 
@@ -36,11 +38,12 @@ from quant.model.low_bit_model import LowBitModel
 class LearnStats(LossMetrics):
     """A batch: means of `LossMetrics` over its updates, but for update_log_ratio, which is the last mini-batch's.
 
-    lr: learning rate. grad_norm: before clipping, mean. entropy: nats a token, before the first update. updates,
-    skipped: optimizer steps taken, and left out because gradients were not finite. loss_scale: after the batch.
-    seconds: wall time of the phases old (log-probs before the update), forward (with the loss), backward, optimizer and
-    materialize; see `Stopwatch` for what they mean on CUDA. lost_updates, flipped_codes: see `learner.lost_updates`,
-    None where they were not measured."""
+    mismatch, entropy (nats a token): before the first update, of the sequences whose old log-probs are known
+    (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
+    left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
+    (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
+    what they mean on CUDA. lost_updates, flipped_codes: see `learner.lost_updates`, None where they were not
+    measured."""
 
     mismatch: Mismatch
     lr: float
@@ -97,24 +100,29 @@ class Learner:
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
-        return self._logprobs(self.model, batch, torch.arange(len(batch.tokens)))
+        old = RowLogprobs(batch)
+        self._add_logprobs(old, self.model, torch.arange(len(batch.tokens)))
+        return old.values, old.entropy
 
     @torch.no_grad()
-    def _logprobs(self, model: LowBitModel, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """As above, of the rows at `index` alone; the others are zero. model: the policy or the reference."""
-        logprobs = torch.zeros_like(batch.sampler_logprobs)
-        entropy = torch.zeros((), dtype=torch.float64)
+    def _add_logprobs(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
+        """Compute the log-probs of the rows at `index`, if any. model: the policy or the reference."""
+        if not len(index):
+            return
         forward = self.backend.policy if model is self.model else model
-        for part in self._share(batch, index):
-            rows = batch.rows(part.index).to(model.device)
+        for part in self._share(to.batch, index):
+            rows = to.batch.rows(part.index).to(model.device)
             values, entropies = self._token_logprobs(forward, rows, part.chunks, entropy=True)
             if part.counts:
-                logprobs[part.index, : values.shape[1]] = values.cpu()
-                entropy += float(entropies.sum())
-        logprobs, entropy = (self.processes.total(values) for values in (logprobs, entropy))
-        if not logprobs.isfinite().all():
-            self._explain(model, batch, index, logprobs)
-        return logprobs, float(entropy) / int(batch.response_mask[index].sum())
+                to.add(part.index, values, entropies)
+        self._complete(to, model, index)
+
+    @torch.no_grad()
+    def _complete(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
+        """Put together what the processes added; raise `PrecisionError` where the rows at `index` are not finite."""
+        to.complete(index, self.processes)
+        if not to.values[index].isfinite().all():
+            self._explain(model, to.batch, index, to.values)
 
     def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
@@ -142,12 +150,11 @@ class Learner:
         chunk = self.config.logprob_chunk_tokens
         return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, length, chunk, entropy, chunks)
 
-    def _engine_precision(self, batch: Batch, index: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The log-probs that ratios are made of: with a shadow forward those of the published codes."""
-        if self.config.ratio_fix != "shadow_forward":
-            return self._logprobs(self.model, batch, index)
-        with self.model.published_forward():
-            return self._logprobs(self.model, batch, index)
+    def _add_published(self, to: RowLogprobs, index: torch.Tensor) -> None:
+        """The log-probs of the published codes, where ratios are made of those (`learner.ratio_fix`), else as above."""
+        published = self.config.ratio_fix == "shadow_forward"
+        with self.model.published_forward() if published else nullcontext():
+            self._add_logprobs(to, self.model, index)
 
     def learn(self, batch: Batch, step: int, gate: Callable[[Mismatch], None] | None = None) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
@@ -155,30 +162,35 @@ class Learner:
         step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
         codes are measured. gate: called with the batch's mismatch before anything is updated; it may raise. A
         mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were.
+
+        The old log-probs of the first mini-batch are those of its own forward, before whose update nothing has moved;
+        the others' are computed beforehand, and not at all where nothing is made of them (`needs_old`), but for steps
+        that measure lost updates.
         """
-        everything = torch.arange(len(batch.tokens))
         self._diagnosis = Diagnosis() if is_due(self.config.diagnostics_every, step) else None
         lr = self.schedule.rate(step)
         self.backend.set_learning_rate(lr)
         self.stopwatch.take()
-        with self.stopwatch("old"):
-            old, entropy = self._engine_precision(batch, everything)
         require_finite_sampler(batch, self.model.context.dtype)
-        mismatch = measure_mismatch(old, batch.sampler_logprobs, batch.response_mask)
-        if gate is not None:
-            gate(mismatch)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
-        reference = self._logprobs(self._reference, batch, everything)[0] if self._reference is not None else None
-        updates = [self._update(batch, old, reference, index) for index in trained]
+        old, reference = RowLogprobs(batch), None
+        with self.stopwatch("old"):
+            self._add_published(old, self._beforehand(batch, trained, gate is not None))
+        if gate is not None:
+            gate(old.mismatch())
+        if self._reference is not None:
+            reference = RowLogprobs(batch)
+            self._add_logprobs(reference, self._reference, torch.arange(len(batch.tokens)))
+        updates = [self._update(batch, old, reference, index, n == 0) for n, index in enumerate(trained)]
         taken = sum(update.taken for update in updates)
         last = updates[-1].metrics.update_log_ratio if updates else 0.0
         return LearnStats(
             **vars(replace(mean([update.metrics for update in updates]), update_log_ratio=last)),
-            mismatch=mismatch,
+            mismatch=old.mismatch(),
             lr=lr,
             grad_norm=sum(update.grad_norm for update in updates) / max(len(updates), 1),
-            entropy=entropy,
+            entropy=old.entropy,
             updates=taken,
             skipped=len(updates) - taken,
             loss_scale=self.loss_scale.scale,
@@ -187,27 +199,47 @@ class Learner:
             flipped_codes=self._diagnosis.flipped_codes if self._diagnosis else None,
         )
 
+    def _beforehand(self, batch: Batch, trained: list[torch.Tensor], all_of_them: bool) -> torch.Tensor:
+        """The rows whose old log-probs are computed before anything is updated, int64 [n]."""
+        wanted = torch.ones(len(batch.tokens), dtype=torch.bool)
+        if not all_of_them and trained and self.config.ratio_fix != "shadow_forward":
+            wanted[:] = needs_old(self.config) or self._diagnosis is not None
+            wanted[trained[0]] = False
+        return wanted.nonzero().flatten()
+
     def _update(
-        self, batch: Batch, old: torch.Tensor, reference: torch.Tensor | None, index: torch.Tensor
+        self,
+        batch: Batch,
+        old: RowLogprobs,
+        reference: RowLogprobs | None,
+        index: torch.Tensor,
+        first: bool,
     ) -> "_Update":
+        """first: no update was taken since the batch was sampled, so that what this one's forward gives is old."""
         self.model.context.gradients.scale = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response_mask[index].sum()))
-        shadow = self._engine_precision(batch, index)[0] if self.config.ratio_fix == "shadow_forward" else None
+        known = bool(old.known[index].all())
+        adds = first and not known
+        shadow = None
+        if self.config.ratio_fix == "shadow_forward":
+            shadow = RowLogprobs(batch)
+            self._add_published(shadow, index)
         metrics = LossMetrics()
         parts = list(self._share(batch, index))
         for number, part in enumerate(parts):
             micro = part.index
             rows = batch.rows(micro).to(self.model.device)
             with self.stopwatch("forward"):
-                current, _ = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=False)
-            old_, reference_, shadow_ = (_rows_like(current, micro, given) for given in (old, reference, shadow))
-            assert old_ is not None
-            current = current if shadow_ is None else shadowed(current, shadow_)
+                current, entropies = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=adds)
+            if adds and part.counts:
+                old.add(micro, current.detach(), entropies)
+            if shadow is not None:
+                current = shadowed(current, shadow.rows_like(current, micro))
             given = LossInput(
                 current=current,
-                old=old_,
+                old=current.detach() if adds else old.rows_like(current, micro) if known else None,
                 sampler=rows.sampler_logprobs,
-                reference=reference_,
+                reference=reference and reference.rows_like(current, micro),
                 response_mask=rows.response_mask,
                 advantages=rows.advantages,
             )
@@ -220,6 +252,8 @@ class Learner:
                 self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
             if part.counts:
                 metrics += replace(share.metrics, loss=float(loss.detach()), load_balance=balance)
+        if adds:
+            self._complete(old, self.model, index)
         norm, taken = self._apply()
         return _Update(metrics.total(self.processes), norm, taken)
 
@@ -285,8 +319,3 @@ class _Update:
     metrics: LossMetrics
     grad_norm: float
     taken: bool
-
-
-def _rows_like(current: torch.Tensor, rows: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `values`, fp32 [B, T-1], cut to the padding and moved to the device of `current`."""
-    return None if values is None else values[rows][:, : current.shape[1]].to(current.device)

@@ -57,9 +57,8 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
     wrong = int((~batch.sampler_logprobs.isfinite()).sum())
     if wrong:
         raise PrecisionError(
-            f"the engine's log-probs of {wrong} of {int(batch.response_mask.sum())} tokens are infinite or NaN, the "
-            f"learner's of the same tokens are not. {_remedy(dtype)}; no step was taken from them, the last "
-            "checkpoint is intact"
+            f"the engine's log-probs of {wrong} of {int(batch.response_mask.sum())} tokens are infinite or NaN. "
+            f"{_remedy(dtype)}; no step was taken from them, the last checkpoint is intact"
         )
 
 

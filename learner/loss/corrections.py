@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.schema.objectives import AnyCorrection, SequenceMisConfig, TokenMisConfig, TruncatedConfig
+from configs.schema.objectives import AnyCorrection, NoCorrection, TruncatedConfig
 from learner.objectives.ratios import sequence_log_ratio
 
 
@@ -35,9 +35,14 @@ class Correction:
 
 
 def correction(
-    old: torch.Tensor, sampler: torch.Tensor, response_mask: torch.Tensor, config: AnyCorrection
+    old: torch.Tensor | None, sampler: torch.Tensor, response_mask: torch.Tensor, config: AnyCorrection
 ) -> Correction:
-    """Weights of a batch. old, sampler: log-probs, fp32 [B, T-1], no gradient; response_mask: bool [B, T-1]."""
+    """Weights of a batch. old, sampler: log-probs, fp32 [B, T-1], no gradient; response_mask: bool [B, T-1]. old may be
+    None where the correction is `none`."""
+    if isinstance(config, NoCorrection):
+        ones = torch.ones_like(sampler[:, :1])
+        return Correction(ones, torch.zeros_like(ones, dtype=torch.bool))
+    assert old is not None, f"correction {config.name!r} is made of the old log-probs"
     log_w = (old - sampler) * response_mask
     if isinstance(config, TruncatedConfig):
         if config.name == "geometric":
@@ -45,13 +50,10 @@ def correction(
             return _truncated(weight, weight.clamp(1.0 / config.cap, config.cap))
         weight = (log_w if config.name == "token_tis" else log_w.sum(-1, keepdim=True)).exp()
         return _truncated(weight, weight.clamp_max(config.cap))
-    if isinstance(config, TokenMisConfig | SequenceMisConfig):
-        weight = (log_w if config.name == "token_mis" else log_w.sum(-1, keepdim=True)).exp()
-        kept = (weight >= config.floor) & (weight <= config.cap)
-        inside = weight if config.ratio_from == "learner" else torch.ones_like(weight)
-        return Correction(torch.where(kept, inside, 0.0), ~kept)
-    ones = torch.ones_like(log_w[:, :1])
-    return Correction(ones, torch.zeros_like(ones, dtype=torch.bool))
+    weight = (log_w if config.name == "token_mis" else log_w.sum(-1, keepdim=True)).exp()
+    kept = (weight >= config.floor) & (weight <= config.cap)
+    inside = weight if config.ratio_from == "learner" else torch.ones_like(weight)
+    return Correction(torch.where(kept, inside, 0.0), ~kept)
 
 
 def _truncated(weight: torch.Tensor, capped: torch.Tensor) -> Correction:

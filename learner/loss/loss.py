@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from configs.schema.learner import LearnerConfig
-from configs.schema.objectives import KlConfig, ratio_from
+from configs.schema.objectives import KlConfig, NoCorrection, ratio_from
 from learner.loss.aggregation import Totals, aggregate, over_tokens
 from learner.loss.corrections import correction
 from learner.loss.kl import kl_estimate
@@ -20,11 +20,11 @@ from learner.objectives.ratios import sequence_log_ratio
 @dataclass(frozen=True)
 class LossInput:
     """Log-probs of the same tokens, fp32 [B, T-1]: current (being stepped, with gradient), old (the learner before the
-    batch), sampler (the engine's), reference (the policy the run started with; None without a KL penalty).
-    response_mask: bool [B, T-1]. advantages: fp32 [B, T-1]."""
+    batch; None where `needs_old` says no and nobody asked), sampler (the engine's), reference (the policy the run
+    started with; None without a KL penalty). response_mask: bool [B, T-1]. advantages: fp32 [B, T-1]."""
 
     current: torch.Tensor
-    old: torch.Tensor
+    old: torch.Tensor | None
     sampler: torch.Tensor
     reference: torch.Tensor | None
     response_mask: torch.Tensor
@@ -39,6 +39,11 @@ class LossShare:
     metrics: LossMetrics
 
 
+def needs_old(config: LearnerConfig) -> bool:
+    """Whether the loss has the old log-probs in it: as the ratio's denominator, or in the correction's weight."""
+    return ratio_from(config.correction) != "sampler" or not isinstance(config.correction, NoCorrection)
+
+
 def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> LossShare:
     """The loss of one micro-batch. totals: of the mini-batch it is cut from."""
     response_mask = given.response_mask
@@ -46,6 +51,7 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     bypass = ratio_from(config.correction) == "sampler"
     objective, section = find_objective(config.objective), config.objective
     proximal = given.sampler if bypass else given.old
+    assert proximal is not None, "the old log-probs are this ratio's denominator (needs_old)"
     inputs = ObjectiveInput(
         current=given.current,
         proximal=proximal,
@@ -55,15 +61,18 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     )
     result = objective(inputs, section)
     loss = aggregate(result.loss, response_mask, config.aggregation, totals)
-    with torch.no_grad():
-        phantom = torch.zeros_like(result.clipped)
-        if bypass:  # log r = α + β here; with the learner's denominator β is gone
-            phantom = result.clipped & ~objective(replace(inputs, proximal=given.old), section).clipped
-        log_ratio = sequence_log_ratio(given.current, given.old, response_mask).abs().sum()
 
     def share(flags: torch.Tensor) -> float:
         return float(over_tokens(flags.float(), response_mask).sum()) / totals.sequences
 
+    phantom_clipped = update_log_ratio = None
+    if given.old is not None:
+        with torch.no_grad():
+            phantom = torch.zeros_like(result.clipped)
+            if bypass:  # log r = α + β here; with the learner's denominator β is gone
+                phantom = result.clipped & ~objective(replace(inputs, proximal=given.old), section).clipped
+            log_ratio = sequence_log_ratio(given.current, given.old, response_mask).abs().sum()
+        phantom_clipped, update_log_ratio = share(phantom), float(log_ratio) / totals.sequences
     kl = 0.0
     if isinstance(config.kl, KlConfig):
         assert given.reference is not None
@@ -73,9 +82,9 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     metrics = LossMetrics(
         loss=float(loss.detach()),
         clipped=share(result.clipped),
-        phantom_clipped=share(phantom),
+        phantom_clipped=phantom_clipped,
         corrected=share(weights.truncated),
-        update_log_ratio=float(log_ratio) / totals.sequences,
+        update_log_ratio=update_log_ratio,
         kl=kl,
     )
     return LossShare(loss, metrics)

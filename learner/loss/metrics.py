@@ -12,39 +12,46 @@ from learner.processes import Processes
 @dataclass(frozen=True, kw_only=True)
 class LossMetrics:
     """A micro-batch's share of its mini-batch's means: sums over the sequences at hand, over the mini-batch's count of
-    sequences. So shares add up, over micro-batches with `+`, over processes with `total`.
+    sequences. So shares add up, over micro-batches with `+`, over processes with `total`. None: not measured.
 
     loss: what is descended, KL penalty and load-balance loss included. Shares of tokens: clipped, whose ratio reached a
     bound; phantom_clipped, of those the ones that only the precision gap put there; corrected, whose correction weight
-    was capped or masked. update_log_ratio: mean |log π_cur/π_old| of the sequences. kl: to the reference, nats a token.
-    load_balance: the routers' auxiliary loss, 0 without.
+    was capped or masked. update_log_ratio: mean |log π_cur/π_old| of the sequences. (It and phantom_clipped are None
+    where old log-probs were not needed, `LossInput`.) kl: to the reference, nats a token. load_balance: the routers'
+    auxiliary loss, 0 without.
     """
 
     loss: float = 0.0
     clipped: float = 0.0
-    phantom_clipped: float = 0.0
+    phantom_clipped: float | None = 0.0
     corrected: float = 0.0
-    update_log_ratio: float = 0.0
+    update_log_ratio: float | None = 0.0
     kl: float = 0.0
     load_balance: float = 0.0
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
-        return _from_values([a + b for a, b in zip(_values(self), _values(other), strict=True)])
+        pairs = zip(_values(self), _values(other), strict=True)
+        return _from_values([None if a is None or b is None else a + b for a, b in pairs])
 
     def total(self, processes: Processes) -> "LossMetrics":
-        """The sum over processes, which all call this."""
-        return _from_values(processes.total(torch.tensor(_values(self), dtype=torch.float64)).tolist())
+        """The sum over processes, which all call this and have measured the same."""
+        values = _values(self)
+        sums = processes.total(torch.tensor([v or 0.0 for v in values], dtype=torch.float64)).tolist()
+        return _from_values([None if v is None else s for v, s in zip(values, sums, strict=True)])
 
 
 def mean(updates: Sequence[LossMetrics]) -> LossMetrics:
-    """Over a batch's updates; zeros where there were none."""
-    total = sum(updates, LossMetrics())
-    return _from_values([value / max(len(updates), 1) for value in _values(total)])
+    """Over those of a batch's updates that measured it; zeros where there were no updates."""
+    if not updates:
+        return LossMetrics()
+    columns = zip(*(_values(update) for update in updates), strict=True)
+    measured = [[value for value in column if value is not None] for column in columns]
+    return _from_values([sum(values) / len(values) if values else None for values in measured])
 
 
-def _values(metrics: LossMetrics) -> list[float]:
+def _values(metrics: LossMetrics) -> list[float | None]:
     return [getattr(metrics, f.name) for f in fields(LossMetrics)]
 
 
-def _from_values(values: Sequence[float]) -> LossMetrics:
-    return LossMetrics(**dict(zip((f.name for f in fields(LossMetrics)), values, strict=True)))
+def _from_values(values: Sequence[float | None]) -> LossMetrics:
+    return LossMetrics(**dict(zip((f.name for f in fields(LossMetrics)), values, strict=True)))  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def _trained(run: RunFolder, objective: str, seed: int) -> Trained:
     learned = [step for step in steps if "learn/loss" in step]
 
     def over(lines: list[dict[str, Any]], name: str) -> float:
-        return _mean([line[name] for line in lines])
+        return _mean([line[name] for line in lines if line[name] is not None])
 
     return Trained(
         objective=objective,
