@@ -16,7 +16,7 @@ def record(arguments: list[str], data: Any) -> dict[str, Any]:
     return {
         "command": shlex.join(["qarl", *_without_json(arguments)]),
         "commit": _commit(),
-        "environment": {**describe_environment(), "device": _device()},
+        "environment": {**describe_environment(), "device": device_name()},
         "data": data,
     }
 
@@ -41,7 +41,7 @@ def _commit() -> str | None:
         return None
 
 
-def _device() -> str:
+def device_name() -> str:
     """The GPU's name, else the CPU's, which decides what vLLM's kernels round."""
     import torch
 

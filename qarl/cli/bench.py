@@ -11,8 +11,8 @@ from configs.errors import ConfigError
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.report.tables import PlainTable
 
-_Measured = tuple[PlainTable, Any]
-"""What a benchmark returns: the table for a person, and the same JSON-ready."""
+_Measured = tuple[PlainTable, Any] | tuple[PlainTable, Any, int]
+"""What a benchmark returns: the table for a person, the same JSON-ready, and an exit status where it is not 0."""
 
 
 def add_bench(commands: Any) -> None:
@@ -21,7 +21,7 @@ def add_bench(commands: Any) -> None:
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
         _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
-        _add_learner,
+        _add_learner, _add_schemes,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -45,13 +45,13 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
         from qarl.cli.environment import quiet_libraries
 
         quiet_libraries(getattr(known, "compile", False))
-        table, data = measure(known, console, *overrides)
+        table, data, *status = measure(known, console, *overrides)
         table.show(console)
         if known.json:
             from qarl.bench.record import record
 
             write_json(known.json, record(known.arguments, data))
-        return 0
+        return status[0] if status else 0
 
     parser.set_defaults(run=run)
 
@@ -291,3 +291,64 @@ def _learner(known: argparse.Namespace, console: Console) -> _Measured:
     )  # fmt: skip
     rows = learner.measure(options, lambda line: console.print(line, highlight=False))
     return learner_table.table(rows, known.dtype), learner.as_data(rows)
+
+
+def _add_schemes(names: Any) -> None:
+    schemes = names.add_parser(
+        "schemes",
+        help="what is deployed per scheme, learner (unquantized, plain, aligned), objective and seed",
+        description=(
+            "Train every combination, deploy it, and compare held-out accuracy in a fresh engine, and training. "
+            "Each run is a process of its own and is kept: the same command goes on where it stopped. A run that fails "
+            "is shown, the rest goes on, and the exit status is 1. Every field of the configuration is an option by "
+            "its dotted name, as in qarl train."
+        ),
+        allow_abbrev=False,
+    )
+    schemes.add_argument("--schemes", default="w4a16,w8a8", help="comma-separated low-bit schemes (default w4a16,w8a8)")
+    schemes.add_argument(
+        "--learners", default="unquantized,plain,aligned", help="comma-separated (default all three): unquantized, in "
+        "bf16; plain, a 16-bit learner with a quantized sampler; aligned, QaRL",
+    )  # fmt: skip
+    schemes.add_argument(
+        "--objectives", default="tbpo,grpo", help="comma-separated, each NAME or NAME+CORRECTION (default tbpo,grpo)"
+    )
+    schemes.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
+    schemes.add_argument("--ptq", default="", help="comma-separated methods that quantize the unquantized "
+                         "runs, such as rtn,gptq (default none)")  # fmt: skip
+    schemes.add_argument("--avg", type=int, default=4, metavar="K", help="answers a problem for the sampled "
+                         "accuracy, avg@K (default 4; 0 leaves it out)")  # fmt: skip
+    schemes.add_argument("--temperature", type=float, default=0.6, help="of those answers (default 0.6, the paper's)")
+    schemes.add_argument("--workers", type=int, default=1, help="runs at a time, a CPU core or a GPU each (default 1)")
+    schemes.add_argument(
+        "--skip-unsupported", action="store_true", help="leave out schemes this machine cannot run, which are refused "
+        "otherwise",
+    )  # fmt: skip
+    schemes.add_argument(
+        "--runs", default="runs/bench-schemes", metavar="FOLDER", help="of the runs (default runs/bench-schemes)"
+    )
+    schemes.add_argument("--plot", metavar="NAME", help="draw the curves as NAME.svg and NAME.png")
+    _runs(schemes, _schemes, fields=True)
+
+
+def _schemes(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
+    from qarl.report.plots import plot_stem
+
+    picture = plot_stem("--plot", known.plot) if known.plot else None
+    for name, least in (("workers", 1), ("avg", 0)):
+        if getattr(known, name) < least:
+            raise ConfigError(f"--{name} {getattr(known, name)}: give {least} or more")
+    from qarl.bench.schemes.command import run
+    from qarl.bench.schemes.grid import Grid
+
+    grid = Grid(
+        runs=Path(known.runs), schemes=_names(known.schemes), learners=_names(known.learners),
+        objectives=_names(known.objectives), seeds=_seeds(known.seeds), methods=_names(known.ptq), samples=known.avg,
+        temperature=known.temperature, skip_unsupported=known.skip_unsupported, overrides=overrides,
+    )  # fmt: skip
+    return run(grid, known.workers, picture, console)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Of a comma-separated list, each once."""
+    return tuple(dict.fromkeys(name for name in text.split(",") if name))

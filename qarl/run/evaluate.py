@@ -28,14 +28,16 @@ def heldout_accuracy(
     max_new_tokens: int,
     seed: int = 0,
     processes: Processes | None = None,
+    samples: int = 1,
+    temperature: float = 0.0,
 ) -> float:
-    """Share of the first `problems` held-out problems (of `seed`) answered correctly, greedily, in [0, 1]; each of
-    `processes` asks its own engine a part of them."""
+    """Share of the first `problems` held-out problems (of `seed`) answered correctly, greedily, in [0, 1], or of
+    `samples` answers to each (avg@samples); each of `processes` asks its own engine a part of them."""
     together = processes or Processes()
     asked = together.share(task.problems("heldout", 0, problems, seed))
     prompts = [prompter.prompt(problem) for problem in asked]
-    answers = engine.generate(prompts, Sampling(samples=1, max_new_tokens=max_new_tokens, temperature=0.0))
-    right = [task.correct(problem, answer[0].text) for problem, answer in zip(asked, answers, strict=True)]
+    answers = engine.generate(prompts, Sampling(samples, max_new_tokens, temperature, seed))
+    right = [task.correct(problem, a.text) for problem, given in zip(asked, answers, strict=True) for a in given]
     right = together.concatenated(right)
     return sum(right) / len(right)
 
