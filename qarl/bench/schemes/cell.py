@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from configs.errors import QarlError
 from qarl.bench.runs import finished_run
 from qarl.bench.schemes.grid import LEARNERS, Cell, Grid, refuse_mixed, stamp
 from qarl.report.metrics import read_metrics
@@ -69,7 +70,7 @@ class Measured:
     accuracy: float
     sampled: float | None
     curves: dict[str, list[float | None]]
-    heldout: list[tuple[int, float]]
+    heldout: list[list[float]]
     seconds: dict[str, float]
 
 
@@ -121,7 +122,7 @@ def _of_steps(steps: list[dict[str, Any]], accuracy: float, sampled: float | Non
         accuracy=accuracy,
         sampled=sampled,
         curves={label: [step.get(metric) for step in steps] for label, metric in CURVES.items()},
-        heldout=[(step["step"], step["accuracy"]) for step in steps if "accuracy" in step],
+        heldout=[[step["step"], step["accuracy"]] for step in steps if "accuracy" in step],
         seconds=seconds,
     )
 
@@ -136,7 +137,10 @@ def _write(record: Path, tree: dict[str, Any]) -> None:
 def main(arguments: Iterable[str]) -> None:
     """The child's whole life."""
     (text,) = arguments
-    run(Job.from_argument(text), Console(force_terminal=False))
+    try:
+        run(Job.from_argument(text), Console(force_terminal=False))
+    except QarlError as error:  # in words, for the log's end is what the parent shows
+        sys.exit(f"{error.heading}: {error}")
 
 
 if __name__ == "__main__":

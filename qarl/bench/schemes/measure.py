@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -52,7 +53,7 @@ def measure(grid: Grid, workers: int, console: Console) -> tuple[dict[Cell, Meas
 
 
 class _Children:
-    """Runs cells in child processes."""
+    """Runs cells in child processes, `workers` at a time."""
 
     def __init__(self, grid: Grid, workers: int, console: Console):
         self._grid, self._workers, self._console = grid, workers, console
@@ -67,29 +68,38 @@ class _Children:
             try:
                 return [(cell, future.result()) for cell, future in zip(cells, futures, strict=True)]
             except KeyboardInterrupt:
-                self._stopped = True  # the terminal's Ctrl-C reached the children too
+                with self._lock:
+                    self._stopped = True
+                    for child in self._running:
+                        child.send_signal(signal.SIGINT)
                 pool.shutdown(cancel_futures=True)
                 raise
 
     def _one(self, cell: Cell) -> Measured | Failed:
-        if self._stopped:
-            return Failed(cell, "not begun", Path())
-        with self._lock:
-            place = self._places.pop()
         start, log = time.monotonic(), self._grid.runs / f"{cell.name}.log"
         command = [sys.executable, "-m", "qarl.bench.schemes.cell", Job(cell, self._grid).as_argument()]
         with log.open("wb") as output:
-            ended = subprocess.run(
-                command, env=_environment(place, self._workers), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, check=False,
-            )  # fmt: skip
+            with self._lock:
+                if self._stopped:
+                    return Failed(cell, "interrupted before it began", log)
+                place = self._places.pop()
+                # A session of its own: a terminal's Ctrl-C reaches the children once, through `run`.
+                child = subprocess.Popen(
+                    command, env=_environment(place, self._workers), stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+                self._running.add(child)
+            status = child.wait()
         with self._lock:
+            self._running.discard(child)
             self._places.append(place)
-        measured = _read(self._grid.record(cell)) if ended.returncode == 0 else None
+        measured = _read(self._grid.record(cell)) if status == 0 else None
         seconds = time.monotonic() - start
         if measured is None:
             words = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
-            self._console.print(f"{cell.name}: failed with exit status {ended.returncode} ({log})", highlight=False)
+            self._console.print(
+                f"{cell.name}: failed with exit status {status} ({log})", highlight=False, soft_wrap=True
+            )
             return Failed(cell, "\n".join(words), log)
         self._console.print(f"{cell.name}: {measured.accuracy:.1%} in {seconds:.0f} s", highlight=False)
         return measured

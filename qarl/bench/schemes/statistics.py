@@ -59,5 +59,6 @@ def band(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], l
 
 
 def smoothed(curve: Sequence[float], window: int) -> list[float]:
-    """Running means over the last `window` values (fewer at the start)."""
-    return [float(np.mean(curve[max(0, i + 1 - window) : i + 1])) for i in range(len(curve))]
+    """Running means over those of the last `window` values (fewer at the start) that are no NaN; NaN without any."""
+    parts = ([v for v in curve[max(0, i + 1 - window) : i + 1] if not math.isnan(v)] for i in range(len(curve)))
+    return [float(np.mean(part)) if part else math.nan for part in parts]

@@ -86,7 +86,7 @@ def plot(found: Found, grid: Grid, file: Path) -> list[Path]:
             ]
             drawn = [line for line in lines if line is not None]
             if drawn:
-                logarithmic = curve == "mean |Δ log p|"
+                logarithmic = curve == "mean |Δ log p|" and any(y > 0 for line in drawn for y in line.y)
                 panels.append(LinePanel(f"{scheme}: {curve}", "step", curve, drawn, logarithmic_y=logarithmic))
     panels += [_bars(found, scheme) for scheme in grid.schemes]
     return draw(panels, file)
