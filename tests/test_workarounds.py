@@ -50,6 +50,10 @@ UPSTREAM = {
         "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
         "and check_cpu_sgl_kernel(N, K, dtype)",
     ),
+    "fp8 one element at a time": (
+        "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
+        "requires native AMX-FP8 hardware (Diamond Rapids); falls back ",
+    ),
     "attention by AMX": (
         "vllm/v1/attention/backends/cpu_attn.py",
         "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",

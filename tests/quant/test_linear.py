@@ -102,6 +102,22 @@ def test_vllm_multiplies_w8a8_of_any_rows(rows: int, dtype: torch.dtype):
     assert error <= BOUND["vllm"] * torch.finfo(dtype).eps + summation_error(used, weight) / float(exact.norm())
 
 
+@no_cuda
+def test_fp8_products_in_fp32_are_those_of_e4m3():
+    """`rollout.vllm.cpu_fp8` against the product it stands in for: the same values, the sums in another order."""
+    from rollout.vllm.cpu_fp8 import decoded
+
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    torch.testing.assert_close(decoded(every), every.float(), rtol=0, atol=0, equal_nan=True)
+    x, weight = (heavy(rows, 64, seed=rows).to(torch.float8_e4m3fn) for rows in (3, 32))
+    one = torch.ones(1)
+    theirs = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    torch.testing.assert_close(
+        decoded(x) @ decoded(weight).t(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max())
+    )
+    assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (17, 200), (5, 1000)])
 @dtypes
