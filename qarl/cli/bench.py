@@ -346,7 +346,12 @@ def _schemes(known: argparse.Namespace, console: Console, overrides: dict[str, s
         objectives=_names(known.objectives), seeds=_seeds(known.seeds), methods=_names(known.ptq), samples=known.avg,
         temperature=known.temperature, skip_unsupported=known.skip_unsupported, overrides=overrides,
     )  # fmt: skip
-    return run(grid, known.workers, picture, console)
+    from qarl.cli.schemes import scheme_rows
+
+    rows = scheme_rows(overrides.get("model", "tiny-qwen3"), overrides.get("dtype", "bfloat16"))
+    reasons = {row.name: row.shape_reason or row.engine_reason or row.learner_reason for row in rows}
+    unsupported = {name: reason for name, reason in reasons.items() if reason}
+    return run(grid, unsupported, known.workers, picture, console)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -44,6 +44,18 @@ def test_paper_file_holds_the_papers_numbers():
     assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("muon", 1e-6, 0.01)
 
 
+def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path):
+    (tmp_path / "c.yaml").write_text("learner:\n  optimzer:\n    lr: 1.0e-4\n")
+    told = r"unknown key 'learner\.optimzer' in .*c\.yaml; did you mean 'learner\.optimizer\.lr'"
+    with pytest.raises(ConfigError, match=told):
+        load_config(tmp_path / "c.yaml", {})
+
+
+def test_a_group_of_one_completion_has_no_mean_to_beat():
+    with pytest.raises(ConfigError, match=r"rollout\.samples \(--samples\) 1 must be a whole number, at least 2"):
+        load_config(None, {"rollout.samples": "1"})
+
+
 def test_resolved_configuration_round_trips(tmp_path: Path):
     config = load_config(config_file("tiny-qwen3"), {"learner.optimizer.lr": "3e-4", "task.options.min_digits": "2"})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))

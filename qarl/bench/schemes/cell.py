@@ -144,7 +144,4 @@ def main(arguments: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    from qarl.cli.environment import quiet_libraries
-
-    quiet_libraries()
     main(sys.argv[1:])

@@ -8,18 +8,16 @@ from rich.console import Console
 from qarl.bench.schemes.grid import Grid, checked
 from qarl.bench.schemes.measure import measure
 from qarl.bench.schemes.table import as_data, plot, table
-from qarl.cli.schemes import scheme_rows
 from qarl.report.tables import PlainTable
 
 
-def run(grid: Grid, workers: int, picture: Path | None, console: Console) -> tuple[PlainTable, Any, int]:
+def run(
+    grid: Grid, unsupported: dict[str, str], workers: int, picture: Path | None, console: Console
+) -> tuple[PlainTable, Any, int]:
     """Check, measure and tell: the table, the figures JSON-ready, and the exit status: 1 where a cell failed.
 
-    picture: where to draw, without a suffix; None for no plots.
+    unsupported: scheme → why this machine cannot run it. picture: where to draw, without a suffix; None for no plots.
     """
-    rows = scheme_rows(grid.overrides.get("model", "tiny-qwen3"), grid.overrides.get("dtype", "bfloat16"))
-    unsupported = {row.name: row.shape_reason or row.engine_reason or row.learner_reason for row in rows}
-    unsupported = {name: reason for name, reason in unsupported.items() if reason}
     skipped = {name: reason for name, reason in unsupported.items() if name in grid.schemes}
     grid = checked(grid, unsupported)
     for name, reason in skipped.items():

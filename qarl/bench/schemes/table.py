@@ -107,7 +107,8 @@ def _line(variant: Variant, runs: Mapping[Cell, Measured], curve: str) -> Line |
         return None
     mean, low, high = band([smoothed(values, WINDOW) for values in curves])
     _, learner, objective = variant
-    return Line(f"{learner} {objective}", list(range(1, len(mean) + 1)), mean, low, high)
+    steps = list(range(1, len(mean) + 1))
+    return Line(label=f"{learner} {objective}", x=steps, y=mean, low=low, high=high)
 
 
 def _bars(found: Found, scheme: str) -> BarPanel:
