@@ -20,7 +20,7 @@ _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """fp32 [256], of every e4m3 code; looked up, for torch's own conversion takes ten times as long on CPUs."""
 
 
-class CPUFp32Fp8ScaledMMKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
+class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
     """vLLM's kernel with its product of e4m3 values, and nothing else of it, in fp32."""
 
     def get_output_padding(self) -> int | None:
@@ -57,7 +57,7 @@ def decoded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def register_fp8_kernel() -> None:
-    """Make vLLM multiply FP8 layers with `CPUFp32Fp8ScaledMMKernel` instead of the kernel it extends."""
-    register_linear_kernel(CPUFp32Fp8ScaledMMKernel, PlatformEnum.CPU, "fp8")
+    """Make vLLM multiply FP8 layers with `CPUFp32FP8ScaledMMLinearKernel` instead of the kernel it extends."""
+    register_linear_kernel(CPUFp32FP8ScaledMMLinearKernel, PlatformEnum.CPU, "fp8")
     disabled = filter(None, (os.environ.get("VLLM_DISABLED_KERNELS"), ChannelWiseTorchFP8ScaledMMLinearKernel.__name__))
     os.environ["VLLM_DISABLED_KERNELS"] = ",".join(disabled)

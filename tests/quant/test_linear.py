@@ -111,7 +111,8 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     torch.testing.assert_close(decoded(every), every.float(), rtol=0, atol=0, equal_nan=True)
     x, weight = (heavy(rows, 64, seed=rows).to(torch.float8_e4m3fn) for rows in (3, 32))
     one = torch.ones(1)
-    theirs = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    theirs = product(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     torch.testing.assert_close(
         decoded(x) @ decoded(weight).t(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max())
     )
