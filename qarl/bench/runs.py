@@ -71,7 +71,7 @@ def finished_run(config: RunConfig, console: Console) -> RunFolder:
     resume = folder is not None
     folder = folder or RunFolder.create(config)
     console.print(f"{'continuing' if resume else 'training'}: {folder.path}", soft_wrap=True)
-    with Dashboard(config, console) as dashboard:
+    with folder.locked(), Dashboard(config, console) as dashboard:
         outcome = train(config, folder, dashboard, Processes(), resume)
     if outcome.steps < config.steps:
         raise KeyboardInterrupt

@@ -12,6 +12,7 @@ from qarl.ptq.expected_checkpoint import read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
+from qarl.run.export_note import add_to_note, export_note
 from quant.digest import StreamDigest
 from quant.schemes import get_scheme
 from rollout.engine import Engine
@@ -53,6 +54,8 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
         written = quantize(source, method, output)
         with open_engine(output, source.config.rollout, source.config.dtype) as engine:
             moved = verify(source, engine)
+    note = export_note(run, source.config, source.step) | {"scheme": scheme, "ptq": method}
+    add_to_note(output, **note, digest=written.hexdigest())
     tokens = sum(map(len, source.calibration))
     return PtqExported(
         step=source.step,

@@ -284,6 +284,8 @@ def test_the_export_command(run: Path, tmp_path: Path):
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (run / "export", tmp_path / "cwd" / "out"))
     assert theirs.pop("quantization_config") == get_scheme("w4a16").quantization_config(["lm_head"])
     assert ours == theirs
+    note = json.loads((tmp_path / "cwd" / "out" / "qarl.json").read_text())
+    assert (note["scheme"], note["ptq"], note["step"], note["task"]) == ("w4a16", "gptq", 2, "chain_sum")
 
 
 @pytest.mark.slow
