@@ -279,7 +279,7 @@ class Learner:
         return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, optimizer and loss scale; of LoRA the adapters alone, and the SHA-256 of the base they are for. Of
+        """Masters, optimizer and loss scale; of LoRA the adapters alone, and the digest of the base they are for. Of
         several processes each has a part of the masters and of the optimizer, to be put together for
         `load_state_dict`."""
         return {**self.backend.state_dict(), "scale": self.loss_scale.state_dict(), "base": self.model.base_digest}
@@ -294,7 +294,7 @@ class Learner:
     def _require_base(self, saved: str | None) -> None:
         ours = self.model.base_digest
         if saved != ours:
-            told = [f"SHA-256 {digest[:16]}…" if digest else "no frozen base" for digest in (saved, ours)]
+            told = [f"digest {digest[:16]}…" if digest else "no frozen base" for digest in (saved, ours)]
             raise ConfigError(
                 f"the checkpoint's LoRA adapters are for a base with {told[0]}, this policy has {told[1]}; give the "
                 "model folder the run was started with, unchanged"

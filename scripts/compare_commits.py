@@ -4,7 +4,7 @@
     scripts/compare_commits.py OLD [NEW] [--cases w4a16,w8a8,bf16,moe] [--steps 4] [--without-amx] [--json FILE]
 
 NEW is HEAD unless given. Each commit is checked out into a scratch folder with an environment of its own (`make env`).
-Compared are all metrics of every step but the timings, among them the SHA-256 of each published weight version, and the
+Compared are all metrics of every step but the timings, among them the digest of each published weight version, and the
 SHA-256 of the exported weights. Metrics that one commit alone has are listed, not compared.
 
 --without-amx: both commits run as on a CPU without AMX, for two that choose differently among vLLM's AMX kernels.

@@ -1,6 +1,6 @@
 """One publish: the bytes the forward used go to the engine, and every claim about them is checked.
 
-(1) SHA-256 over the stream is the same on both ends; (2) nothing sent is unconsumed, nothing expected is missing;
+(1) the stream's digest is the same on both ends; (2) nothing sent is unconsumed, nothing expected is missing;
 (3) at the first publish and every `canary_every`-th, the engine's log-probs of fixed sequences are compared with
 the learner's. Any failure raises `PublishError`: the run stops rather than train on another policy's samples.
 """
@@ -29,7 +29,7 @@ class PublishError(QarlError):
 
 @dataclass(frozen=True)
 class Publish:
-    """One publish that was verified. digest: SHA-256 of the stream. canary: learner against engine on the fixed
+    """One publish that was verified. digest: of the stream. canary: learner against engine on the fixed
     sequences, None where this publish had none."""
 
     version: int
@@ -128,7 +128,7 @@ def _pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _apart(digests: Sequence[str]) -> str:
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), 0)
-    return f"SHA-256 {digests[0][:16]}… in process 0, {digests[other][:16]}… in process {other}"
+    return f"digest {digests[0][:16]}… in process 0, {digests[other][:16]}… in process {other}"
 
 
 def _some(names: Sequence[str]) -> str:

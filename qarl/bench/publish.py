@@ -148,8 +148,8 @@ def _rounds(model: LowBitModel, sink: list[torch.Tensor], repeats: int) -> tuple
         "materialize": made_bytes,
         "publish": sent_bytes,
         "materialize + publish": made_bytes + sent_bytes,
-        "publish, SHA-256 on both ends": sent_bytes,
-        "materialize + publish, SHA-256 on both ends": made_bytes + sent_bytes,
+        "publish, digest on both ends": sent_bytes,
+        "materialize + publish, digest on both ends": made_bytes + sent_bytes,
     }
     work = []
     for (name, moved), times in zip(named.items(), others, strict=True):

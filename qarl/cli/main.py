@@ -276,7 +276,7 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
     exported = export_run(Path(known.folder), Path(known.output))
     console.print(
         f"wrote step {exported.step} to {known.output}: {exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, "
-        f"SHA-256 {exported.digest[:16]}…; loaded in a fresh engine, mean |Δ log p| against the learner "
+        f"digest {exported.digest[:16]}…; loaded in a fresh engine, mean |Δ log p| against the learner "
         f"{exported.canary.mean_abs:.2e} nats",
         soft_wrap=True,
     )
@@ -292,7 +292,7 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
     data = f" on {exported.sequences} sequences ({exported.calibration_tokens} tokens)" if exported.sequences else ""
     console.print(
         f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote {known.output}: "
-        f"{exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, SHA-256 {exported.digest[:16]}…; loaded in a "
+        f"{exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, digest {exported.digest[:16]}…; loaded in a "
         f"fresh engine, mean |Δ log p| against the unquantized policy {exported.moved:.2e} nats",
         soft_wrap=True,
     )

@@ -23,7 +23,7 @@ from sync.checkpoint_folder import ExportError, write_checkpoint
 
 @dataclass(frozen=True)
 class PtqExported:
-    """step: of the checkpoint quantized. digest: SHA-256 of the stream written. sequences, calibration_tokens: sizes
+    """step: of the checkpoint quantized. digest: of the stream written. sequences, calibration_tokens: sizes
     of the calibration set, 0 without one. moved: mean |Δ log p| of the fixed sequences between the quantized and the
     unquantized engine, nats."""
 

@@ -15,7 +15,7 @@ from sync.publisher import Publisher
 
 @dataclass(frozen=True)
 class Exported:
-    """step: of the checkpoint exported. digest: SHA-256 of the stream written. canary: fresh engine against learner."""
+    """step: of the checkpoint exported. digest: of the stream written. canary: fresh engine against learner."""
 
     step: int
     digest: str

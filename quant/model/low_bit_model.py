@@ -226,6 +226,6 @@ class LowBitModel(nn.Module):
 
     @functools.cached_property
     def base_digest(self) -> str | None:
-        """SHA-256 of the frozen weights under adapters, which no checkpoint of the adapters holds; None where every
+        """The digest of the frozen weights under adapters, which no checkpoint of the adapters holds; None where every
         master is trained."""
         return parameters_digest(self.loaded) if self.adapted else None

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from configs.errors import PrecisionError
 from quant.checkpoint.families import ExpertLayout
-from quant.digest import StreamDigest
 from quant.layers.context import LayerContext
 from quant.layers.linear import LowBitLinear
 from quant.materialize import LowBitWeight, by_operators, materialize, materializer
@@ -21,7 +20,6 @@ from quant.materialize.experts import materialize_experts
 from quant.materialize.weight import empty
 from quant.runtime.thread_pool import in_threads
 from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
-from quant.types import LowBitTensor
 from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
@@ -285,32 +283,6 @@ def test_ranges_cover_the_work_once_in_order(monkeypatch: pytest.MonkeyPatch):
             ranges = in_threads(lambda start, stop: (start, stop), items, at_least=3)
             assert [i for start, stop in ranges for i in range(start, stop)] == list(range(items))
             assert len(ranges) == (1 if count == 1 else max(1, min(4 * count, items // 3)))
-
-
-def test_a_digest_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch):
-    """And changes with any byte, wherever its piece is hashed, and with name, shape, dtype and order."""
-    data = torch.randint(0, 256, (3 << 17,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)[:-5]
-
-    def digest(*items: tuple[str, torch.Tensor]) -> str:
-        found = StreamDigest()
-        for name, tensor in items:
-            found.update(LowBitTensor(name, tensor))
-        return found.hexdigest()
-
-    found = set()
-    for count in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        found.add(digest(("a", data), ("b", data[:7])))
-    assert len(found) == 1
-    for position in (0, 1 << 17, len(data) - 1):
-        changed = data.clone()
-        changed[position] ^= 1
-        found.add(digest(("a", changed), ("b", data[:7])))
-    found |= {
-        digest(("b", data[:7]), ("a", data)), digest(("a", data), ("c", data[:7])),
-        digest(("a", data.view(1, -1)), ("b", data[:7])), digest(("a", data.view(torch.int8)), ("b", data[:7])),
-    }  # fmt: skip
-    assert len(found) == 8
 
 
 def test_an_error_in_a_thread_is_raised():

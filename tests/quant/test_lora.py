@@ -272,11 +272,9 @@ def test_adapters_of_another_base_are_refused():
         other.model.masters["model.layers.0.mlp.up_proj.lora_B"].fill_(1.0)
     before = masters_of(other)
     for wrong in (state, make_learner().state_dict()):
-        with pytest.raises(
-            ConfigError, match=r"adapters are for a base with .*, this policy has SHA-256 [0-9a-f]{16}…"
-        ):
+        with pytest.raises(ConfigError, match=r"adapters are for a base with .*, this policy has digest [0-9a-f]{16}…"):
             other.load_state_dict(wrong)
-    with pytest.raises(ConfigError, match=r"base with SHA-256 [0-9a-f]{16}…, this policy has no frozen base"):
+    with pytest.raises(ConfigError, match=r"base with digest [0-9a-f]{16}…, this policy has no frozen base"):
         make_learner().load_state_dict(state)
     assert all_equal(masters_of(other), before)
 

@@ -60,5 +60,5 @@ def test_adapters_do_not_go_on_another_base(tmp_path: Path, random_policy):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     resumed = qarl("train", "--resume", run, "--steps", "2")
     assert resumed.returncode == 2
-    assert "the checkpoint's LoRA adapters are for a base with SHA-256" in resumed.stderr
+    assert "the checkpoint's LoRA adapters are for a base with digest" in resumed.stderr
     assert "give the model folder the run was started with, unchanged" in resumed.stderr

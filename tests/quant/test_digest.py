@@ -1,0 +1,126 @@
+"""The digest of a stream: what changes it, what does not, and one value that stays what it is.
+
+Blind spot: two streams with one digest, of which there is none to test with by chance.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quant import digest as module
+from quant.digest import StreamDigest
+from quant.types import LowBitTensor
+from tests.support.kernels import needs_cuda
+from tests.support.profiles import examples
+
+Named = tuple[str, torch.Tensor]
+PIECE = module._PIECE
+NAMES = st.text("abcdefghijklmnopqrstuvwxyz._0123456789", min_size=1, max_size=12)
+SIZES = st.lists(st.integers(1, 5000), min_size=2, max_size=5)
+
+
+def digest(*items: Named) -> str:
+    stream = StreamDigest()
+    for name, tensor in items:
+        stream.update(LowBitTensor(name, tensor))
+    return stream.hexdigest()
+
+
+def tensor(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 1,000 bytes: tensors of several, cheaply."""
+    monkeypatch.setattr(module, "_PIECE", 1000)
+
+
+def test_a_digest_is_the_same_on_every_machine_and_in_every_version():
+    """Checkpoints and exports keep it, so it has to stay. Sizes on all sides of the hash's own cases and of a piece."""
+    data = (torch.arange(2 * PIECE + 3) * 40503 >> 7 & 255).to(torch.uint8)
+    sizes = (0, 1, 16, 17, 128, 129, 240, 241, 1024, 1025, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3)
+    assert digest(*((f"layer.{size}", data[:size]) for size in sizes)) == "8bf4580193af6020e7b1cb10b769c4f0"
+
+
+@pytest.mark.usefixtures("small_pieces")
+@given(st.data(), SIZES)
+def test_any_flipped_bit_changes_it(data: st.DataObject, sizes: list[int]):
+    items = [(f"t{i}", tensor(size, i)) for i, size in enumerate(sizes)]
+    before = digest(*items)
+    changed = items[data.draw(st.integers(0, len(items) - 1))][1]
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest(*items) != before
+
+
+@pytest.mark.parametrize("size", [1, 9, 100, 200, 300])
+def test_every_bit_of_a_short_tensor_counts(size: int):
+    data = tensor(size)
+    digests = {digest(("t", data))}
+    for bit in range(8 * size):
+        changed = data.clone()
+        changed[bit // 8] ^= 1 << bit % 8
+        digests.add(digest(("t", changed)))
+    assert len(digests) == 8 * size + 1
+
+
+@pytest.mark.usefixtures("small_pieces")
+@given(st.data(), SIZES, NAMES)
+def test_names_order_dtype_shape_and_tensor_boundaries_count(data: st.DataObject, sizes: list[int], name: str):
+    """Same bytes in the same order throughout but for swaps: all else differs in what the header says, or in where one
+    tensor ends and the next begins."""
+    items = [(f"T{i}", tensor(size, i)) for i, size in enumerate(sizes)]
+    at = data.draw(st.integers(0, len(items) - 2))
+    (first, a), (second, b) = items[at : at + 2]
+    cut = data.draw(st.integers(1, len(a)))
+    bytes_of_both = torch.cat([a, b])
+    pairs: list[list[Named]] = [
+        [(second, b), (first, a)],  # order
+        [(second, a), (first, b)],  # the other's name
+        [(name, a), (second, b)],  # another name
+        [(first, a.view(torch.int8)), (second, b)],
+        [(first, a[None]), (second, b)],
+        [(first, bytes_of_both)],  # one tensor lost, its bytes kept
+        [(first, bytes_of_both[: len(a) - cut]), (second, bytes_of_both[len(a) - cut :])],
+        [(first, a)],  # one tensor lost
+        [(first, a), (first, a), (second, b)],  # and one sent twice
+    ]
+    digests = [digest(*items[:at], *pair, *items[at + 2 :]) for pair in ([items[at], items[at + 1]], *pairs)]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@given(st.integers(4000, 40_000), st.sampled_from([torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]))
+@settings(max_examples=examples(40))
+def test_it_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype: torch.dtype):
+    data = tensor(bytes_ // 8 * 8).view(dtype).view(2, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        digests = set()
+        for count in (1, 2, 3, 8):
+            patch.setattr(torch, "get_num_threads", lambda count=count: count)
+            digests |= {
+                digest(("a", layout)) for layout in (data, data.T.contiguous().T, data.repeat(1, 2)[:, : len(data[0])])
+            }
+    assert len(digests) == 1
+
+
+def test_pieces_of_a_large_tensor_are_shared_among_threads(monkeypatch: pytest.MonkeyPatch):
+    """With pieces as they are: a byte counts at every piece's ends, whichever thread hashes it."""
+    data = tensor(9 * PIECE - 5)
+    digests = set()
+    for count in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        digests.add(digest(("a", data)))
+    assert len(digests) == 1
+    for position in (0, PIECE - 1, PIECE, 4 * PIECE, len(data) - 1):
+        data[position] ^= 1
+        digests.add(digest(("a", data)))
+    assert len(digests) == 6
+
+
+@pytest.mark.gpu
+@needs_cuda("a digest of tensors on it")
+def test_it_does_not_depend_on_the_device():
+    data = tensor(2 * PIECE + 6).view(torch.bfloat16).view(2, -1)
+    assert digest(("a", data.cuda())) == digest(("a", data.cuda().T.contiguous().T)) == digest(("a", data))
