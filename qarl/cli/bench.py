@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import ConfigError
+from qarl.cli.bench_trl import add_trl, trl_settings
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.report.tables import PlainTable
 
@@ -254,12 +255,7 @@ def _add_learner(names: Any) -> None:
         "--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes first"
     )
     learner.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16); masters are float32")
-    learner.add_argument("--against", choices=("trl",), help="measure TRL's GRPOTrainer on the same tokens too")
-    learner.add_argument(
-        "--trl-settings", metavar="NAMES", help="comma-separated: default and no-checkpointing (both without this "
-        "option), fp32 (no-checkpointing in float32)",
-    )  # fmt: skip
-    learner.add_argument("--trl-python", metavar="PATH", help="default .venv-trl/bin/python, made by `make trl-env`")
+    add_trl(learner, "default,no-checkpointing")
     learner.add_argument("--updates", type=int, default=2, help="optimizer steps a batch (default 2)")
     learner.add_argument("--tokens", type=int, help="of the median completion (default: the model's)")
     learner.add_argument("--micro-batch-tokens", type=int, default=4096, help="padded tokens a forward (default 4096)")
@@ -278,14 +274,10 @@ def _learner(known: argparse.Namespace, console: Console) -> _Measured:
     from qarl.bench.learner import measure as learner
     from qarl.bench.learner import table as learner_table
 
-    for name in ("trl_settings", "trl_python"):
-        if not known.against and getattr(known, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} goes with --against trl")
-    settings = (known.trl_settings or "default,no-checkpointing").split(",")
+    settings, python = trl_settings(known)
     options = learner.Options(
         models=tuple(known.models.split(",")), schemes=tuple(s for s in known.schemes.split(",") if s),
-        dtype=known.dtype, trl=tuple(settings) if known.against else (),
-        trl_python=Path(known.trl_python or ".venv-trl/bin/python"), updates=known.updates, steps=known.steps,
+        dtype=known.dtype, trl=settings, trl_python=python, updates=known.updates, steps=known.steps,
         rounds=known.rounds, tokens=known.tokens, micro_batch_tokens=known.micro_batch_tokens, kernel=known.kernel,
         seed=known.seed, variants=tuple(variant for variant in learner.VARIANTS if getattr(known, variant)),
     )  # fmt: skip
