@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import ConfigError
+from qarl.cli.bench_train import add_train, train
 from qarl.cli.bench_trl import add_trl, trl_settings
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.report.tables import PlainTable
@@ -22,7 +23,7 @@ def add_bench(commands: Any) -> None:
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
         _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
-        _add_learner, _add_schemes,
+        _add_learner, _add_schemes, _add_train,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -349,3 +350,11 @@ def _schemes(known: argparse.Namespace, console: Console, overrides: dict[str, s
 def _names(text: str) -> tuple[str, ...]:
     """Of a comma-separated list, each once."""
     return tuple(dict.fromkeys(name for name in text.split(",") if name))
+
+
+def _add_train(names: Any) -> None:
+    _runs(add_train(names), _train, fields=True)
+
+
+def _train(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
+    return train(known, _names(known.schemes), _seeds(known.seeds), overrides, console)

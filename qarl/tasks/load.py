@@ -46,4 +46,9 @@ def load_task(name: str, options: dict[str, Any], reward: str | None = None) -> 
     if name.endswith(".jsonl") and options:
         raise TaskError(f"task {name!r} is a file and takes no options, got: {', '.join(options)}")
     task: Task = JsonlTask(name) if name.endswith(".jsonl") else ReasoningGymTask(name, options)
-    return task if reward is None else RewardedTask(task, cast(Reward, load_function(_REWARD, reward)))
+    return task if reward is None else RewardedTask(task, load_reward(reward))
+
+
+def load_reward(spec: str) -> Reward:
+    """The function that `spec` names, "file.py:function" or "package.module:function". Raises `TaskError`."""
+    return cast(Reward, load_function(_REWARD, spec))

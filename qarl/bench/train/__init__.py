@@ -1,0 +1,1 @@
+"""`qarl bench train`: a whole training against TRL's, by the time to each accuracy."""

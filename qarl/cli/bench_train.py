@@ -1,0 +1,64 @@
+"""`qarl bench train`: its options, and from them to its trainings."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from configs.errors import ConfigError
+from qarl.cli.bench_trl import add_trl, trl_settings
+from qarl.report.tables import PlainTable
+
+
+def add_train(names: Any) -> argparse.ArgumentParser:
+    """Add it to the benchmarks."""
+    parser = names.add_parser(
+        "train",
+        help="a whole training against TRL's: wall time, CPU time and completions to each held-out accuracy",
+        description=(
+            "Train from the same policy on the same problems, QaRL in each scheme and TRL's GRPOTrainer with its own "
+            "generation, each in a process of its own (docs/bench-train.md). Every field of the configuration is an "
+            "option by its dotted name, as in qarl train; TRL takes over model, task, rollout, steps and mini-batches."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--schemes", default="bf16,w4a16", help="comma-separated (default bf16,w4a16)")
+    parser.add_argument("--seeds", default="0", help="comma-separated (default 0)")
+    add_trl(parser, "default,fp32")
+    parser.add_argument("--trl-lr", type=float, metavar="RATE", help="learning rate of TRL's AdamW (default 2e-4)")
+    parser.add_argument("--every", type=int, default=5, help="steps between evaluations (default 5)")
+    parser.add_argument("--targets", default="50,60,70", help="held-out accuracies, percent (default 50,60,70)")
+    parser.add_argument("--plot", metavar="NAME", help="draw the curves of the first seed as NAME.svg and NAME.png")
+    return parser
+
+
+def train(
+    known: argparse.Namespace,
+    schemes: tuple[str, ...],
+    seeds: tuple[int, ...],
+    overrides: dict[str, str],
+    console: Console,
+) -> tuple[PlainTable, Any]:
+    """Train, draw the curves where asked for, and return the table and the same JSON-ready."""
+    settings, python = trl_settings(known, "trl_lr")
+    from qarl.bench.train import measure
+    from qarl.bench.train import table as shown
+    from qarl.report.plots import plot_stem
+
+    options = measure.TrainOptions(
+        schemes=schemes, seeds=seeds, trl=settings, trl_python=python,
+        trl_lr=2e-4 if known.trl_lr is None else known.trl_lr, every=known.every, targets=_targets(known.targets),
+        overrides=overrides,
+    )  # fmt: skip
+    picture = plot_stem("--plot", known.plot) if known.plot else None
+    trainings = measure.measure(options, lambda line: console.print(line, highlight=False))
+    if picture:
+        console.print(f"drew {', '.join(map(str, shown.plot(trainings, picture)))}", soft_wrap=True)
+    return shown.table(trainings, options.targets), measure.as_data(trainings, options)
+
+
+def _targets(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(target) / 100 for target in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--targets {text!r} must be percentages with commas between, such as 50,60,70") from None
