@@ -13,12 +13,16 @@ class Stopwatch:
 
     synchronize: wait for the CUDA device at both ends of a phase, so that seconds are its work's and not its launch's.
     Off by default, for waiting costs time of its own; a benchmark switches it on. It changes nothing on CPUs.
-    entered: told each phase's name as it begins.
+    entered: told each phase's name as it begins. clock: seconds, of the wall's; a benchmark on a busy machine takes
+    those of the process's threads (`time.process_time`).
     """
 
-    def __init__(self, entered: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, entered: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.synchronize = False
         self._entered = entered
+        self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -33,11 +37,11 @@ class Stopwatch:
             self._seconds[phase] += self._now() - start
 
     def take(self) -> dict[str, float]:
-        """Phase → wall seconds since the last call."""
+        """Phase → seconds since the last call."""
         found, self._seconds = dict(self._seconds), defaultdict(float)
         return found
 
     def _now(self) -> float:
         if self.synchronize and torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self._clock()

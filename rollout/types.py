@@ -45,13 +45,15 @@ class Group:
 class Sampling:
     """temperature 0 is greedy. max_new_tokens bounds each completion. seed: of the whole call; sample k of prompt
     j draws from a stream that depends on (seed, first_prompt + j, k) only. first_prompt: how many prompts of the same
-    seed other engines were given before these."""
+    seed other engines were given before these. ignore_end: sample on past the end token, to `max_new_tokens`, for
+    benchmarks."""
 
     samples: int
     max_new_tokens: int
     temperature: float = 1.0
     seed: int = 0
     first_prompt: int = 0
+    ignore_end: bool = False
 
 
 @dataclass(frozen=True)

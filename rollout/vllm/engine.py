@@ -2,8 +2,9 @@
 
 import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
@@ -48,25 +49,22 @@ class VllmEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`. Log-probs are of the raw logits (temperature 1), which is also what is sampled."""
-        from vllm import SamplingParams
-
         self._refuse_half_loaded()
-        inputs, params = [], []
-        for j, prompt in enumerate(prompts):
-            for k in range(sampling.samples):
-                inputs.append({"prompt_token_ids": list(prompt.token_ids)})
-                params.append(
-                    SamplingParams(
-                        temperature=sampling.temperature,
-                        max_tokens=sampling.max_new_tokens,
-                        logprobs=0,
-                        seed=_stream(sampling.seed, sampling.first_prompt + j, k) if sampling.temperature > 0 else None,
-                    )
-                )
-        outputs = self._call("generate", inputs, params, use_tqdm=False)
+        outputs = self._call("generate", *_requests(prompts, sampling), use_tqdm=False)
         completions = [self._completion(output.outputs[0]) for output in outputs]
         step = sampling.samples
         return [completions[i : i + step] for i in range(0, len(completions), step)]
+
+    def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
+        """See `Engine.sampled_by_step`."""
+        from vllm.inputs import tokens_input
+
+        self._refuse_half_loaded()
+        engine = self._llm.llm_engine
+        for number, (prompt, params) in enumerate(zip(*_requests(prompts, sampling), strict=True)):
+            engine.add_request(str(number), tokens_input(prompt["prompt_token_ids"]), params)
+        while engine.has_unfinished_requests():
+            yield len(engine.step())  # one output a sequence that got a token
 
     def _completion(self, output) -> Completion:
         logprobs = tuple(entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True))
@@ -128,6 +126,26 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}") from error
+
+
+def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[str, list[int]]], list[Any]]:
+    """vLLM's inputs and parameters, `sampling.samples` of each prompt one after the other."""
+    from vllm import SamplingParams
+
+    inputs, params = [], []
+    for j, prompt in enumerate(prompts):
+        for k in range(sampling.samples):
+            inputs.append({"prompt_token_ids": list(prompt.token_ids)})
+            params.append(
+                SamplingParams(
+                    temperature=sampling.temperature,
+                    max_tokens=sampling.max_new_tokens,
+                    logprobs=0,
+                    ignore_eos=sampling.ignore_end,
+                    seed=_stream(sampling.seed, sampling.first_prompt + j, k) if sampling.temperature > 0 else None,
+                )
+            )
+    return inputs, params
 
 
 def _stream(seed: int, prompt: int, sample: int) -> int:

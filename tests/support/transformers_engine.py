@@ -1,0 +1,77 @@
+"""A second kind of engine, in the process and small: transformers."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quant.digest import StreamDigest
+from quant.types import LayerReport, LowBitTensor
+from rollout.engine import LoadReport
+from rollout.types import Completion, Prompt, Sampling
+
+
+class TransformersEngine:
+    """See `Engine`: an unquantized model that transformers runs, a sequence at a time."""
+
+    running = 0
+
+    def __init__(self, checkpoint: Path, dtype: str):
+        self._dtype = getattr(torch, dtype)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=self._dtype)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+        self.weight_version = 0
+        TransformersEngine.running += 1
+
+    @torch.no_grad()
+    def _logp(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._model(torch.tensor([tokens])).logits[0].log_softmax(-1, dtype=torch.float32)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        return [
+            [self._sample(p, sampling, 1000 * sampling.seed + 100 * j + k) for k in range(sampling.samples)]
+            for j, p in enumerate(prompts, sampling.first_prompt)
+        ]
+
+    def _sample(self, prompt: Prompt, sampling: Sampling, seed: int) -> Completion:
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        tokens, logprobs = list(prompt.token_ids), []
+        while len(logprobs) < sampling.max_new_tokens:
+            logp = self._logp(tokens)[-1]
+            tokens.append(int(logp.exp().multinomial(1, generator=generator)))
+            logprobs.append(float(logp[tokens[-1]]))
+        new = tuple(tokens[len(prompt.token_ids) :])
+        return Completion(new, tuple(logprobs), self._tokenizer.decode(new), self.weight_version, "length")
+
+    def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
+        for completion in itertools.chain(*self.generate(prompts, sampling)):
+            yield from (1 for _ in completion.token_ids)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [self._logp(s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0].tolist() for s in map(list, sequences)]
+
+    def layers(self) -> list[LayerReport]:
+        linear = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
+        return [LayerReport(name, "bf16", None, str(self._dtype), "torch") for name in linear]
+
+    @torch.no_grad()
+    def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
+        digest, missing, unconsumed, consumed = StreamDigest(), set(dict(self._model.named_parameters())), [], 0
+        for item in stream:
+            digest.update(item)
+            if item.name in missing:
+                self._model.get_parameter(item.name).copy_(item.tensor)
+                missing.remove(item.name)
+                consumed += 1
+            else:
+                unconsumed.append(item.name)
+        self.weight_version = version
+        return LoadReport(digest.hexdigest(), consumed, tuple(unconsumed), tuple(sorted(missing)))
+
+    def close(self) -> None:
+        del self._model
+        TransformersEngine.running -= 1
