@@ -19,7 +19,7 @@ class EngineError(QarlError):
 class LoadReport:
     """What an engine did with a published stream.
 
-    digest: SHA-256 (hex) over what arrived. consumed: tensors taken. unconsumed: sent names no layer took.
+    digest: of what arrived (`quant.digest`). consumed: tensors taken. unconsumed: sent names no layer took.
     missing: names of engine layers that expected tensors and got none or not all.
     """
 

@@ -45,12 +45,98 @@ def mismatch(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def speed(data: dict[str, Any]) -> str:
+    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time goes, memory."""
+    options, machine = data["options"], data["machine"]
+    products = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in machine["products"].items())
+    of_step = (
+        f"{options['prompts'] * options['samples']} completions of {options['tokens']} tokens after "
+        f"{options['prompt_tokens']}, {options['updates']} updates, {options['optimizer']}"
+    )
+    parts = [
+        "Decoding: bf16's tokens a second, the others' as multiples of them; share of the roofline.\n",
+        _engine_table(data, "decode"),
+        "Prefill, the same.\n",
+        _engine_table(data, "prefill"),
+        f"A training step, {of_step}: medians, smallest to largest of the rounds.\n",
+        _step_table(data),
+        "Where the time goes, percent of bf16's whole step.\n",
+        _phase_table(data),
+        "Memory, MiB.\n",
+        _memory_table(data),
+        f"The machine copies {machine['copy_bandwidth'] / 1e9:.1f} GB/s and multiplies at {products} GFLOP/s "
+        f"({data['threads']} thread{'s' * (data['threads'] > 1)}; {options['clock']} clock).\n",
+    ]
+    return "\n".join(parts)
+
+
+def _engine_table(data: dict[str, Any], what: str) -> str:
+    batches = data["options"]["batches"]
+    rows = {(row["scheme"], row["context"], row["batch"]): row for row in data["engine"]}
+    lines = [line(("scheme", "context", *(f"batch {batch}" for batch in batches)))]
+    lines.append(f"|---|---:|{'---:|' * len(batches)}")
+    for scheme, context in dict.fromkeys(key[:2] for key in rows):
+        lines.append(line((scheme, str(context), *(_engine_cell(rows[scheme, context, b], what) for b in batches))))
+    return _text(lines)
+
+
+def _step_table(data: dict[str, Any]) -> str:
+    head = ("learner", "s", "× bf16's step", "sampling", "kept", "kept at 70 %", "over plain", "over plain at 70 %")
+    lines = [line(head), f"|---|{'---:|' * (len(head) - 1)}"]
+    for row in data["steps"]:
+        kept = [_share(row[key], "{:.0%}") for key in ("kept", "kept_at_share")]
+        over = [_share(row[key], "{:+.1%}") for key in ("over_plain", "over_plain_at_share")]
+        cells = (f"{row['seconds']['median']:.2f}", _spread(row["of_bf16"]), f"{row['sampling']:.0%}", *kept, *over)
+        lines.append(line((_learner(row), *cells)))
+    return _text(lines)
+
+
+def _phase_table(data: dict[str, Any]) -> str:
+    phases = list(data["steps"][0]["phases"])
+    whole = sum(data["steps"][0]["phases"].values())
+    lines = [line(("learner", *phases)), f"|---|{'---:|' * len(phases)}"]
+    for row in data["steps"]:
+        lines.append(line((_learner(row), *(f"{100 * row['phases'][phase] / whole:.1f}" for phase in phases))))
+    return _text(lines)
+
+
+def _memory_table(data: dict[str, Any]) -> str:
+    keys = ("masters", "optimizer", "codes", "engine", "peak")
+    lines = [line(("learner", *keys)), f"|---|{'---:|' * len(keys)}"]
+    for name, memory in data["memory"].items():
+        lines.append(line((name, *(f"{memory[key] / 2**20:,.0f}" for key in keys))))
+    return _text(lines)
+
+
+def _learner(row: dict[str, Any]) -> str:
+    return row["scheme"] if row["kind"] == "bf16" else f"{row['scheme']} {row['kind']}"
+
+
+def _engine_cell(row: dict[str, Any], what: str) -> str:
+    left = f"{row[f'{what}_of_roofline']['median']:.0%}"
+    if row["scheme"] == "bf16":
+        return f"{row[what]['median']:,.0f} ({left})"
+    return f"{row[f'{what}_over_bf16']['median']:.2f} ({left})"
+
+
+def _spread(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
+
+
+def _share(spread: dict[str, float] | None, written: str) -> str:
+    return "–" if spread is None else written.format(spread["median"])
+
+
+def _text(lines: list[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
 def line(cells: tuple[str, ...]) -> str:
     """A row in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
-TABLES: dict[str, Callable[[Any], str]] = {"mismatch": mismatch}
+TABLES: dict[str, Callable[[Any], str]] = {"mismatch": mismatch, "speed": speed}
 """Benchmark → what makes its table."""
 
 

@@ -1,7 +1,7 @@
 """`qarl bench NAME`: the benchmarks' options. Each measures, prints a table, and writes the same as JSON if asked."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from qarl.cli.bench_trl import add_trl, trl_settings
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.report.tables import PlainTable
 
-_Measured = tuple[PlainTable, Any] | tuple[PlainTable, Any, int]
-"""What a benchmark returns: the table for a person, the same JSON-ready, and an exit status where it is not 0."""
+_Shown = PlainTable | Sequence[PlainTable]
+_Measured = tuple[_Shown, Any] | tuple[_Shown, Any, int]
+"""What a benchmark returns: the table or tables for a person, the same JSON-ready, and an exit status where it is not
+0."""
 
 
 def add_bench(commands: Any) -> None:
@@ -23,7 +25,7 @@ def add_bench(commands: Any) -> None:
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
         _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
-        _add_learner, _add_schemes, _add_train,
+        _add_learner, _add_schemes, _add_train, _add_speed,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -47,8 +49,9 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
         from qarl.cli.environment import quiet_libraries
 
         quiet_libraries(getattr(known, "compile", False))
-        table, data, *status = measure(known, console, *overrides)
-        table.show(console)
+        shown, data, *status = measure(known, console, *overrides)
+        for table in [shown] if isinstance(shown, PlainTable) else shown:
+            table.show(console)
         if known.json:
             from qarl.bench.record import record
 
@@ -358,3 +361,19 @@ def _add_train(names: Any) -> None:
 
 def _train(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
     return train(known, _names(known.schemes), _seeds(known.seeds), overrides, console)
+
+
+def _add_speed(names: Any) -> None:
+    from qarl.cli import bench_speed
+
+    speed = names.add_parser(
+        "speed",
+        help="decoding, prefill and a whole training step per scheme, against bf16; or a step predicted for GPUs",
+        description=(
+            "Measure every scheme this machine runs: the engine's decoding and prefill, a whole training step with a "
+            "plain learner and with QaRL, memory, and how far all of it is from the machine's roofline. With --plan "
+            "nothing is run: a step on GPUs is predicted from a model's shapes and stated rates (docs/bench-speed.md)."
+        ),
+    )
+    bench_speed.add_options(speed)
+    _runs(speed, bench_speed.measure)

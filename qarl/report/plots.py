@@ -17,6 +17,9 @@ _PANEL_INCHES = (5.2, 3.4)
 _BARS_SHARE = 0.8
 """Of a group's width; the rest parts it from the next."""
 
+_LETTERS = 48
+"""Of groups' names, that a panel is wide enough for."""
+
 _STYLE: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -207,6 +210,7 @@ def _draw_bars(axes: Any, panel: BarPanel, looks: dict[str, _Look]) -> None:
         )  # fmt: skip
         if panel.stacked:
             base = [low + value for low, value in zip(base, bars.values, strict=True)]
-    axes.set_xticks(list(places), panel.groups)
-    if sum(map(len, panel.groups)) > 48:
-        axes.tick_params(axis="x", labelrotation=30)
+    letters = sum(map(len, panel.groups))
+    rotation = 0 if letters <= _LETTERS else 30 if letters <= 2 * _LETTERS else 90
+    alignment = "right" if rotation == 30 else "center"
+    axes.set_xticks(list(places), panel.groups, rotation=rotation, ha=alignment)

@@ -10,11 +10,11 @@ import torch
 
 from configs.errors import ConfigError
 from learner.batching import make_batch
-from qarl.bench.child import BenchError
 from qarl.bench.learner import measure as learner
 from qarl.bench.learner import table as learner_table
 from qarl.bench.learner.batch import MODELS, PAD, BenchModel, Sequences, digest, draw_sequences, write_model
 from qarl.bench.learner.job import Job, Steps
+from qarl.bench.learner.process import WorkerError
 from qarl.bench.learner.step_memory import StepMemory
 from qarl.bench.learner.trl_worker import arguments, rows_a_forward
 from qarl.bench.learner.worker import groups_of, learner_options, run
@@ -140,7 +140,7 @@ def test_an_option_of_trl_without_trl_is_refused(capsys: pytest.CaptureFixture):
 
 def test_a_failed_process_is_quoted(tmp_path: Path):
     job = Job(str(tmp_path), str(tmp_path / "none.json"), "bf16", "bfloat16", 1, 64, 1, False)
-    with pytest.raises(BenchError, match=r"none\.json"):
+    with pytest.raises(WorkerError, match=r"none\.json"):
         learner._run("qarl", job, TRL, "")
 
 

@@ -5,9 +5,7 @@ processes of the same round. Each takes the same batch and proves by a digest th
 """
 
 import dataclasses
-import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +14,9 @@ from pathlib import Path
 import torch
 
 from configs.errors import ConfigError
-from qarl.bench.child import BenchError, last_lines, run_process
 from qarl.bench.learner.batch import MODELS, BenchModel, digest, draw_sequences, write_model
 from qarl.bench.learner.job import Job, Steps
+from qarl.bench.learner.process import WorkerError, require_trl, run_worker
 from qarl.bench.learner.trl_worker import SETTINGS
 from quant.kernels.supported import require_support
 from quant.runtime.compile import compiler_missing
@@ -107,11 +105,8 @@ def check(options: Options) -> None:
             )
     if options.trl and options.dtype != "bfloat16":
         raise ConfigError(f"--against trl is measured in bfloat16, not in --dtype {options.dtype}")
-    if options.trl and not os.access(options.trl_python, os.X_OK):
-        raise ConfigError(
-            f"no interpreter {str(options.trl_python)!r} for TRL; make its environment with `make trl-env`, or name "
-            "another one with --trl-python"
-        )
+    if options.trl:
+        require_trl(options.trl_python)
     missing = compiler_missing("cuda" if torch.cuda.is_available() else "cpu")
     if "compile" in options.variants and missing:
         raise ConfigError(f"--compile: {missing}; mend that, or leave it out")
@@ -177,18 +172,14 @@ def _job(folder: Path, setting: str, memory: bool, options: Options) -> Job:
 
 
 def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
-    """One process; TRL's has an environment of its own. wanted: the digest of the tokens it has to train on."""
-    python, module = (sys.executable, "worker") if trainer == "qarl" else (str(trl_python), "trl_worker")
-    environment = {"TRL_EXPERIMENTAL_SILENCE": "1"}
-    if job.memory:  # glibc's heap would count what it keeps of freed memory
-        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    command = [python, "-m", f"qarl.bench.learner.{module}", job.as_argument()]
-    output = run_process(command, f"{trainer} {job.setting}", environment)
-    steps = Steps.find(output)
-    if steps is None:
-        raise BenchError(f"{trainer} {job.setting} answered nothing:\n{last_lines('', output)}")
+    """One process. wanted: the digest of the tokens it has to train on."""
+    python, module = (None, "worker") if trainer == "qarl" else (trl_python, "trl_worker")
+    what = f"{trainer} {job.setting}"
+    # glibc's heap would count what it keeps of freed memory
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"} if job.memory else {}
+    steps = run_worker(f"qarl.bench.learner.{module}", job.as_argument(), Steps.find, what, python, environment)
     if steps.digest != wanted:
-        raise BenchError(f"{trainer} {job.setting} did not train on the batch's own tokens")
+        raise WorkerError(f"{what} did not train on the batch's own tokens")
     return steps
 
 

@@ -1,0 +1,56 @@
+"""Trainers that a benchmark measures, each in a process of its own: QaRL's here, TRL's in TRL's environment."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import qarl
+from configs.errors import ConfigError, QarlError
+
+T = TypeVar("T")
+
+TRL_PYTHON = Path(".venv-trl/bin/python")
+"""Where `make trl-env` puts it."""
+
+
+class WorkerError(QarlError):
+    """A trainer's process failed, or trained on something else."""
+
+    heading = "bench"
+
+
+def require_trl(python: Path) -> None:
+    """Raise `ConfigError` where there is no interpreter for TRL."""
+    if not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"no interpreter {str(python)!r} for TRL; make its environment with `make trl-env`, or name another one "
+            "with --trl-python"
+        )
+
+
+def run_worker(
+    module: str,
+    argument: str,
+    find: Callable[[str], T | None],
+    what: str,
+    python: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> T:
+    """What `find` sees in the output of `python -m module argument`. python: this one unless another environment's;
+    that finds this package, and nothing else of ours, by PYTHONPATH. environment: variables besides.
+
+    Raises `WorkerError`, naming `what` ran, with the end of what it printed.
+    """
+    assert qarl.__file__ is not None
+    ours = {"PYTHONPATH": str(Path(qarl.__file__).parent.parent), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [str(python or sys.executable), "-m", module, argument]
+    variables = {**os.environ, **ours, **(environment or {})}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    found = find(ended.stdout)
+    if ended.returncode or found is None:
+        said = "\n".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-12:])
+        raise WorkerError(f"{what} ended with status {ended.returncode}:\n{said}")
+    return found

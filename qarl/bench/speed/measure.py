@@ -1,0 +1,184 @@
+"""`qarl bench speed`: every scheme's engine and training step against bf16's, on one model.
+
+Each scheme runs in a process of its own, one after the other, and rounds interleave them; ratios are between processes
+of one round.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.errors import ConfigError
+from qarl.bench.learner.batch import MODELS, write_model
+from qarl.bench.learner.process import run_worker
+from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, median_machine, step_rows
+from qarl.bench.speed.job import Answer, Job, Memory
+from qarl.bench.speed.roofline import Machine
+from qarl.bench.speed.shapes import Shapes, shapes_of
+from qarl.run.session import model_folder
+from quant.checkpoint.load import model_skeleton
+from quant.checkpoint.shapes import expert_modules, plan_layers
+from quant.kernels.supported import kept_support, require_support
+from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+
+_CACHE_BLOCK = 128
+"""Tokens; vLLM gives a sequence its key/value cache in blocks, on CPUs of this size."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """As `Job` has them, and: model: a name of `MODELS`, of an embedded policy, a folder or a hub id. schemes: none for
+    all that run here. rounds: of all processes."""
+
+    model: str
+    schemes: tuple[str, ...]
+    dtype: str
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    decode_tokens: int
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    tokens: int
+    updates: int
+    optimizer: str
+    steps: int
+    rounds: int
+    memory_share: float
+    kernel: str
+    seed: int
+    clock: str = "wall"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Everything. skipped: scheme → why this machine cannot run it. memory: "scheme kind" → it. rounds: scheme → what
+    its processes answered."""
+
+    model: str
+    parameters: int
+    options: Options
+    machine: Machine
+    skipped: dict[str, str]
+    engine: list[EngineRow]
+    steps: list[StepRow]
+    memory: dict[str, Memory]
+    rounds: dict[str, list[Answer]]
+
+
+def check(options: Options) -> None:
+    """Raise `ConfigError` for values that cannot be measured, before anything is looked at."""
+    if options.dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"unknown dtype {options.dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
+    if options.decode_tokens < 4:
+        raise ConfigError(f"--decode-tokens {options.decode_tokens} must be at least 4: their median is taken")
+    for name in ("prompts", "prompt_tokens", "tokens", "updates", "steps", "rounds"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    if options.samples < 2:
+        raise ConfigError(f"--samples {options.samples} must be at least 2: a group's rewards are compared")
+    if options.prompts % options.updates:
+        raise ConfigError(f"--updates {options.updates} does not divide the {options.prompts} prompts of --prompts")
+    if not 0 < options.memory_share < 1:
+        raise ConfigError(f"--memory-share {options.memory_share:g} must lie between 0 and 1")
+    if options.clock != "wall" and torch.cuda.is_available():
+        raise ConfigError(f"--clock {options.clock} counts this CPU's seconds, and a GPU works here; leave it out")
+    for name in options.schemes:
+        get_scheme(name)
+
+
+def measure(options: Options, say: Callable[[str], None]) -> Figures:
+    """All rounds. say: gets a line before each process, and one for each scheme that is left out.
+
+    Raises `ConfigError` and `SchemeError` for what cannot be measured, before anything is started; `WorkerError` where
+    a process fails.
+    """
+    check(options)
+    for name in options.schemes:  # before a model is looked for or made
+        require_support(get_scheme(name), COMPUTE_DTYPES[options.dtype], options.kernel, ask=kept_support)
+    with _folder(options) as folder:
+        skeleton = model_skeleton(folder)
+        shapes = shapes_of(skeleton.config.to_dict(), options.model)
+        schemes, skipped = runnable(skeleton, options)
+        for name, reason in skipped.items():
+            say(f"{name} is left out: {reason}")
+        rounds: dict[str, list[Answer]] = {name: [] for name in schemes}
+        for number in range(options.rounds):
+            for name in schemes:
+                say(f"round {number + 1} of {options.rounds}: {name}")
+                rounds[name].append(_answer(job(folder, name, number, options, shapes)))
+    memory = {f"{name} {kind}": m for name, answers in rounds.items() for kind, m in answers[0].memory.items()}
+    return Figures(
+        model=options.model,
+        parameters=shapes.parameters,
+        options=options,
+        machine=median_machine(rounds),
+        skipped=skipped,
+        engine=engine_rows(rounds, shapes, options.dtype, options.decode_tokens),
+        steps=step_rows(rounds),
+        memory=memory,
+        rounds=rounds,
+    )
+
+
+@contextmanager
+def _folder(options: Options) -> Iterator[Path]:
+    """The model's; one of `MODELS` is made for the time of the measurement."""
+    if options.model not in MODELS:
+        yield model_folder(options.model)
+        return
+    with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
+        write_model(MODELS[options.model], Path(folder), options.seed)
+        yield Path(folder)
+
+
+def runnable(skeleton: Any, options: Options) -> tuple[list[str], dict[str, str]]:
+    """The schemes to measure, bf16 first, and why each of the others is not. Raises `SchemeError` for one that was
+    named and cannot run, or cannot hold the model's layers."""
+    dtype, experts = COMPUTE_DTYPES[options.dtype], bool(expert_modules(skeleton))
+    names = [name for name in options.schemes or SCHEMES if name != "bf16"]
+    skipped = {}
+    for name in names:
+        try:
+            require_support(get_scheme(name), dtype, options.kernel, experts, kept_support)
+            plan_layers(skeleton, get_scheme(name))
+        except SchemeError as error:
+            if options.schemes:
+                raise
+            reasons = (kept_support(name, dtype, family, experts).reason for family in ("vllm", options.kernel))
+            skipped[name] = next(filter(None, reasons), str(error))
+    return ["bf16", *dict.fromkeys(name for name in names if name not in skipped)], skipped
+
+
+def job(folder: Path, scheme: str, number: int, options: Options, shapes: Shapes) -> Job:
+    """Of round `number`, counted from 0: memory is taken in the first, and the two learners of a scheme change places
+    from round to round."""
+    kinds = ("bf16",) if scheme == "bf16" else ("plain", "qarl") if number % 2 == 0 else ("qarl", "plain")
+    asked: dict[str, Any] = {
+        field.name: getattr(options, field.name) for field in dataclasses.fields(Job) if hasattr(options, field.name)
+    }
+    asked |= {"model": str(folder), "scheme": scheme, "kinds": kinds, "memory": number == 0}
+    return Job(**asked, cache_gib=_cache_gib(options, shapes))
+
+
+def _cache_gib(options: Options, shapes: Shapes) -> int:
+    """Enough for the largest cell and for the step, in whole GiB; a block a sequence to spare."""
+    cells = [(batch, context + options.decode_tokens) for batch in options.batches for context in options.contexts]
+    cells.append((options.prompts * options.samples, options.prompt_tokens + options.tokens))
+    tokens = max(sequences * _CACHE_BLOCK * (2 + length // _CACHE_BLOCK) for sequences, length in cells)
+    return -(-tokens * shapes.key_value_bytes(COMPUTE_DTYPES[options.dtype]) // 2**30)
+
+
+def _answer(asked: Job) -> Answer:
+    return run_worker("qarl.bench.speed.worker", asked.as_argument(), Answer.find, f"the process of {asked.scheme}")
+
+
+def as_data(figures: Figures) -> dict[str, Any]:
+    """JSON-ready, every cell and step of every round included."""
+    return dataclasses.asdict(figures) | {"threads": torch.get_num_threads()}

@@ -1,0 +1,130 @@
+"""The figures of `qarl bench speed`, and its prediction, for a person."""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from qarl.bench.speed.figures import KEPT_AT_LEAST, OVER_PLAIN_AT_MOST, SAMPLING_SHARE, EngineRow, Spread
+from qarl.bench.speed.job import PHASES
+from qarl.bench.speed.measure import Figures
+from qarl.bench.speed.plan import Plan
+from qarl.bench.speed.rates import in_words
+from qarl.bench.speed.roofline import Machine
+from qarl.report.tables import PlainTable
+
+
+def tables(figures: Figures) -> list[PlainTable]:
+    """Decoding, prefill, steps, memory."""
+    return [_engine(figures, "decode"), _engine(figures, "prefill"), _steps(figures), _memory(figures)]
+
+
+def _engine(figures: Figures, what: str) -> PlainTable:
+    """A row per scheme and context, a column per batch."""
+    batches = [f"batch {batch}" for batch in figures.options.batches]
+    title = f"{what}, tokens/s: over bf16's (smallest to largest of the rounds), share of the roofline"
+    caption = ""
+    if what == "decode":
+        caption = f"{figures.model}, {figures.parameters / 1e6:,.0f} million parameters; {in_figures(figures.machine)}"
+        caption += "".join(f"\n{name} left out: {reason}" for name, reason in figures.skipped.items())
+    shown = PlainTable("scheme", "context", *batches, figures=("context", *batches), title=title, caption=caption)
+    for scheme, context in dict.fromkeys((row.scheme, row.context) for row in figures.engine):
+        rows = [row for row in figures.engine if (row.scheme, row.context) == (scheme, context)]
+        shown.add_row(scheme, str(context), *(_engine_cell(row, what) for row in rows))
+    return shown
+
+
+def _engine_cell(row: EngineRow, what: str) -> str:
+    rate, over, left = (getattr(row, f"{what}{part}") for part in ("", "_over_bf16", "_of_roofline"))
+    ratio = "" if row.scheme == "bf16" else f" {_ratio(over)}"
+    return f"{rate.median:,.0f}{ratio} {left.median:.0%}"
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f} × ({spread.low:.2f}-{spread.high:.2f})"
+
+
+def in_figures(machine: Machine) -> str:
+    """What a machine was measured to do, in words."""
+    products = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in machine.products.items())
+    return f"this machine copies {machine.copy_bandwidth / 1e9:,.1f} GB/s and multiplies at {products} GFLOP/s"
+
+
+def _steps(figures: Figures) -> PlainTable:
+    share = f"{SAMPLING_SHARE:.0%}"
+    columns = (
+        "s/step", "of bf16", "split", "sampling", "engine's gain", "kept", f"kept at {share}", "over plain",
+        f"over plain at {share}",
+    )  # fmt: skip
+    caption = (
+        f"split: percent of the step in {', '.join(PHASES)}\nkept: the step's speed-up over what its sampling alone "
+        f"would give, target at least {KEPT_AT_LEAST:.0%}; over plain: target at most {OVER_PLAIN_AT_MOST:.0%}; at "
+        f"{share}: were sampling {share} of the bf16 step, and of the plain step"
+    )
+    shown = PlainTable("learner", *columns, figures=columns, title="training step", caption=caption)
+    for row in figures.steps:
+        whole = sum(row.phases.values())
+        split = "/".join(f"{100 * row.phases[phase] / whole:.0f}" for phase in PHASES)
+        shown.add_row(
+            row.scheme if row.kind == "bf16" else f"{row.scheme} {row.kind}", f"{row.seconds.median:.2f}",
+            _ratio(row.of_bf16), split, f"{row.sampling:.0%}", f"{row.sampling_speedup.median:.2f} ×",
+            _judged(row.kept, True), _judged(row.kept_at_share, True), _judged(row.over_plain, False),
+            _judged(row.over_plain_at_share, False),
+        )  # fmt: skip
+    return shown
+
+
+def _judged(spread: Spread | None, at_least: bool) -> Text:
+    """Red where a target is missed."""
+    if spread is None:
+        return Text("-")
+    reached = spread.median >= KEPT_AT_LEAST if at_least else spread.median <= OVER_PLAIN_AT_MOST
+    text = f"{spread.median:.0%}" if at_least else f"{spread.median:+.1%}"
+    return Text(text, style="" if reached else "red")
+
+
+def _memory(figures: Figures) -> PlainTable:
+    columns = ("masters", "optimizer", "codes", "engine", "cache", "peak")
+    caption = (
+        "engine: what its start added, keys and values included where they were touched; cache: what these may take; "
+        "peak: of a step, engine and learner, beyond the libraries"
+    )
+    shown = PlainTable("learner", *columns, figures=columns, title="memory, MiB", caption=caption)
+    for name, memory in figures.memory.items():
+        shown.add_row(name, *(f"{getattr(memory, column) / 2**20:,.0f}" for column in columns))
+    return shown
+
+
+def plan_tables(plan: Plan) -> list[PlainTable]:
+    """The predicted steps, and below them everything that was assumed."""
+    options, cluster = plan.options, plan.cluster
+    columns = ("s/step", "of bf16", "split", "decode tok/s a GPU", "kept", "over plain", "GiB a GPU")
+    title = (
+        f"PREDICTED, not run: {options.model} on {cluster.count} × {cluster.name}, {options.prompts} × "
+        f"{options.samples} completions of {options.tokens} tokens after {options.prompt_tokens}"
+    )
+    shown = PlainTable("learner", *columns, figures=columns, title=title, caption="\n".join(_assumptions(plan)))
+    fits = cluster.gpu.memory
+    for row in plan.rows:
+        split = "/".join(f"{100 * row.phases[phase] / row.seconds:.0f}" for phase in PHASES)
+        shown.add_row(
+            row.scheme if row.kind == "bf16" else f"{row.scheme} {row.kind}", f"{row.seconds:,.1f}",
+            f"{row.of_bf16:.2f} ×", split, f"{row.decode:,.0f}", "-" if row.kept is None else f"{row.kept:.0%}",
+            "-" if row.over_plain is None else f"{row.over_plain:+.1%}",
+            Text(f"{row.memory / 2**30:,.0f}", style="" if row.memory < fits else "red"),
+        )  # fmt: skip
+    return [shown]
+
+
+def _assumptions(plan: Plan) -> Sequence[str]:
+    shapes, options, cluster = plan.shapes, plan.options, plan.cluster
+    return [
+        f"split: percent of the step in {', '.join(PHASES)}; {options.updates} updates a batch, {options.optimizer}",
+        f"model: {shapes.parameters / 1e9:.2f}e9 parameters, {(shapes.active + shapes.head) / 1e9:.2f}e9 a token",
+        f"rates: {cluster.source}; link {cluster.gpu.link / 1e9:,.0f} GB/s one way",
+        f"assumed: {', '.join(in_words(plan.assumed))}",
+        "assumed: all completions as long as given, cached prompts, even routing; no waiting, no overlap of phases; "
+        "GiB: engine's weights, codes, masters, gradients, moments; activations and "
+        f"{plan.rows[0].cache_a_token / 1024:,.0f} KiB a cached token come on top; "
+        f"red above the {cluster.gpu.memory / 2**30:,.0f} of this GPU",
+        *(f"{name} left out: {reason}" for name, reason in plan.skipped.items()),
+    ]

@@ -1,0 +1,131 @@
+"""`qarl bench speed`: its options, those of measuring and those of predicting."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from configs.errors import ConfigError
+from qarl.report.plots import plot_stem
+from qarl.report.tables import PlainTable
+
+_MEASURED = {
+    "model": "150m", "batches": "1,4,16,64", "contexts": None, "decode_tokens": 16, "steps": 2, "rounds": 3,
+    "memory_share": 0.3, "kernel": "auto", "seed": 0, "clock": "wall",
+}  # fmt: skip
+"""Options of measuring alone, by name, with their defaults; contexts depend on the machine."""
+
+_PLANNED = {"gpus": None, "rates": None}
+"""Options of predicting alone."""
+
+_STEP = {"prompts": 2, "samples": 4, "prompt_tokens": 64, "tokens": 128, "updates": 2, "optimizer": "adamw"}
+_PLANNED_STEP = {
+    "prompts": 128, "samples": 8, "prompt_tokens": 512, "tokens": 4096, "updates": 4, "optimizer": "muon",
+}  # fmt: skip
+"""The training step's, measured and predicted: the second is the paper's (configs/paper.yaml)."""
+
+
+def add_options(speed: argparse.ArgumentParser) -> None:
+    """All of them. Defaults are filled in by `measure`, which refuses what would be ignored."""
+    step = {name: f"default {_STEP[name]}, with --plan {_PLANNED_STEP[name]}" for name in _STEP}
+    speed.add_argument(
+        "--schemes", default="", help="comma-separated (default: all that run on this machine); bf16 comes first"
+    )
+    speed.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    speed.add_argument("--prompts", type=int, help=f"of a training step ({step['prompts']})")
+    speed.add_argument("--samples", type=int, help=f"completions a prompt ({step['samples']})")
+    speed.add_argument("--prompt-tokens", type=int, help=f"of each prompt ({step['prompt_tokens']})")
+    speed.add_argument("--tokens", type=int, help=f"of each completion ({step['tokens']})")
+    speed.add_argument("--updates", type=int, help=f"optimizer steps a batch ({step['updates']})")
+    speed.add_argument("--optimizer", choices=("adamw", "muon"), help=step["optimizer"])
+    speed.add_argument("--plot", metavar="NAME", help="draw the figures too, as NAME.svg and NAME.png")
+    measured = speed.add_argument_group("measuring on this machine")
+    measured.add_argument(
+        "--model", help="150m (default) or tiny, with random weights; an embedded name, a folder or a hub id"
+    )
+    measured.add_argument("--batches", help="sequences at once, comma-separated (default 1,4,16,64)")
+    measured.add_argument(
+        "--contexts", help="tokens before what is timed, comma-separated (default 64,256; on GPUs 512,4096)"
+    )
+    measured.add_argument("--decode-tokens", type=int, help="decoded a sequence and cell (default 16)")
+    measured.add_argument("--steps", type=int, help="timed training steps a process and learner (default 2)")
+    measured.add_argument("--rounds", type=int, help="of all processes; medians are shown (default 3)")
+    measured.add_argument("--memory-share", type=float, help="of a GPU's memory, for the engine (default 0.3)")
+    measured.add_argument("--kernel", help="the learner's kernel family: auto (default), vllm, torch, reference")
+    measured.add_argument("--seed", type=int, help="of weights and prompts (default 0)")
+    measured.add_argument(
+        "--clock", choices=("wall", "cpu"), help="seconds of the wall's (default), or on CPUs of the process's "
+        "threads, which other processes disturb less",
+    )  # fmt: skip
+    planned = speed.add_argument_group("predicting a step on GPUs, from shapes and rates: nothing is run there")
+    planned.add_argument(
+        "--plan", metavar="MODEL", help="predict for this model: a published size (qwen3-8b, qwen3-30b-a3b, …), an "
+        "embedded name, a folder or a hub id, of which config.json alone is read",
+    )  # fmt: skip
+    planned.add_argument("--gpus", help="count and kind: 8xH100; kinds are A100, L40S, H100, H200, B200")
+    planned.add_argument(
+        "--rates", metavar="FILE", help="rates from a record of this benchmark on one such GPU (default: stated "
+        "shares of data sheets' peaks, which are printed)",
+    )  # fmt: skip
+
+
+def measure(known: argparse.Namespace, console: Console) -> tuple[list[PlainTable], Any]:
+    """Measure, or predict with --plan. Raises `ConfigError` for options the other of the two would take."""
+    stem = plot_stem("--plot", known.plot) if known.plot else None
+    schemes = tuple(name for name in known.schemes.split(",") if name)
+    _refuse_other(known, _MEASURED if known.plan else _PLANNED)
+    defaults = {**(_PLANNED if known.plan else _MEASURED), **(_PLANNED_STEP if known.plan else _STEP)}
+    options: dict[str, Any] = {
+        name: default if getattr(known, name) is None else getattr(known, name) for name, default in defaults.items()
+    }
+    if known.plan:
+        return _plan(known.plan, schemes, known.dtype, options, stem)
+    import torch
+
+    from qarl.bench.speed import measure as speed
+    from qarl.bench.speed.plot import draw_figures
+    from qarl.bench.speed.table import tables
+
+    options["batches"] = _counts("--batches", options["batches"])
+    options["contexts"] = _counts("--contexts", options["contexts"] or _contexts(torch.cuda.is_available()))
+    figures = speed.measure(
+        speed.Options(schemes=schemes, dtype=known.dtype, **options), lambda line: console.print(line, highlight=False)
+    )
+    if stem:
+        draw_figures(figures, stem)
+    return tables(figures), speed.as_data(figures)
+
+
+def _plan(
+    model: str, schemes: tuple[str, ...], dtype: str, options: dict[str, Any], stem: Any
+) -> tuple[list[PlainTable], Any]:
+    from qarl.bench.speed import plan as planning
+    from qarl.bench.speed.plot import draw_plan
+    from qarl.bench.speed.table import plan_tables
+
+    if options["gpus"] is None:
+        raise ConfigError(f"--plan {model} needs --gpus, a count and a kind, such as 8xH100")
+    plan = planning.plan(planning.PlanOptions(model=model, schemes=schemes, dtype=dtype, **options))
+    if stem:
+        draw_plan(plan, stem)
+    return plan_tables(plan), planning.as_data(plan)
+
+
+def _refuse_other(known: argparse.Namespace, others: dict[str, Any]) -> None:
+    """Raise `ConfigError` for an option that the command, as it was given, would ignore."""
+    for name in others:
+        if getattr(known, name) is not None:
+            option, value = f"--{name.replace('_', '-')}", getattr(known, name)
+            why = f"goes with measuring, not with --plan {known.plan}" if known.plan else "goes with --plan MODEL"
+            raise ConfigError(f"{option} {value} {why}; leave it out")
+
+
+def _contexts(cuda: bool) -> str:
+    return "512,4096" if cuda else "64,256"
+
+
+def _counts(option: str, text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) for word in words) or len(set(words)) < len(words):
+        raise ConfigError(f"{option} {text!r} must be different positive numbers with commas between, such as 1,16")
+    return tuple(map(int, words))

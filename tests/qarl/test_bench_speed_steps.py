@@ -1,0 +1,317 @@
+"""`qarl bench speed`: its counts, ratios, refusals and predictions, against values computed by hand. Whether an engine
+is as fast as it is measured is left to the measurement; one small run of it all is marked slow."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import rollout.open
+from configs.errors import ConfigError
+from qarl.bench.learner.batch import MODELS, write_model
+from qarl.bench.speed import measure as speed
+from qarl.bench.speed import plan as planning
+from qarl.bench.speed.figures import Spread, engine_rows, kept, step_rows
+from qarl.bench.speed.job import PHASES, Answer, Cell, Memory
+from qarl.bench.speed.plot import draw_figures, draw_plan
+from qarl.bench.speed.rates import GPUS, Assumptions, parse_cluster, why_not_on
+from qarl.bench.speed.roofline import Machine, Work, decode_work, prefill_work, product_kind
+from qarl.bench.speed.shapes import NAMED, Shapes, shapes_of
+from qarl.bench.speed.table import plan_tables, tables
+from qarl.bench.speed.worker import run
+from qarl.cli.main import main
+from qarl.embedded.recipe import RECIPES, recipe_config
+from quant.checkpoint.load import empty_model
+from quant.checkpoint.shapes import plan_layers
+from quant.schemes import SchemeError, get_scheme
+from tests.support.transformers_engine import TransformersEngine
+
+BF16 = torch.bfloat16
+SMALL = Shapes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512, tied=True)
+EXPERTS = dataclasses.replace(SMALL, experts=4, experts_a_token=2, tied=False)
+ATTENTION = 128 * 128 + 2 * 64 * 128 + 128 * 128
+MLP = 3 * 256 * 128
+
+
+def test_parameters_and_bytes_are_those_of_the_model():
+    """Contract, dense and with experts: parameters are the matrices' of transformers' own model, and those quantized
+    are the ones the plan of a low-bit scheme quantizes."""
+    for name in ("tiny-qwen3", "tiny-qwen3-moe"):
+        config = recipe_config(RECIPES[name])
+        model = empty_model(config)
+        shapes = shapes_of(config.to_dict(), name)
+        assert shapes.parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        planned = plan_layers(model, get_scheme("w8a8")).schemes
+        count = sum(scheme.name == "w8a8" for scheme in planned.values())
+        assert count == shapes.layers * (4 + 3 * max(shapes.experts, 1))
+    assert SMALL.quantized == SMALL.active == 2 * (ATTENTION + MLP) and SMALL.head == 512 * 128
+    assert EXPERTS.quantized == 2 * (ATTENTION + 4 * MLP) and EXPERTS.active == 2 * (ATTENTION + 2 * MLP)
+    assert SMALL.checkpoint_bytes(get_scheme("bf16"), BF16) == 2 * (SMALL.quantized + 512 * 128)
+    assert {round(shapes.parameters / 1e9, 1) for shapes in NAMED.values()} == {
+        1.5, 7.6, 0.6, 1.7, 4.0, 8.2, 14.8, 32.8, 30.5, 235.1,
+    }  # fmt: skip
+
+
+def test_a_forward_s_least_work_by_hand():
+    """Decoding 3 sequences of 10 tokens in w8a8: a byte a weight and two a row's scale, the head in bf16, keys and
+    values of 11 tokens each; the head and attention in bf16, the rest in int8."""
+    scheme = get_scheme("w8a8")
+    rows = 2 * (128 + 64 + 64 + 128 + 256 + 256 + 128)
+    weights = SMALL.quantized + 2 * rows + 2 * 512 * 128
+    cached = 2 * 2 * 2 * 32 * 2
+    work = decode_work(SMALL, scheme, BF16, 3, 10)
+    assert work.bytes == weights + 3 * 11 * cached
+    assert work.operations == {"int8": 2 * 3 * SMALL.active, "bfloat16": 2 * 3 * 512 * 128 + 4 * 3 * 10 * 2 * 4 * 32}
+    read = prefill_work(SMALL, scheme, BF16, 3, 10)
+    assert read.bytes == weights + 30 * cached
+    assert read.operations["int8"] == 10 * work.operations["int8"]
+    assert read.operations["bfloat16"] == 2 * 3 * 512 * 128 + 4 * 3 * 55 * 2 * 4 * 32
+    machine = Machine(1e6, {"bfloat16": 1e9, "int8": 2e9})
+    assert Work(1e6, {"int8": 1e9, "float8": 1e8}).seconds(machine) == 1.0  # float8 was not measured: bfloat16's speed
+    assert Work(1e6, {"int8": 4e9, "bfloat16": 1e9}).seconds(machine) == 3.0
+    kinds = [product_kind(get_scheme(name), BF16) for name in ("bf16", "w4a16", "w8a8", "w4a8", "fp8", "nvfp4")]
+    assert kinds == ["bfloat16", "bfloat16", "int8", "int8", "float8", "float4"]
+
+
+def test_experts_that_get_no_token_are_not_read():
+    """Of 4 experts one token reads 2; many read all."""
+    one, many = (EXPERTS.bytes_read(get_scheme("bf16"), BF16, tokens) for tokens in (1, 1000))
+    shared = 2 * (2 * ATTENTION + 2 * 4 * 128 + 512 * 128)
+    assert one == pytest.approx(shared + 2 * 2 * 2 * MLP) and many == pytest.approx(shared + 2 * 2 * 4 * MLP)
+
+
+def step(sample: float, forward: float) -> dict[str, float]:
+    return dict.fromkeys(PHASES, 0.0) | {"sample": sample, "forward": forward, "backward": 1.0}
+
+
+def answer(decode: float, steps: dict[str, list[dict[str, float]]]) -> Answer:
+    machine = {"copy_bandwidth": 1e9, "products": {"bfloat16": 1e12}}
+    memory = {kind: Memory(2**20, 2**21, 2**19, 2**22, 0, 2**23) for kind in steps}
+    return Answer(machine, [Cell(10, 4, 2 * decode, decode)], steps, memory)
+
+
+ROUNDS = {
+    "bf16": [answer(1.0, {"bf16": [step(8, 1), step(9, 2)]}), answer(4.0, {"bf16": [step(16, 3)]})],
+    "w8a8": [
+        answer(0.5, {"plain": [step(5, 1)], "qarl": [step(4, 2), step(6, 1.5)]}),
+        answer(2.0, {"qarl": [step(8, 3)], "plain": [step(9, 3)]}),
+    ],
+}
+
+
+def test_ratios_are_of_one_round_and_a_step_is_its_quickest_phases():
+    """By hand. Round 1: bf16 takes 8 + 2 s, w8a8 samples in 4 s whichever learner there is and the rest takes 2 and
+    2.5 s: 0.6 and 0.65 of bf16, 4 + 2 over 4 + 2.5 of the gain kept. Round 2: 16 + 4 and 8 + 4 s: all is kept."""
+    rows = {(row.scheme, row.kind): row for row in step_rows(ROUNDS)}
+    qarl, plain = rows["w8a8", "qarl"], rows["w8a8", "plain"]
+    assert qarl.of_bf16 == Spread.of([0.65, 0.6]) and plain.of_bf16 == Spread.of([0.6, 0.6])
+    assert qarl.kept == Spread.of([6 / 6.5, 1.0]) and plain.kept == Spread.of([1.0, 1.0])
+    assert qarl.over_plain is not None and plain.over_plain is None
+    assert qarl.over_plain.high == pytest.approx(0.5 / 6) and qarl.over_plain.low == 0
+    # Sampling 70 % of bf16's step halves: 0.35 + 0.3 over 0.35 + 0.3 · 2.5/2; of the plain step 30 % grow by a quarter.
+    assert qarl.kept_at_share is not None and qarl.kept_at_share.low == pytest.approx(0.65 / 0.725)
+    assert qarl.over_plain_at_share is not None and qarl.over_plain_at_share.high == pytest.approx(0.3 * 0.25)
+    assert qarl.sampling_speedup == Spread.of([2.0, 2.0]) and rows["bf16", "bf16"].kept is None
+    assert kept(4, 2, 2) == 1.0 and kept(4, 6, 2) == 0.6
+
+
+def test_engine_rows_by_hand():
+    """4 sequences a step of 1 and 4 s are 4 and 1 tokens a second; w8a8 takes half as long in both rounds."""
+    rows = engine_rows(ROUNDS, SMALL, "bfloat16", decode_tokens=8)
+    bf16, low = rows
+    assert bf16.decode == Spread(2.5, 1.0, 4.0) and low.decode_over_bf16 == Spread(2.0, 2.0, 2.0)
+    assert bf16.prefill == Spread(12.5, 5.0, 20.0)
+    least = decode_work(SMALL, get_scheme("w8a8"), BF16, 4, 14).bytes / 1e9
+    assert low.decode_of_roofline.high == pytest.approx(least / 0.5)
+
+
+def options(**changes) -> speed.Options:
+    found = speed.Options(
+        model="tiny", schemes=(), dtype="bfloat16", batches=(1, 4), contexts=(10,), decode_tokens=8, prompts=2,
+        samples=4, prompt_tokens=16, tokens=16, updates=2, optimizer="adamw", steps=1, rounds=2,
+        memory_share=0.3, kernel="auto",
+        seed=0,
+    )  # fmt: skip
+    return dataclasses.replace(found, **changes)
+
+
+def shown(made: list) -> str:
+    console = Console(width=300)
+    with console.capture() as captured:
+        for table in made:
+            table.show(console)
+    return captured.get()
+
+
+def test_figures_become_tables_pictures_and_json(tmp_path: Path):
+    figures = speed.Figures(
+        model="tiny", parameters=10**6, options=options(batches=(4,)), machine=Machine(5e9, {"bfloat16": 1e11}),
+        skipped={"nvfp4": "no such GPU"}, engine=engine_rows(ROUNDS, SMALL, "bfloat16", 8), steps=step_rows(ROUNDS),
+        memory={"w8a8 qarl": ROUNDS["w8a8"][0].memory["qarl"]}, rounds=ROUNDS,
+    )  # fmt: skip
+    text = shown(tables(figures))
+    assert "nvfp4 left out: no such GPU" in text and "copies 5.0 GB/s and multiplies at bfloat16 100 GFLOP/s" in text
+    assert "2.00 × (2.00-2.00)" in text and "w8a8 qarl" in text and "+4.2%" in text
+    data = json.loads(json.dumps(speed.as_data(figures)))
+    assert data["steps"][2]["kept"]["median"] == pytest.approx((6 / 6.5 + 1) / 2) and data["rounds"]["bf16"]
+    assert [file.exists() for file in draw_figures(figures, tmp_path / "plot")] == [True, True]
+    assert Answer.find(f"noise\n{ROUNDS['bf16'][0].as_line()}\nnoise") == ROUNDS["bf16"][0]
+    assert Answer.find("noise") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"schemes": ("w3",)}, SchemeError, "w3"),
+        ({"dtype": "float64"}, ConfigError, "unknown dtype 'float64'"),
+        ({"rounds": 0}, ConfigError, "--rounds 0 must be at least 1"),
+        ({"samples": 1}, ConfigError, "--samples 1 must be at least 2"),
+        ({"updates": 3}, ConfigError, "--updates 3 does not divide the 2 prompts"),
+        ({"memory_share": 1.5}, ConfigError, "--memory-share 1.5 must lie between 0 and 1"),
+    ],
+)
+def test_unusable_values_are_refused_before_anything_is_started(changes: dict, error: type[Exception], message: str):
+    with pytest.raises(error) as found:
+        speed.measure(options(**changes), lambda line: pytest.fail(line))
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("--plan qwen3-8b", "--plan qwen3-8b needs --gpus"),
+        ("--plan qwen3-8b --gpus 8xH100 --rounds 2", "--rounds 2 goes with measuring, not with --plan qwen3-8b"),
+        ("--gpus 8xH100", "--gpus 8xH100 goes with --plan MODEL"),
+        ("--plan qwen3-8b --gpus H100", "--gpus 'H100': give a count and a kind, such as 8xH100; known are A100"),
+        ("--plan qwen9 --gpus 8xH100", "neither a folder, nor an embedded policy"),
+        ("--plan qwen3-8b --gpus 3xH100", "--prompts 128 cannot be dealt to 3 GPUs"),
+        ("--plan qwen3-8b --gpus 8xA100 --schemes fp8", "'fp8' cannot be planned on A100: it needs compute capability"),
+        ("--plan qwen3-8b --gpus 8xH100 --rates gone.json", "--rates gone.json: FileNotFoundError"),
+        ("--batches 1,,4", "--batches '1,,4' must be different positive numbers"),
+        ("--contexts 64,64", "--contexts '64,64' must be different"),
+        ("--plot gone/x.svg", "--plot gone/x.svg: 'gone' is no folder"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "speed", *command.split()]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_scheme_that_cannot_run_is_named_or_refused(monkeypatch: pytest.MonkeyPatch):
+    """Left out with its reason where all were asked for, refused where it was."""
+    model = empty_model(recipe_config(RECIPES["tiny-qwen3"]))
+    schemes, skipped = speed.runnable(model, options(kernel="reference"))
+    assert schemes[0] == "bf16" and "w4a16" in schemes and not {"nvfp4", "fp8-block"} & set(schemes)
+    assert "GPU" in skipped["nvfp4"] and skipped["fp8-block"]
+    with pytest.raises(SchemeError, match="'nvfp4' cannot run in the engine on this machine"):
+        speed.measure(options(schemes=("nvfp4",)), lambda line: pytest.fail(line))
+
+
+def test_jobs_of_a_round(tmp_path: Path):
+    """Memory is taken in the first round, and the learners change places; the cache holds the largest cell."""
+    first, second = (speed.job(tmp_path, "w8a8", n, options(), SMALL) for n in (0, 1))
+    assert first.kinds == ("plain", "qarl") and second.kinds == ("qarl", "plain")
+    assert (first.memory, second.memory) == (True, False) and first.cache_gib == 1
+    assert speed.job(tmp_path, "bf16", 0, options(), SMALL).kinds == ("bf16",)
+    large = speed.job(tmp_path, "bf16", 0, options(batches=(64,), contexts=(1000,)), NAMED["qwen3-8b"])
+    assert large.cache_gib == -(-64 * 1152 * 2 * 36 * 8 * 128 * 2 // 2**30)
+
+
+def test_a_process_measures_engine_steps_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All of a process, with an engine of the tests' own: a cell for each context and batch, every phase of two steps,
+    memory of each part. Blind spots: vLLM's steps, and low bits, which this engine does not multiply."""
+    write_model(dataclasses.replace(MODELS["tiny"], config={**MODELS["tiny"].config, "vocab_size": 64}), tmp_path, 0)
+    monkeypatch.setattr(
+        rollout.open, "_start", lambda folder, options, dtype, several: TransformersEngine(folder, dtype)
+    )
+    small = options(batches=(1,), contexts=(4, 6), decode_tokens=4, tokens=3, prompt_tokens=4, kernel="reference")
+    asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"), clock="cpu")
+    made = run(asked)
+    assert [(cell.context, cell.batch) for cell in made.cells] == [(4, 1), (6, 1)]
+    assert Answer.find(made.as_line()) == made and set(made.machine["products"]) >= {"bfloat16", "float32"}
+    for kind in ("plain", "qarl"):
+        (step,) = made.steps[kind]
+        assert tuple(step) == PHASES and min(step.values()) > 0
+        parameters = made.memory[kind].masters / 4
+        assert made.memory[kind].optimizer == pytest.approx(8 * parameters, rel=0.01)
+        assert made.memory[kind].codes == 2 * parameters and made.memory[kind].peak > 0
+
+
+def prediction(**changes) -> planning.Plan:
+    found = planning.PlanOptions(
+        model="qwen3-8b", gpus="8xH100", rates=None, schemes=("w8a8", "w4a16"), dtype="bfloat16", prompts=128,
+        samples=8, prompt_tokens=512, tokens=4096, updates=4, optimizer="adamw",
+    )  # fmt: skip
+    return planning.plan(dataclasses.replace(found, **changes))
+
+
+def test_a_prediction_by_hand():
+    """128 sequences a GPU: AdamW moves 28 bytes of each of its 8.19e9 / 8 masters four times; dW of w8a8 is in fp32,
+    which 67 TFLOP/s at half their peak compute; decoding bf16 is bound by memory."""
+    found = prediction()
+    rows = {(row.scheme, row.kind): row for row in found.rows}
+    shapes, bandwidth = NAMED["qwen3-8b"], 0.8 * 3.35e12
+    bf16, low = rows["bf16", "bf16"], rows["w8a8", "qarl"]
+    assert bf16.phases["optimizer"] == pytest.approx(4 * 28 * shapes.parameters / 8 / bandwidth)
+    weights = 2 * (shapes.quantized + shapes.head)
+    cache = 128 * (512 + 2048 + 1) * 2 * 36 * 8 * 128 * 2
+    read = prefill_work(shapes, get_scheme("bf16"), BF16, 16, 512).seconds(found.cluster.machine)
+    assert bf16.phases["sample"] == pytest.approx(read + 4096 * (weights + cache) / bandwidth)
+    product = 2 * shapes.active * 128 * (512 + 4096)
+    extra = product / (0.5 * 67e12) - product / (0.5 * 989e12)
+    assert low.phases["backward"] - bf16.phases["backward"] == pytest.approx(extra)
+    faster = product / (0.5 * 989e12) - product / (0.5 * 1979e12)
+    assert bf16.phases["forward"] - low.phases["forward"] == pytest.approx(faster)
+    assert low.memory == pytest.approx(2 * shapes.checkpoint_bytes(get_scheme("w8a8"), BF16) + 2 * shapes.parameters)
+    assert low.over_plain is not None and low.over_plain == pytest.approx(
+        low.seconds / rows["w8a8", "plain"].seconds - 1
+    )
+    assert prediction(updates=1).rows[0].phases["old"] == 0
+
+
+def test_a_prediction_says_what_it_assumes(tmp_path: Path):
+    found = prediction(schemes=(), model="qwen3-30b-a3b", optimizer="muon")
+    text = shown(plan_tables(found))
+    assert "PREDICTED, not run" in text and "w4a8 left out: vLLM has it for CPUs alone" in text
+    assert all(f"{field.name} " in text for field in dataclasses.fields(Assumptions)) and "data sheet" in text
+    assert planning.as_data(found)["measured"] is False and json.dumps(planning.as_data(found))
+    assert draw_plan(found, tmp_path / "plan")[0].exists()
+
+
+def test_measured_rates_replace_stated_ones(tmp_path: Path):
+    file = tmp_path / "rates.json"
+    machine = {"copy_bandwidth": 2e12, "products": {"bfloat16": 6e14}}
+    file.write_text(json.dumps({"data": {"machine": machine}, "environment": {"device": "a GPU"}}))
+    cluster = parse_cluster("2xh200", str(file), Assumptions())
+    assert (cluster.machine, cluster.count, cluster.name) == (Machine(**machine), 2, "H200")
+    assert cluster.source.startswith("measured on a GPU")
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="give a file that `qarl bench speed --json` wrote"):
+        parse_cluster("2xH200", str(file), Assumptions())
+
+
+def test_which_gpu_runs_what():
+    runs = {name: [s for s in ("fp8", "w4afp8", "nvfp4", "mxfp4a16") if not why_not_on(get_scheme(s), gpu)]
+            for name, gpu in GPUS.items()}  # fmt: skip
+    assert runs["a100"] == ["mxfp4a16"] and runs["h100"] == ["fp8", "w4afp8", "mxfp4a16"]
+    assert runs["b200"] == ["fp8", "nvfp4"]
+
+
+def test_odd_decoders_are_refused():
+    config = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+        "intermediate_size": 8,
+    }
+    assert shapes_of(config, "m").kv_heads == 2 and shapes_of(config, "m").head_dim == 4
+    with pytest.raises(ConfigError, match=r"config\.json has no vocab_size"):
+        shapes_of({**config, "vocab_size": None}, "m")
+    for odd in ({"kv_lora_rank": 4}, {"n_shared_experts": 1}, {"num_experts": 4, "mlp_only_layers": [0]}):
+        with pytest.raises(ConfigError, match="which is not counted here"):
+            shapes_of({**config, **odd}, "m")
+    assert shapes_of(MODELS["150m"].config, "150m").parameters == 149_442_816 - 25 * 768 - 12 * 2 * 64  # norms
