@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
 
 from quant.layers.gradients import Gradients
 
@@ -121,7 +122,11 @@ def _gate_gradients(
     up: torch.Tensor,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """By autograd through the activation, computed again."""
+    """By autograd through the activation, computed again; SiLU's derivative by the operator autograd would call."""
+    if isinstance(activation, nn.SiLU | SiLUActivation):
+        dup.copy_(dy * activation(gate))
+        dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+        return
     activated, back, *_ = torch.func.vjp(activation, gate)
     dup.copy_(dy * activated)
     dgate.copy_(back(dy * up)[0])

@@ -17,6 +17,7 @@ Axes: B sequences, T tokens, N tokens of all sequences, H heads, D head size, C 
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -129,15 +130,21 @@ def causal_attention(
 ) -> torch.Tensor:
     """q: [B, H, T, D], k, v: [B, H/g, T, D] in the compute dtype → [B, H, T, D], rounded once on CPUs.
 
-    lengths: see `EngineAttention`; every sequence is then multiplied alone.
+    lengths: see `EngineAttention`; every sequence is then multiplied alone, those of one length in a row in one call.
     """
     compute = torch.float32 if q.device.type == "cpu" else q.dtype
-    parts = [[t.to(compute)] if lengths is None else t.to(compute).split(list(lengths), dim=2) for t in (q, k, v)]
-    done = [
-        F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
-        for qkv in zip(*parts, strict=True)
-    ]
-    return (done[0] if len(done) == 1 else torch.cat(done, dim=2)).to(q.dtype)
+    qkv = [t.to(compute) for t in (q, k, v)]
+    if lengths is None:
+        return F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True).to(q.dtype)
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    parts = zip(*(t.split([length * count for length, count in runs], dim=2) for t in qkv), strict=True)
+    done = []
+    for (length, count), run in zip(runs, parts, strict=True):
+        # [1, H, count · length, D] → [count, H, length, D]: each sequence's own bits, in one call.
+        alone = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in run)
+        y = F.scaled_dot_product_attention(*alone, is_causal=True, scale=scale, enable_gqa=True)
+        done.append(y.transpose(0, 1).flatten(1, 2)[None])
+    return torch.cat(done, dim=2).to(q.dtype)
 
 
 def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
