@@ -43,7 +43,7 @@ def add_tasks(commands: Any) -> None:
     tasks = commands.add_parser(
         "tasks",
         help="the built-in tasks; with a name, its options and an example",
-        description="List the built-in tasks (reasoning-gym's), or show one's options, defaults and an example.",
+        description="List the built-in tasks, or show one's options, defaults and an example.",
         epilog='Questions of your own: qarl train --task FILE.jsonl, with {"question": …, "answer": …} on each line.',
     )
     tasks.add_argument("name", nargs="?", metavar="NAME", help="a task's name")
@@ -59,11 +59,12 @@ def _tasks(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 
 
 def _all(width: int) -> Iterator[str]:
-    """Names with a line each, by the family reasoning-gym files them under."""
+    """Names with a line each, by the family reasoning-gym files them under; ours are one."""
     datasets = reasoning_gym_datasets()
     families: dict[str, list[str]] = {}
     for name, (dataset, _) in datasets.items():
-        families.setdefault(dataset.__module__.split(".")[1], []).append(name)
+        package, family, *_ = dataset.__module__.split(".")
+        families.setdefault(family if package == "reasoning_gym" else package, []).append(name)
     column = 2 + max(map(len, datasets))
     for family, names in sorted(families.items()):
         yield f"{family}:"

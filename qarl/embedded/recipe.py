@@ -1,8 +1,10 @@
-"""The embedded policies: a very small Qwen3 and a very small Qwen3-MoE, built from recipes on first use and cached.
+"""The embedded policies: a very small Qwen3 and a very small Qwen3-MoE, for short answers and for long ones, built from
+recipes on first use and cached.
 
 They exist so that a whole RL run, real engine included, fits a laptop. They are real transformers model folders:
-Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm start on two-term `chain_sum`
-leaves it right about half the time, which gives RL something to reward and room to improve.
+Qwen3 architecture, byte-level BPE tokenizer, ChatML template. A supervised warm start on their task (two-term
+`chain_sum`, or the running totals of `running_total`) leaves them right part of the time, which gives RL something to
+reward and room to improve.
 
 The build is deterministic on one machine: fixed seeds and a single thread (which also keeps it fast where
 cores are shared). Other CPU models may sum in another order and give other bits, hence a slightly different
@@ -23,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -37,27 +38,16 @@ from transformers import (
 
 from configs.errors import ModelError
 from learner.optim.optimizer import MatrixView, matrices_of
-from qarl.tasks import Problem, load_task
+from qarl.embedded.tokenizer import EOS, PAD, token_id, token_ids, train_tokenizer
+from qarl.tasks import Problem, load_task, solution_of
 from quant.runtime.answers import cache_folder
 
 Progress = Callable[[str], None]
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
-PAD, START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TOKENIZER_PROBLEMS = {
-    "chain_sum": 2000,
-    "products": 200,
-    "gcd": 200,
-    "basic_arithmetic": 200,
-    "number_sorting": 100,
-}
-"""Task -> how many of its questions the tokenizer is trained on; the first is the one the policy learns."""
+OWN_PROBLEMS = 2000
+OTHER_PROBLEMS = {"products": 200, "gcd": 200, "basic_arithmetic": 200, "number_sorting": 100}
+"""How many questions of the policy's own task, and of other tasks, the tokenizer is trained on."""
 IGNORED = -100
 """Label of a position that is not trained on (cross_entropy's default)."""
 MODEL_FILES = (
@@ -76,7 +66,8 @@ class TinyRecipe:
 
     Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the feed-forward layers
     are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`.
-    `warm_start_steps=0` leaves the weights at random initialization.
+    task: what the warm start teaches, with its own options; `warm_start_steps=0` leaves the weights at random
+    initialization.
 
     Raises:
         ValueError: a decoder Linear whose inputs are no multiple of 128 (W4A16's group size) or whose
@@ -84,6 +75,7 @@ class TinyRecipe:
     """
 
     version: int = 1
+    task: str = "chain_sum"
     hidden_size: int = 128
     intermediate_size: int = 256
     num_hidden_layers: int = 2
@@ -113,7 +105,11 @@ class TinyRecipe:
             raise ValueError(f"k_proj would have {keys_width} outputs; it must be a multiple of 32")
 
 
-RECIPES = {"tiny-qwen3": TinyRecipe(), "tiny-qwen3-moe": TinyRecipe(num_experts=8)}
+RECIPES = {
+    "tiny-qwen3": TinyRecipe(),
+    "tiny-qwen3-moe": TinyRecipe(num_experts=8),
+    "tiny-qwen3-long": TinyRecipe(task="running_total", warm_start_steps=200, warm_start_batch=64),
+}
 
 
 def tiny_names() -> list[str]:
@@ -193,7 +189,7 @@ def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stde
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _deterministic(recipe.seed):
-        tokenizer = train_tokenizer(recipe)
+        tokenizer = recipe_tokenizer(recipe)
         model = initial_model(recipe, tokenizer)
         if recipe.warm_start_steps:
             warm_start(model, tokenizer, recipe, progress)
@@ -202,35 +198,9 @@ def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stde
     _write_manifest(directory, recipe)
 
 
-def train_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `recipe.vocab_size` tokens, trained on task questions and answers.
-
-    Any text can be encoded. Every digit is a token of its own; everything else may merge, across spaces too,
-    so that a question's fixed wording becomes one token and prompts stay short.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocab_size,
-        special_tokens=[PAD, START, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_tokenizer_texts(recipe.seed), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=PAD,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=recipe.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-    )
+def recipe_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
+    """The tokenizer of a recipe, trained on questions and answers of its task and of others."""
+    return train_tokenizer(_tokenizer_texts(recipe), recipe.vocab_size, recipe.max_position_embeddings)
 
 
 def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConfig:
@@ -243,7 +213,7 @@ def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConf
 
 def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> TinyModel:
     """A randomly initialized fp32 Qwen3 of the recipe's sizes, drawing from torch's global generator."""
-    end, pad = _token_id(tokenizer, EOS), _token_id(tokenizer, PAD)
+    end, pad = token_id(tokenizer, EOS), token_id(tokenizer, PAD)
     kind = Qwen3MoeForCausalLM if recipe.num_experts else Qwen3ForCausalLM
     model = kind(recipe_config(recipe, eos_token_id=end, pad_token_id=pad, dtype="float32"))
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
@@ -251,12 +221,12 @@ def initial_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Tin
 
 
 def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, progress: Progress) -> None:
-    """Supervised training in place, in fp32, on the answers (and end tokens) of fresh training problems.
+    """Supervised training in place, in fp32, on the solutions (and end tokens) of fresh training problems.
 
     Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task, embeddings
     and norms by AdamW; both at one learning rate, warmed up over 20 steps, decayed to 0 over the last 30 %.
     """
-    task = load_task("chain_sum", {})
+    task = load_task(recipe.task, {})
     problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
     ids, labels = encode_problems(tokenizer, problems)
     optimizers, experts = _optimizers(model, recipe)
@@ -282,26 +252,18 @@ def encode_problems(tokenizer: PreTrainedTokenizerFast, problems: list[Problem])
     """Chats as training rows.
 
     Returns:
-        Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the answer and its
+        Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the solution and its
         end token in place (unshifted), `IGNORED` elsewhere.
     """
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     prompts: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    prompt_ids = _token_ids(tokenizer, prompts)
-    answer_ids = _token_ids(tokenizer, [problem.answer + EOS for problem in problems])
+    prompt_ids = token_ids(tokenizer, prompts)
+    answer_ids = token_ids(tokenizer, [solution_of(problem) + EOS for problem in problems])
     rows = [torch.cat(pair) for pair in zip(prompt_ids, answer_ids, strict=True)]
-    ids = pad_sequence(rows, batch_first=True, padding_value=_token_id(tokenizer, PAD))
+    ids = pad_sequence(rows, batch_first=True, padding_value=token_id(tokenizer, PAD))
     ignored = [torch.full_like(prompt, IGNORED) for prompt in prompt_ids]
     rows = [torch.cat(pair) for pair in zip(ignored, answer_ids, strict=True)]
     return ids, pad_sequence(rows, batch_first=True, padding_value=IGNORED)
-
-
-def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    return tokenizer.get_vocab()[token]
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[torch.Tensor]:
-    return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -330,13 +292,13 @@ def _lr_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 20, (steps - step) / (0.3 * steps))
 
 
-def _tokenizer_texts(seed: int) -> Iterator[str]:
-    for name, count in TOKENIZER_PROBLEMS.items():
-        for problem in load_task(name, {}).problems("train", 0, count, seed):
+def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:
+    for name, count in {recipe.task: OWN_PROBLEMS, **OTHER_PROBLEMS}.items():
+        for problem in load_task(name, {}).problems("train", 0, count, recipe.seed):
             yield problem.question
-            yield problem.answer
+            yield solution_of(problem)
     for role in ("system", "user", "assistant"):
-        yield from [f"{role}\n"] * TOKENIZER_PROBLEMS["chain_sum"]
+        yield from [f"{role}\n"] * OWN_PROBLEMS
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from qarl.tasks.base import (
     exact_reward,
     is_heldout,
     short_reward,
+    solution_of,
 )
 from qarl.tasks.jsonl import JsonlTask
 from qarl.tasks.load import RewardedTask, load_task
@@ -30,4 +31,5 @@ __all__ = [
     "is_heldout",
     "load_task",
     "short_reward",
+    "solution_of",
 ]

@@ -40,7 +40,8 @@ class Problem:
         id: unique within the task, the same in every run.
         question: what the user turn of the prompt says, verbatim.
         answer: the reference answer, verbatim.
-        metadata: whatever the task's scorer needs besides the answer.
+        metadata: whatever the task's scorer needs besides the answer; a task of worked solutions keeps one under
+            "worked_solution".
     """
 
     id: str
@@ -95,6 +96,11 @@ def checked_score(task: Task, problem: Problem, text: str) -> float:
         wrong = f"returned {reward!r:.80} ({type(reward).__name__}); a reward must be {allowed}"
         raise RewardError(_complaint(task, problem, text, wrong))
     return float(reward)
+
+
+def solution_of(problem: Problem) -> str:
+    """A right completion, for supervised training: the worked solution where the task has them, else the answer."""
+    return problem.metadata.get("worked_solution", problem.answer)
 
 
 def exact_reward(problem: Problem, text: str) -> float:

@@ -85,11 +85,13 @@ class ReasoningGymTask:
 
 
 def reasoning_gym_datasets() -> dict[str, tuple[type, type]]:
-    """Every registered reasoning-gym dataset: name -> (dataset class, config class). Imports it (seconds)."""
+    """Every dataset reasoning-gym has, and ours: name -> (dataset class, config class). Imports it (seconds)."""
     with warnings.catch_warnings():
         # Its dependency cellpylib compares strings with `is`; compiling that warns once per installation.
         warnings.filterwarnings("ignore", category=SyntaxWarning, message='.*"is" with')
         from reasoning_gym.factory import DATASETS
+
+        import qarl.tasks.worked  # noqa: F401  (registers its datasets)
     return DATASETS
 
 
