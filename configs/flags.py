@@ -1,7 +1,8 @@
 """Short flags of the command line for the common fields; every field has its dotted name as well."""
 
 FLAGS = {
-    "model": "model", "scheme": "scheme", "layers": "layers", "dtype": "dtype", "task": "task.name", "steps": "steps",
+    "model": "model", "scheme": "scheme", "scale": "quantization.scale", "init": "quantization.init",
+    "layers": "layers", "dtype": "dtype", "task": "task.name", "steps": "steps",
     "seed": "seed", "output": "output", "lr": "learner.optimizer.lr", "optimizer": "learner.optimizer.name",
     "objective": "learner.objective.name", "aligned": "learner.aligned", "kernel": "learner.kernel",
     "master-dtype": "learner.master_dtype", "mini-batches": "learner.mini_batches", "prompts": "rollout.prompts",

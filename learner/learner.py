@@ -31,6 +31,7 @@ from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.processes import Processes
 from learner.row_logprobs import RowLogprobs
 from learner.stopwatch import Stopwatch
+from quant.model.kept_scales import load_scales_state, scales_state
 from quant.model.low_bit_model import LowBitModel
 
 
@@ -279,14 +280,21 @@ class Learner:
         return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, optimizer and loss scale; of LoRA the adapters alone, and the digest of the base they are for. Of
-        several processes each has a part of the masters and of the optimizer, to be put together for
+        """Masters, optimizer, loss scale and kept scales; of LoRA the adapters alone, and the digest of the base they
+        are for. Of several processes each has a part of the masters and of the optimizer, to be put together for
         `load_state_dict`."""
-        return {**self.backend.state_dict(), "scale": self.loss_scale.state_dict(), "base": self.model.base_digest}
+        return {
+            **self.backend.state_dict(),
+            "scale": self.loss_scale.state_dict(),
+            "base": self.model.base_digest,
+            "scales": scales_state(self.model),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict` and materialize it. Raises `ConfigError` for adapters of another base."""
+        """Take over a `state_dict` and materialize it. Raises `ConfigError` for adapters of another base, and for kept
+        scales of other weights."""
         self._require_base(state.get("base"))
+        load_scales_state(self.model, state.get("scales", {}))
         self.backend.load_state_dict(state)
         self.loss_scale.load_state_dict(state["scale"])
         self.model.refresh()

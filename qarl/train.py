@@ -4,6 +4,7 @@ from configs.schema.run import RunConfig
 from learner.batching import make_batch
 from learner.processes import Processes
 from learner.stopwatch import Stopwatch
+from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer
 from qarl.report.run_folder import RunFolder
@@ -28,6 +29,9 @@ def train(
         _, state = load_checkpoint(folder.checkpoints, processes, step_over=say)
         policy.learner.load_state_dict(state["learner"])
         at = Position(**state["position"])
+    elif config.quantization.init is not None:
+        with phase(f"calibrating codes by {config.quantization.init}"):
+            start_from_ptq(policy, config)
     with open_session(config, folder, policy) as session:
         trained = trained_part(policy, config)
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault
 from configs.schema.learner import LearnerConfig
+from configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
 
 _MOST_PROMPTS, _LONGEST = 10**6, 2**24
 """Prompts, sequences or problems at once, and tokens of a sequence: bounds that only slips of the hand exceed."""
@@ -189,6 +190,7 @@ class RunConfig(Section):
         description="of problems, sampling and mini-batches; another for an independent run",
     )
     output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")
+    quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
     learner: LearnerConfig = Field(default_factory=lambda: LearnerConfig())
@@ -217,6 +219,14 @@ class RunConfig(Section):
                 f"learner.optimizer.warmup_steps {warmup} is more than steps {self.steps}, so the learning rate would "
                 "never be reached; lower the first or raise the second"
             )
+        init = self.quantization.init
+        if init is not None:
+            if self.layers:
+                raise ValueError(
+                    f"quantization.init {init!r} with layers {', '.join(map(str, self.layers))}: llmcompressor "
+                    "quantizes a model in one scheme; leave one of them out"
+                )
+            refuse_calibrated_start(init, self.learner)
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         if self.learner.micro_batch_tokens < longest:
             raise ValueError(

@@ -16,7 +16,7 @@ from rich.console import Console
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
 from configs.schema.run import RunConfig
-from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
+from qarl.bench.runs import check_seeds, existing_run, finished_run, overrides_in, refuse_chosen
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.ptq.source import open_source
@@ -109,7 +109,7 @@ def as_data(deployed: list[Deployed]) -> list[dict[str, Any]]:
 def _config(options: PtqOptions, seed: int, scheme: str) -> RunConfig:
     """The configuration of one run, its place among the runs included."""
     file = default_config(options.overrides.get("model"))
-    config = load_config(file, {**options.overrides, "seed": str(seed), "scheme": scheme})
+    config = load_config(file, {**overrides_in(scheme, options.overrides), "seed": str(seed), "scheme": scheme})
     output = options.runs / f"{Path(config.model).name}-{scheme}-seed{seed}"
     return config.model_copy(update={"output": str(output), "export": True})
 

@@ -28,6 +28,11 @@ def refuse_chosen(overrides: Mapping[str, str], chosen: Sequence[str]) -> None:
             raise ConfigError(f"--{key} is chosen by the benchmark; its --help lists its own options")
 
 
+def overrides_in(scheme: str, overrides: Mapping[str, str]) -> dict[str, str]:
+    """The overrides of a run in that scheme: without `quantization.*` where it is unquantized, and would refuse it."""
+    return {k: v for k, v in overrides.items() if scheme != "bf16" or not k.startswith("quantization.")}
+
+
 def existing_run(config: RunConfig) -> RunFolder | None:
     """The run in `config.output`, finished or not; None where there is none.
 

@@ -18,7 +18,7 @@ from configs.schema.base import Choice, Section, alternatives
 from configs.schema.run import RunConfig
 
 GROUPS = {
-    "what is trained": ("model", "scheme", "layers", "dtype", "task", "reward"),
+    "what is trained": ("model", "scheme", "scale", "init", "layers", "dtype", "task", "reward"),
     "how long, and where it is written": ("steps", "seed", "eval-every", "checkpoint-every", "output"),
     "sampling": ("prompts", "samples", "max-new-tokens"),
     "learning": ("objective", "optimizer", "lr", "mini-batches", "master-dtype", "aligned", "kernel"),

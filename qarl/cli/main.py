@@ -23,6 +23,7 @@ from qarl.cli.parser import Parser, readable
 from qarl.cli.serve import add_serve
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import describe_version, installed
+from qarl.ptq.compressor import require_llmcompressor
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files, check_new_folder
 
@@ -124,6 +125,8 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     quiet_libraries(config.learner.compile)  # before a user's reward may import one of them
     with told_to(console), phase("checking input"):
         check_files(config, new=resumed is None)
+        if config.quantization.init is not None and resumed is None:
+            require_llmcompressor()
     with told_to(console), phase("importing torch, transformers and compressed-tensors"):
         from learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
         from qarl.cli.launch import check_count, launch

@@ -2,19 +2,21 @@
 
 import math
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.schema.run import RunConfig
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
-from qarl.ptq.expected_checkpoint import read_as
+from qarl.ptq.expected_checkpoint import Layout, read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import add_to_note, export_note
 from quant.digest import StreamDigest
 from quant.schemes import get_scheme
+from quant.types import LowBitTensor
 from rollout.engine import Engine
 from rollout.open import open_engine
 from sync.audit import audit, require_agreement
@@ -84,19 +86,26 @@ def quantize(source: Source, method: str, output: Path) -> StreamDigest:
     """Write `output`: the values llmcompressor computed, in the layout QaRL exports; the digest of what was written."""
     sequences = source.calibration if METHODS[method].calibrated else ()
     with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
-        compressed = Path(work) / "compressed"
-        compress(
-            Job(
-                model=str(source.folder),
-                scheme=source.scheme,
-                method=method,
-                ignored=source.layout.ignored,
-                calibration=sequences,
-                output=str(compressed),
-            ),
-            Path(work),
-        )
-        return write_checkpoint(read_as(source.layout, compressed), source.layout.config, source.folder, output)
+        tensors = quantized_tensors(source.folder, source.layout, source.scheme, method, sequences, Path(work))
+        return write_checkpoint(tensors, source.layout.config, source.folder, output)
+
+
+def quantized_tensors(
+    folder: Path, layout: Layout, scheme: str, method: str, sequences: tuple[tuple[int, ...], ...], work: Path
+) -> Iterator[LowBitTensor]:
+    """What llmcompressor makes of the unquantized checkpoint in `folder`, as `layout` has it. sequences: token ids to
+    calibrate on. work: folder for its output, which the tensors are read from."""
+    compressed = work / "compressed"
+    job = Job(
+        model=str(folder),
+        scheme=scheme,
+        method=method,
+        ignored=layout.ignored,
+        calibration=sequences,
+        output=str(compressed),
+    )
+    compress(job, work)
+    return read_as(layout, compressed)
 
 
 def verify(source: Source, engine: Engine) -> float:

@@ -31,8 +31,8 @@ _PACKAGES = (
 )
 
 FIXED_FIELDS = (
-    "model", "scheme", "layers", "dtype", "seed", "task.name", "task.options", "task.reward", "rollout.prompts",
-    "rollout.samples", "rollout.max_new_tokens", "rollout.dynamic_sampling", "learner.aligned",
+    "model", "scheme", "quantization", "layers", "dtype", "seed", "task.name", "task.options", "task.reward",
+    "rollout.prompts", "rollout.samples", "rollout.max_new_tokens", "rollout.dynamic_sampling", "learner.aligned",
     "learner.compile", "learner.compute_dtype", "learner.input_gradients", "learner.master_dtype",
     "learner.optimizer.name", "learner.optimizer.rounding", "learner.optimizer.rounding_seed", "learner.lora",
 )  # fmt: skip

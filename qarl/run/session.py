@@ -28,6 +28,7 @@ from quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
 from quant.kernels.supported import kept_support, require_support
 from quant.layers.context import LayerContext
 from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
+from quant.model.kept_scales import check_scale_rule, keep_scales
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from rollout.engine import Engine
@@ -55,6 +56,7 @@ def require_schemes(config: RunConfig) -> None:
     require_support(get_scheme(config.scheme), dtype, kernel, ask=kept_support)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
+    check_scale_rule(config.quantization.scale, plan)
     if isinstance(config.learner.lora, LoraConfig):
         adapted_weights(weight_shapes(skeleton), skeleton.config.model_type, config.learner.lora)
     experts = tuple(f"{name}." for name in expert_modules(skeleton))
@@ -69,6 +71,11 @@ def check_processes(config: RunConfig, count: int) -> None:
         raise ConfigError(
             f"rollout.prompts {config.rollout.prompts} cannot be dealt to {count} processes, which sample as many "
             f"each; take a multiple of {count}, or another number of processes"
+        )
+    if count > 1 and config.quantization.init is not None:
+        raise ConfigError(
+            f"quantization.init {config.quantization.init!r} is for one process, not {count}; leave --processes or the "
+            "calibrated start out"
         )
     check_backend(config.learner, count)
 
@@ -148,7 +155,10 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
         reading = partitioned_loading(learning)
         masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], together.device, reading)
         context = LayerContext(dtype, config.learner.kernel, config.learner.aligned, compute)
-        return LowBitModel(masters, scheme, context, config.learner.operators, config.layers)
+        model = LowBitModel(masters, scheme, context, config.learner.operators, config.layers)
+        if config.quantization.scale == "kept":
+            keep_scales(model)
+        return model
 
     model = initial_model()
     if isinstance(config.learner.lora, LoraConfig):

@@ -66,7 +66,8 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     def _materialize(self) -> LowBitExperts:
         gate_up, down = self.merged()
-        return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, self.low_bit)
+        scales = self._kept_scales()
+        return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, self.low_bit, scales)
 
     def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
         return self.context.factory.experts(self.layer, self.shape, low_bit)

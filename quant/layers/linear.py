@@ -72,7 +72,8 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         if self.bias is not None:
             self.low_bit_bias = self.bias.detach().to(self.context.dtype, copy=True)
         weight, fused = self.merged()[0], tuple(other.merged()[0] for other in self.fused)
-        return materialize(weight, self.scheme, self.context.dtype, self.layer, fused, self.low_bit)
+        (scale,) = self._kept_scales()
+        return materialize(weight, self.scheme, self.context.dtype, self.layer, fused, self.low_bit, scale)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
         return self.context.factory(self.layer, low_bit, self.low_bit_bias)

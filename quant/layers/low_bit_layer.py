@@ -11,6 +11,7 @@ from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
 from quant.materialize import LowBitWeight
 from quant.materialize.activations import LowBitActivation, quantize_activation
+from quant.materialize.code_changes import quantized_weights
 from quant.materialize.experts import LowBitExperts
 from quant.runtime.zero3 import gathered
 from quant.schemes import Scheme
@@ -23,7 +24,8 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     """A layer that multiplies one weight version of its masters.
 
     layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the model's. low_bit: codes
-    and scales of this version, None before the first `refresh`.
+    and scales of this version, None before the first `refresh`. keeps_scales: whether versions are made with
+    the scales of the one before (`quant.model.kept_scales`).
     """
 
     def __init__(self, layer: str, scheme: Scheme, context: LayerContext):
@@ -32,6 +34,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self.scheme = scheme
         self.context = context
         self.low_bit: Codes | None = None
+        self.keeps_scales = False
         self._kernel: Kernel | None = None
         self._plain: Kernel | None = None
 
@@ -48,6 +51,11 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     def _materialize(self) -> Codes:
         """Codes of the masters' present values, in `low_bit`'s buffers where it has some."""
         raise NotImplementedError
+
+    def _kept_scales(self) -> list[torch.Tensor | None]:
+        """The scales to materialize each master with; None where they are those of its extremes."""
+        kept = [weight.scale for weight in quantized_weights(self.low_bit)] if self.keeps_scales else []
+        return [*kept] or [None] * len(self.masters)
 
     def _prepare(self, low_bit: Codes) -> Kernel:
         """The engine's kernel over these codes."""

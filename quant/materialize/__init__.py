@@ -14,6 +14,7 @@ nor engine rounds again. One file a kind of code:
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
@@ -36,6 +37,7 @@ def materialize(
     layer: str = "weight",
     fused: tuple[torch.Tensor, ...] = (),
     out: LowBitWeight | None = None,
+    scale: torch.Tensor | None = None,
 ) -> LowBitWeight:
     """Quantize one master weight.
 
@@ -44,6 +46,8 @@ def materialize(
     (`quant.layers.linear.fuse_scales`); a scheme with a tensor-wide scale computes it over all of them.
     out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
     views and every stream that was made of them then hold the new weight.
+    scale: for integer codes, scales to use instead of those of the weight's extremes, [O, Q] in `dtype`, positive;
+    codes beyond their range are clamped (docs/scales.md).
     Raises `SchemeError` for a shape the scheme cannot hold and for fp4 from fp16 masters, `PrecisionError` for weights
     that are not finite or whose scale overflows `dtype`; `out` is not usable after that.
     """
@@ -54,12 +58,15 @@ def materialize(
         out.codes.copy_(weight)
         return out
     scheme.check_layer(layer, shape)
+    if scale is not None:
+        assert is_integer(scheme.weights), f"layer {layer!r}: scales of {scheme.name!r} cannot be given"
+        assert scale.dtype == dtype, f"layer {layer!r}: scales in {scale.dtype} are not those that {dtype} stores"
     way = materializer(scheme, weight.dtype, weight.device).way
     if way is Way.NUMBA:
         out = out or empty(scheme, shape, dtype)
-        quantize_on_cpu(weight, out, dtype, layer)
+        quantize_on_cpu(weight, out, dtype, layer, scale)
         return out
-    quantized = by_operators(weight, scheme, dtype, layer, fused, way is Way.COMPILED)
+    quantized = by_operators(weight, scheme, dtype, layer, fused, way is Way.COMPILED, scale)
     return quantized if out is None else out.overwrite(quantized)
 
 
@@ -70,25 +77,28 @@ def by_operators(
     layer: str,
     fused: tuple[torch.Tensor, ...] = (),
     compiles: bool = False,
+    scale: torch.Tensor | None = None,
 ) -> LowBitWeight:
     """`materialize` by torch's operators, through torch.compile where asked and where one pass makes all."""
     args, shape = scheme.weights, (weight.shape[0], weight.shape[1])
     assert args is not None
     if is_integer(args) or args.num_bits == 8:
         quantize: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+        how: tuple[Any, ...]
         if is_integer(args):
-            quantize, how = integer.quantize, (args.num_bits, scheme.group_size or shape[1], scheme.packs_integers)
+            columns = scheme.group_size or shape[1]
+            quantize, how = integer.quantize, (args.num_bits, columns, scheme.packs_integers, dtype, scale)
         else:
-            quantize, how = fp8.quantize, scheme.block or (1, shape[1])
+            quantize, how = fp8.quantize, (*(scheme.block or (1, shape[1])), dtype)
         quantize = compiled(quantize) if compiles else quantize
-        codes, scale, absmax = quantize(weight, *how, dtype)
-        check_scale(absmax, scale, layer)
-        return LowBitWeight(scheme, codes, scale, shape)
+        codes, stored, absmax = quantize(weight, *how)
+        check_scale(absmax, stored, layer)
+        return LowBitWeight(scheme, codes, stored, shape)
     fp4.check_master(weight, scheme.name, layer)
     fp4.check_range(weight, dtype, layer)
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:
         absmax = torch.stack([finite_absmax(w.detach().flatten(), layer) for w in (weight, *fused)]).amax()
-        codes, scale, global_scale = fp4.quantize_nvfp4(weight, scheme, absmax)
-        return LowBitWeight(scheme=scheme, codes=codes, scale=scale, shape=shape, global_scale=global_scale)
-    codes, scale = fp4.quantize_mxfp4(weight, scheme, layer)
-    return LowBitWeight(scheme, codes, scale, shape)
+        codes, stored, global_scale = fp4.quantize_nvfp4(weight, scheme, absmax)
+        return LowBitWeight(scheme=scheme, codes=codes, scale=stored, shape=shape, global_scale=global_scale)
+    codes, stored = fp4.quantize_mxfp4(weight, scheme, layer)
+    return LowBitWeight(scheme, codes, stored, shape)

@@ -42,9 +42,9 @@ class FlipCount:
     @contextlib.contextmanager
     def over(self, layer: Materialized) -> Iterator[None]:
         """Count what is changed in `layer` within this context, which takes a copy of that layer's codes."""
-        before = [weight.codes.clone() for weight in _weights(layer)]
+        before = [weight.codes.clone() for weight in quantized_weights(layer.low_bit)]
         yield
-        for old, weight in zip(before, _weights(layer), strict=True):
+        for old, weight in zip(before, quantized_weights(layer.low_bit), strict=True):
             self.changed += changed_codes(old, weight)
             self.codes += weight.shape[0] * weight.shape[1]
 
@@ -63,11 +63,11 @@ def changed_codes(before: torch.Tensor, weight: LowBitWeight) -> int:
     return int(changed)
 
 
-def _weights(layer: Materialized) -> list[LowBitWeight]:
-    """What a layer multiplies, as few tensors as hold all its codes; none where nothing is quantized."""
-    made = layer.low_bit
-    if isinstance(made, LowBitExperts):
-        found = list(made.stacks or (w for e in made.experts for w in (e.gate_up, e.down)))
+def quantized_weights(low_bit: LowBitWeight | LowBitExperts | None) -> list[LowBitWeight]:
+    """What a layer multiplies, in as few tensors as hold all its codes: one for each of its masters where scales are
+    not of whole matrices; none where nothing is quantized."""
+    if isinstance(low_bit, LowBitExperts):
+        weights = list(low_bit.stacks or (w for e in low_bit.experts for w in (e.gate_up, e.down)))
     else:
-        found = [] if made is None else [made]
-    return [weight for weight in found if weight.scheme.weights is not None]
+        weights = [] if low_bit is None else [low_bit]
+    return [weight for weight in weights if weight.scheme.weights is not None]

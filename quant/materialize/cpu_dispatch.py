@@ -80,8 +80,11 @@ def numba_missing() -> str | None:
     return None
 
 
-def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype, layer: str) -> None:
-    """Quantize a master, fp32 or bf16 [O, I], into `into`'s buffers; scheme of those, dtype: compute dtype.
+def quantize_on_cpu(
+    weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype, layer: str, kept: torch.Tensor | None = None
+) -> None:
+    """Quantize a master, fp32 or bf16 [O, I], into `into`'s buffers; scheme of those, dtype: compute dtype. kept:
+    scales to use, of that dtype [O, Q], else None.
 
     Raises the `PrecisionError`s of `check_scale`, naming `layer`, with the buffers partly written.
     """
@@ -97,6 +100,8 @@ def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype
         kind = 4 if args.num_bits == 4 and into.scheme.packs_integers else 8
     offset = -low if into.scheme.packs_integers else 0
     master = weight.contiguous().view(_MASTER_BITS[weight.dtype]).numpy()
+    if kept is not None:
+        into.scale.copy_(kept)
     scales = into.scale.view(scale_bits).numpy()
     codes = into.codes.view(torch.uint32 if kind == 4 else torch.uint8).numpy()
     epsilon = torch.finfo(weight.dtype).eps
@@ -105,11 +110,11 @@ def quantize_on_cpu(weight: torch.Tensor, into: LowBitWeight, dtype: torch.dtype
 
     def part(start: int, stop: int) -> bool:
         span = slice(start, stop)
-        return quantize_rows(master[span], group, stored, *numbers, kind, scales[span], codes[span])
+        return quantize_rows(master[span], group, stored, *numbers, kind, kept is not None, scales[span], codes[span])
 
     if not all(in_threads(part, rows, at_least=-(-_THREAD_ELEMENTS // columns))):
         largest = absmax(weight.reshape(rows, -1, group))
-        check_scale(largest, stored_scale(largest, half_range, dtype), layer)
+        check_scale(largest, stored_scale(largest, half_range, dtype) if kept is None else kept, layer)
         raise AssertionError(f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators")
 
 

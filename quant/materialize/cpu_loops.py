@@ -126,18 +126,19 @@ def _absmax(group):
 
 
 @_compiled
-def _quotients(row, columns, scales, rounds, quotients):
+def _quotients(row, columns, scales, rounds, bounded, quotients):
     """w / scale of a row, float32. rounds: whether torch rounds it to bfloat16, as it does for bfloat16 by bfloat16.
 
     Then a product with the reciprocal does, at half the time. Both significands have 8 bits, so a quotient that is not
     halfway between two bfloat16 numbers is at least 2^-17 of itself away from there, and the product within 2^-22 of
     the quotient. None is halfway: that has 9 significant bits, and times an odd number it has no fewer.
-    Outside of the range below a reciprocal may be infinite, or have lost bits.
+    Outside of the range below a reciprocal may be infinite, or have lost bits; and where quotients are not `bounded` by
+    half the code range, the splitting may overflow.
     """
     groups, results = row.reshape((scales.size, columns)), quotients.reshape((scales.size, columns))
     for q in range(scales.size):
         group, result, scale = groups[q], results[q], scales[q]
-        if rounds and F(2.0**-100) <= scale <= F(2.0**100):
+        if rounds and bounded and F(2.0**-100) <= scale <= F(2.0**100):
             inverse = F(F(1) / scale)
             for i in range(group.size):
                 quotient = F(_value(group[i]) * inverse)
@@ -213,13 +214,28 @@ def _row_scales(master, columns, stored, epsilon, half_range, scales, values):
 
 
 @_compiled
-def quantize_rows(master, columns, stored, epsilon, half_range, low, high, offset, kind, scales, codes):
+def _kept_scales(master, columns, stored, scales, values):
+    """Of every group of a row: the scale that is there, as a float32. Returns whether weights and scales are finite."""
+    finite = True
+    for q in range(scales.size):
+        finite &= _value(_absmax(master[q * columns : (q + 1) * columns])) <= _LARGEST
+        bits = U(scales[q])
+        if stored == 16:
+            values[q] = _float16_value(bits) if bits < U(0x7C00) else F(np.inf)
+        else:
+            values[q] = _value(U(bits << U(16)) if stored == 0 else bits)
+        finite &= values[q] <= _LARGEST
+    return finite
+
+
+@_compiled
+def quantize_rows(master, columns, stored, epsilon, half_range, low, high, offset, kind, kept, scales, codes):
     """Quantize rows. Returns whether every weight and scale was finite; if not, the rest is not written.
 
     master: bits of bfloat16 (uint16) or float32 (uint32) [O, I]. columns: of a quantization group. stored: see
     `_as_stored`; epsilon: the scale of a group of zeros; half_range: absmax / scale; all floats are float32.
-    kind: 4 packs nibbles, 8 writes integers, 0 e4m3. offset: added to integer codes. scales: bits, uint16 or uint32
-    [O, Q]. codes: uint32 [O, I/8] for kind 4, else uint8 [O, I].
+    kind: 4 packs nibbles, 8 writes integers, 0 e4m3. offset: added to integer codes. kept: whether scales are read
+    instead of written. scales: bits, uint16 or uint32 [O, Q]. codes: uint32 [O, I/8] for kind 4, else uint8 [O, I].
     """
     rounds = master.itemsize == 2 and stored == 0
     width = master.shape[1]
@@ -227,9 +243,13 @@ def quantize_rows(master, columns, stored, epsilon, half_range, low, high, offse
     quotients = np.empty(width, np.float32)
     nibbles = np.empty(width if kind == 4 else 0, np.uint8)
     for o in range(master.shape[0]):
-        if not _row_scales(master[o], columns, stored, epsilon, half_range, scales[o], values):
+        if kept:
+            finite = _kept_scales(master[o], columns, stored, scales[o], values)
+        else:
+            finite = _row_scales(master[o], columns, stored, epsilon, half_range, scales[o], values)
+        if not finite:
             return False
-        _quotients(master[o], columns, values, rounds, quotients)
+        _quotients(master[o], columns, values, rounds, not kept, quotients)
         if kind == 4:
             _integers(quotients, low, high, offset, U(15), nibbles)
             _pack(nibbles.view(np.uint64), codes[o])

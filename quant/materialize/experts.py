@@ -3,7 +3,7 @@
 Axes: E experts, H hidden columns, I expert columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +59,13 @@ def materialize_experts(
     dtype: torch.dtype,
     layer: str,
     out: LowBitExperts | None = None,
+    scales: Sequence[torch.Tensor | None] = (None, None),
 ) -> LowBitExperts:
     """Quantize a layer's experts. gate_up: master [E, 2I, H]; down: master [E, H, I]; dtype: compute dtype.
 
     Unless a scale spans a whole matrix (gate and up then share it), a stack is one pass into one buffer, of which every
-    expert's tensors are views. out: an earlier result, whose buffers are written again and returned. Raises what
-    `materialize` raises.
+    expert's tensors are views. out: an earlier result, whose buffers are written again and returned. scales: of the two
+    stacks, where they are kept (see `materialize`). Raises what `materialize` raises.
     """
     masters = (gate_up.detach(), down.detach())
     if scheme.fuses_scales:
@@ -77,10 +78,12 @@ def materialize_experts(
     flat = [stack.reshape(-1, stack.shape[2]) for stack in masters]
     if out is not None:
         assert out.stacks is not None
-        for stack, into in zip(flat, out.stacks, strict=True):
-            materialize(stack, scheme, dtype, layer, out=into)
+        for stack, into, scale in zip(flat, out.stacks, scales, strict=True):
+            materialize(stack, scheme, dtype, layer, out=into, scale=scale)
         return out
-    first, second = (materialize(stack, scheme, dtype, layer) for stack in flat)
+    first, second = (
+        materialize(stack, scheme, dtype, layer, scale=scale) for stack, scale in zip(flat, scales, strict=True)
+    )
     views = zip(*(_split(whole, len(gate_up)) for whole in (first, second)), strict=True)
     return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (first, second))
 

@@ -10,18 +10,19 @@ from quant.materialize.scales import absmax, stored_scale
 
 
 def quantize(
-    weight: torch.Tensor, bits: int, columns: int, packs: bool, dtype: torch.dtype
+    weight: torch.Tensor, bits: int, columns: int, packs: bool, dtype: torch.dtype, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight: fp32 or bf16 [O, I]; columns: of a quantization group; dtype: of scales.
+    """weight: fp32 or bf16 [O, I]; columns: of a quantization group; dtype: of scales; kept: scales of that dtype
+    [O, Q], or None.
 
-    Returns codes (int8 [O, I], or packed int32), scale [O, Q], absmax [O, Q] in the master's dtype. The scale is absmax
-    divided by half the code range; codes are weight / scale, clamped, rounded half to even. They mean something only
-    where `check_scale` finds nothing: nothing is checked here, so that this compiles to one kernel.
+    Returns codes (int8 [O, I], or packed int32), scale [O, Q], absmax [O, Q] in the master's dtype. The scale is the
+    one kept, or absmax divided by half the code range; codes are weight / scale, clamped, rounded half to even. They
+    mean something only where `check_scale` finds nothing: nothing is checked here, so that this compiles to one kernel.
     """
     low, high, half_range = integer_range(bits)
     grouped = weight.reshape(weight.shape[0], -1, columns)
     largest = absmax(grouped)
-    scale = stored_scale(largest, half_range, dtype)
+    scale = stored_scale(largest, half_range, dtype) if kept is None else kept
     codes = (grouped / scale.unsqueeze(-1)).clamp_(low, high).round_().to(torch.int8).view(weight.shape)
     return (pack(codes, bits) if packs else codes), scale, largest
 

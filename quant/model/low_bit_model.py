@@ -77,6 +77,10 @@ class LowBitModel(nn.Module):
         """By checkpoint name ("model.layers.0.mlp.experts")."""
         return self._layers.experts
 
+    def low_bit_layers(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
+        """All that is materialized: linear layers, then experts."""
+        return self._layers.low_bit()
+
     @property
     def operators(self) -> str:
         """Whose norms, rotary embedding, attention and routing the forward runs: "engine" or "transformers"."""
@@ -104,7 +108,7 @@ class LowBitModel(nn.Module):
         It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it. flips: takes
         in how many codes that changes.
         """
-        for layer in self._layers.low_bit():
+        for layer in self.low_bit_layers():
             with flips.over(layer) if flips else contextlib.nullcontext():
                 layer.refresh()
         for name, copy in self._layers.copies.items():
@@ -118,7 +122,7 @@ class LowBitModel(nn.Module):
 
     def release_products(self) -> None:
         """Give back the kernels' own copies of this weight version, which no backward reads."""
-        for layer in self._layers.low_bit():
+        for layer in self.low_bit_layers():
             layer.release_product()
 
     def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
@@ -202,7 +206,7 @@ class LowBitModel(nn.Module):
 
     def materializers(self) -> dict[str, str]:
         """Scheme → what makes its low-bit tensors here (`quant.materialize.materializer`), for all schemes in use."""
-        schemes = {layer.scheme.name: layer.scheme for layer in self._layers.low_bit()}
+        schemes = {layer.scheme.name: layer.scheme for layer in self.low_bit_layers()}
         dtype = next(iter(self.loaded.values())).dtype
         return {name: str(materializer(scheme, dtype, self.device)) for name, scheme in schemes.items()}
 
@@ -212,7 +216,7 @@ class LowBitModel(nn.Module):
         if self.adapted:
             return set(self.masters)
         outside = {"lm_head", *map(self._layers.family.checkpoint_name, self._layers.routers)}
-        kept = {id(m) for layer in self._layers.low_bit() if layer.layer not in outside for m in layer.masters}
+        kept = {id(m) for layer in self.low_bit_layers() if layer.layer not in outside for m in layer.masters}
         return {name for name, master in self.masters.items() if id(master) in kept}
 
     def train_only(self, masters: Mapping[str, nn.Parameter], adapted: Sequence[str]) -> None:

@@ -132,6 +132,19 @@ def test_every_field_is_described():
             r"LoRA target 're:\(' is no regular expression",
         ),
         ({"learner.lora.name": "lora", "learner.lora.targets": "*.q_proj,"}, r"LoRA target '' is empty; write a layer"),
+        ({"quantization.init": "gptq"}, r"init 'gptq' needs quantization\.scale 'kept', not 'minmax'"),
+        (
+            {"quantization.scale": "kept", "quantization.init": "gptq", "learner.kl.name": "k3"},
+            r"init 'gptq' with learner\.kl\.name 'k3': the penalty's reference is rounded from the model folder",
+        ),
+        (
+            {"quantization.scale": "kept", "quantization.init": "gptq", "learner.lora.name": "lora"},
+            r"init 'gptq' with learner\.lora\.name 'lora': a checkpoint of adapters holds no base",
+        ),
+        (
+            {"quantization.scale": "kept", "quantization.init": "gptq", "layers": "*.down_proj=w8a8"},
+            r"init 'gptq' with layers \*\.down_proj=w8a8: llmcompressor quantizes a model in one scheme",
+        ),
         ({"learner.mini_batches": "9", "rollout.prompts": "8"}, r"mini_batches 9 is more than rollout\.prompts 8"),
         ({"learner.micro_batch_tokens": "10"}, r"micro_batch_tokens 10 is less than one longest sequence"),
     ],
@@ -245,7 +258,8 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "learner.compute_dtype": "float32",
         "learner.compile": "true", "learner.input_gradients": "exact",
     }  # fmt: skip
-    field, value = ("learner.lora.name", "lora") if path == "learner.lora" else (path, other[path])
+    sections = {"learner.lora": ("learner.lora.name", "lora"), "quantization": ("quantization.scale", "kept")}
+    field, value = sections.get(path) or (path, other[path])
     file = config_file("tiny-qwen3")
     narrow = {"learner.master_dtype": "bfloat16"} if "rounding" in path else {}
     narrow |= {"learner.aligned": "false"} if path == "learner.compute_dtype" else {}

@@ -66,14 +66,14 @@ def test_a_refresh_counts_the_codes_of_linears_and_experts(scheme: str):
     quantized layers, unpacked. Routers, output head and embeddings, in the compute dtype, are not among them."""
     model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     layers = [*model.linears.values(), *model.experts.values()]
-    before = [[w.unpacked().clone() for w in flips._weights(layer)] for layer in layers]
+    before = [[w.unpacked().clone() for w in flips.quantized_weights(layer.low_bit)] for layer in layers]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for master in model.masters.values():
             master.add_(torch.randn(master.shape, generator=generator) * 0.01)
     count = FlipCount()
     model.refresh(count)
-    after = [[w.unpacked() for w in flips._weights(layer)] for layer in layers]
+    after = [[w.unpacked() for w in flips.quantized_weights(layer.low_bit)] for layer in layers]
     pairs = [(a, b) for olds, news in zip(before, after, strict=True) for a, b in zip(olds, news, strict=True)]
     published = [t.name.rpartition(".")[0] for t in model.low_bit_tensors() if t.name.endswith("weight_scale")]
     assert count.codes == sum(a.numel() for a, _ in pairs) == sum(_size(model, name) for name in published)

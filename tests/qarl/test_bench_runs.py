@@ -11,6 +11,7 @@ from rich.console import Console
 from configs.schema.objectives import TbpoConfig
 from configs.schema.run import RunConfig
 from qarl.bench import objectives, precision_gap
+from qarl.bench.runs import overrides_in
 from qarl.cli.main import main
 from qarl.report.run_folder import RunFolder
 from qarl.tasks import Problem, short_reward
@@ -61,6 +62,13 @@ def line(step: int, reward: float, learned: bool, **more: Any) -> dict[str, Any]
         "learn/update_log_ratio": 0.01 * step, "learn/entropy": 2.0, "learn/phantom_clipped": 0.125 * step,
     }  # fmt: skip
     return {"step": step, "reward": reward, "error_tokens": 0.1 * step, **(learn if learned else {}), **more}
+
+
+def test_how_codes_are_made_reaches_quantized_runs_alone():
+    """`qarl bench ptq --scale kept` and `bench schemes` share their options with an unquantized run, which has none."""
+    overrides = {"quantization.scale": "kept", "steps": "3"}
+    assert overrides_in("w4a16", overrides) == overrides
+    assert overrides_in("bf16", overrides) == {"steps": "3"}
 
 
 def test_a_row_averages_the_end_of_a_run_and_all_steps_that_learned(tmp_path: Path):

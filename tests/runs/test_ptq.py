@@ -23,8 +23,10 @@ from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calib
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
 from quant.checkpoint.load import load_masters
+from quant.digest import StreamDigest
 from quant.layers.context import LayerContext
 from quant.materialize import materialize
+from quant.model.kept_scales import start_from_codes
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from rollout.open import open_engine
@@ -252,7 +254,8 @@ def load_and_verify(source: Source, folder: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"] if thorough() else ["w4a16", "w8a8"])
 def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, scheme: str):
-    """Each is audited in a fresh engine and stays near the unquantized policy; calibration changes the bytes."""
+    """Each is audited in a fresh engine and stays near the unquantized policy; calibration changes the bytes. A run
+    that starts from GPTQ's codes publishes the bytes of that checkpoint first."""
     source = open_source(RunFolder.open(run), tmp_path, scheme, 32)
     assert len(source.calibration) == 32
     rollout = source.config.rollout
@@ -263,6 +266,14 @@ def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, s
         moved[method] = load_and_verify(source, tmp_path / method)
         assert 0 < moved[method] < 1, moved
     assert len(set(digests.values())) == len(digests)
+    masters = load_masters(source.folder, torch.float32)
+    model = LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+    if scheme != "fp8":
+        start_from_codes(model, list(read_as(source.layout, tmp_path / "gptq")))
+        published = StreamDigest()
+        for item in model.low_bit_tensors():
+            published.update(item)
+        assert published.hexdigest() == digests["gptq"]
     if scheme == "w4a16":
         assert moved["gptq"] < 0.7 * moved["rtn"], moved
         other = dataclasses.replace(source, layout=checkpoint_layout(source.folder, "w8a8", "bfloat16"))

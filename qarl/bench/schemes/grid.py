@@ -14,7 +14,7 @@ from configs.schema.run import RunConfig
 from configs.words import did_you_mean
 from qarl.bench.objectives import OBJECTIVES, SETTINGS
 from qarl.bench.record import device_name
-from qarl.bench.runs import check_seeds, existing_run, refuse_chosen
+from qarl.bench.runs import check_seeds, existing_run, overrides_in, refuse_chosen
 from qarl.ptq.export import check_request
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.report.run_folder import describe_environment
@@ -97,7 +97,8 @@ class Grid:
             chosen["learner.aligned"] = "false"
         if objective != "tbpo":  # whose bounds the configuration file has
             chosen |= SETTINGS.get(objective, {})
-        config = load_config(default_config(self.overrides.get("model")), {**self.overrides, **chosen})
+        shared = overrides_in(run.scheme, self.overrides)
+        config = load_config(default_config(self.overrides.get("model")), {**shared, **chosen})
         return config.model_copy(update={"output": str(self.runs / run.name), "export": True})
 
     def record(self, cell: Cell) -> Path:

@@ -1,0 +1,52 @@
+"""Where a weight version's codes and scales come from: `quantization.*` of the configuration. docs/scales.md"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import Section
+from configs.schema.learner import LearnerConfig
+
+ScaleRule = Literal["minmax", "kept"]
+
+
+class QuantizationConfig(Section):
+    """How masters become codes within a scheme."""
+
+    scale: ScaleRule = Field(
+        default="minmax",
+        description="minmax: of each version's extremes; kept: the first version's, for integer weights "
+        "(docs/scales.md)",
+    )
+    init: Literal["gptq"] | None = Field(
+        default=None,
+        description="gptq: start from llmcompressor's codes, calibrated on the task; without it from rounded masters",
+    )
+
+    @model_validator(mode="after")
+    def _keeps_what_it_starts_from(self) -> "QuantizationConfig":
+        if self.init is not None and self.scale != "kept":
+            raise ValueError(
+                f"quantization.init {self.init!r} needs quantization.scale 'kept', not {self.scale!r}, which would "
+                "replace the calibrated codes by rounded ones at the first step"
+            )
+        return self
+
+
+def refuse_calibrated_start(init: str, learner: LearnerConfig) -> None:
+    """Raise `ValueError` where a learner has no place for masters that are not the model folder's."""
+    if learner.lora.name != "none":
+        raise ValueError(
+            f"quantization.init {init!r} with learner.lora.name 'lora': a checkpoint of adapters holds no base, and "
+            "this one is not the model folder's; leave one of them out"
+        )
+    if learner.kl.name != "none":
+        raise ValueError(
+            f"quantization.init {init!r} with learner.kl.name {learner.kl.name!r}: the penalty's reference is rounded "
+            "from the model folder, and is not the policy that starts; leave one of them out"
+        )
+    if learner.zero_stage is not None:
+        raise ValueError(
+            f"quantization.init {init!r} is for one process without DeepSpeed, not for learner.zero_stage "
+            f"{learner.zero_stage}; leave one of them out"
+        )

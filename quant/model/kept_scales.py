@@ -1,0 +1,109 @@
+"""Scales that outlive a weight version, on a `LowBitModel`, and a start from codes that others computed under theirs.
+
+docs/scales.md has what both are worth.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from configs.errors import ConfigError
+from configs.schema.quantization import ScaleRule
+from quant.checkpoint.plan import Plan
+from quant.materialize import LowBitWeight
+from quant.materialize.code_changes import quantized_weights
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import SchemeError, get_scheme, is_integer
+from quant.types import LowBitTensor
+
+
+def check_scale_rule(rule: ScaleRule, plan: Plan) -> None:
+    """Raise `SchemeError` for a plan with scales the rule is not for."""
+    if rule == "minmax":
+        return
+    remedy = "leave quantization.scale at minmax, or choose a scheme with integer weights (w4a16, w8a8, …)"
+    if not plan.quantized:
+        raise SchemeError(f"quantization.scale {rule!r} with scheme {plan.main.name!r}, which has no scales; {remedy}")
+    for name, layers in plan.quantized.items():
+        weights = get_scheme(name).weights
+        if weights is None or not is_integer(weights):
+            raise SchemeError(
+                f"quantization.scale {rule!r} is for integer weights, and scheme {name!r} of layer {layers[0]!r} has "
+                f"others; {remedy}"
+            )
+
+
+def keep_scales(model: LowBitModel) -> None:
+    """Make later versions with the scales of the present one. Raises what `check_scale_rule` raises."""
+    check_scale_rule("kept", model.plan)
+    for layer in model.low_bit_layers():
+        layer.keeps_scales = layer.scheme.weights is not None
+
+
+def scales_state(model: LowBitModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint needs beside masters to make the same versions: kept scales, by the name of their weight."""
+    return {name: weight.scale for name, _, weight in _kept(model) if weight.scale is not None}
+
+
+def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> None:
+    """Take over a `scales_state`; the next refresh uses it. Raises `ConfigError` where it is of other weights."""
+    ours = scales_state(model)
+    other = sorted(state.keys() ^ ours.keys())
+    if other:
+        raise ConfigError(
+            f"the checkpoint keeps the scales of {len(state)} weights, this run those of {len(ours)}, the first that "
+            f"differs being {other[0]!r}; resume with the quantization.scale it was written with"
+        )
+    for name, scale in ours.items():
+        scale.copy_(state[name])
+
+
+@torch.no_grad()
+def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> None:
+    """Make the present weight version that of `tensors`, in the order of `LowBitModel.low_bit_tensors`.
+
+    Their scales are kept from here on, and every master is moved by whole scales to where it rounds to its code. Raises
+    `SchemeError` where the version that these masters give differs in any bit: masters too coarse for the codes, or
+    unquantized tensors that were changed.
+    """
+    keep_scales(model)
+    for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
+        assert ours.name == theirs.name, f"{theirs.name!r} comes where {ours.name!r} should"
+        ours.tensor.copy_(theirs.tensor)
+    for _, master, weight in _kept(model):
+        master.copy_(_moved_to_codes(master, weight))
+    model.refresh()
+    for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
+        if not torch.equal(ours.tensor.cpu(), theirs.tensor):
+            dtype = str(next(iter(model.loaded.values())).dtype).removeprefix("torch.")
+            raise SchemeError(
+                f"{ours.name!r} as calibrated cannot be made from masters in {dtype}; set learner.master_dtype to "
+                "float32"
+            )
+
+
+def _kept(model: LowBitModel) -> Iterator[tuple[str, nn.Parameter, LowBitWeight]]:
+    """(name, master, its present version) of every weight whose scales are kept."""
+    names = {id(parameter): name for name, parameter in model.loaded.items()}
+    for layer in model.low_bit_layers():
+        if layer.keeps_scales:
+            for master, weight in zip(layer.masters, quantized_weights(layer.low_bit), strict=True):
+                yield names[id(master)], master, weight
+
+
+def _moved_to_codes(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
+    """The master's values moved by whole scales to their codes, fp32, in the master's shape.
+
+    What rounding left of a value stays, so masters lie in their codes' cells as they do in any run: moved just inside
+    the cell most would lie at its border, moved to its middle none could change a code for dozens of steps. What is
+    left is cut where the master's dtype might round it into the next cell.
+    """
+    args = weight.scheme.weights
+    assert args is not None
+    assert weight.scale is not None
+    grouped = (*weight.scale.shape, -1)
+    scale, codes = weight.wide_scale().unsqueeze(-1), weight.unpacked().to(torch.float32).view(grouped)
+    exact = master.to(torch.float32).view(grouped) / scale
+    reach = max(0.0, 0.5 - 2**args.num_bits * torch.finfo(master.dtype).eps)
+    return ((codes + (exact - exact.round()).clamp(-reach, reach)) * scale).view(master.shape)

@@ -1,0 +1,158 @@
+"""Scales that outlive a weight version: codes under them, and a start from another's codes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from configs.schema.quantization import ScaleRule
+from quant.checkpoint.shapes import plan_layers
+from quant.layers.context import LayerContext
+from quant.materialize import by_operators, materialize
+from quant.materialize.code_changes import quantized_weights
+from quant.materialize.integer import integer_range
+from quant.model.kept_scales import check_scale_rule, keep_scales, start_from_codes
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
+from quant.types import LowBitTensor
+from tests.support.learners import random_model
+from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.tensors import as_bytes, heavy, normal
+
+INTEGERS = ("w4a16", "w4a16-g32", "w4a16-channel", "w8a16", "w8a8", "w4a8")
+
+
+def codes_one_by_one(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor) -> torch.Tensor:
+    """round(clamp(w / s)), the quotient rounded to the wider of the two dtypes, each code by itself."""
+    assert scheme.weights is not None
+    low, high, _ = integer_range(scheme.weights.num_bits)
+    columns = weight.shape[1] // scale.shape[1]
+    dtype = torch.promote_types(weight.dtype, scale.dtype)
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    for o, row in enumerate(weight.tolist()):
+        for i, value in enumerate(row):
+            quotient = float(torch.tensor(value / scale[o, i // columns].item(), dtype=torch.float64).to(dtype))
+            codes[o, i] = round(min(max(quotient, low), high))  # Python rounds halves to even
+    return codes
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("master", MASTER_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(name: str, master: torch.dtype, dtype: torch.dtype):
+    """Contract: materialize(…, scale=s) stores s and round(clamp(w / s)), by compiled loops and by torch's operators,
+    fresh and into buffers. Values far beyond the codes' range, quotients that overflow the dtype, and ties are among
+    them. Blind spot: a float64 quotient rounded to float32 could differ from float32's own by double rounding; the
+    seeds here show none."""
+    scheme = get_scheme(name)
+    weight = heavy(5, 256, seed=3) * 0.05
+    weight[1, :4] = torch.tensor([3e4, -3e4, 0.0, -0.0])
+    scale = (normal(5, 256 // (scheme.group_size or 256), seed=4).abs() * 0.02 + 1e-3).to(dtype)
+    scale[2] = 2.0**-6
+    weight[2, :16] = torch.arange(-8, 8) * 2.0**-6 + 2.0**-7  # halves
+    scale[3] = 2.0**-23
+    weight = weight.to(master)
+    expected = codes_one_by_one(weight, scheme, scale)
+    out = materialize(weight.flip(1).contiguous(), scheme, dtype)
+    for low_bit in (
+        materialize(weight, scheme, dtype, scale=scale),
+        by_operators(weight, scheme, dtype, "layer", scale=scale),
+        materialize(weight, scheme, dtype, scale=scale, out=out),
+    ):
+        assert low_bit.scale is not None
+        assert torch.equal(as_bytes(low_bit.scale), as_bytes(scale))
+        assert torch.equal(low_bit.unpacked(), expected)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        materialize(weight.fill_(float("nan")), scheme, dtype, scale=scale)
+
+
+def in_dtype(model: Any, master: torch.dtype) -> PreTrainedModel:
+    return model.to(master)
+
+
+def kept_model(model: PreTrainedModel, scheme: str) -> LowBitModel:
+    low_bit = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+    keep_scales(low_bit)
+    return low_bit
+
+
+@pytest.mark.parametrize("make", [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])], ids=["dense", "experts"])
+def test_kept_scales_stay_where_masters_move(make: Callable[[], PreTrainedModel]):
+    """Contract: keeping changes nothing of the version there is; masters that move then change every layer's codes and
+    no scale."""
+    model = kept_model(make(), "w4a16")
+    first = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
+    model.refresh()
+    assert all(torch.equal(item.tensor, first[item.name]) for item in model.low_bit_tensors())
+    with torch.no_grad():
+        for parameter in model.masters.values():
+            parameter.mul_(1.5)
+    model.refresh()
+    for item in model.low_bit_tensors():
+        same = item.name.endswith(("weight_scale", "weight_shape"))
+        assert torch.equal(item.tensor, first[item.name]) == same
+
+
+def other_codes(model: LowBitModel) -> list[LowBitTensor]:
+    """A version as a calibration might make it: every code within 2 of the rounded one, scales up to 20 % larger."""
+    generator = torch.Generator().manual_seed(5)
+    for layer in model.low_bit_layers():
+        for weight in quantized_weights(layer.low_bit):
+            assert weight.scale is not None
+            args = weight.scheme.weights
+            assert args is not None
+            low, high, _ = integer_range(args.num_bits)
+            moved = weight.unpacked() + torch.randint(-2, 3, weight.shape, generator=generator, dtype=torch.int8)
+            values = moved.clamp(low, high).float().view(*weight.scale.shape, -1) * weight.scale.float().unsqueeze(-1)
+            materialize(
+                values.view(weight.shape), weight.scheme, weight.scale.dtype, out=weight, scale=weight.scale.clone()
+            )
+            weight.scale.mul_(1.2)
+    return [LowBitTensor(item.name, item.tensor.clone()) for item in model.low_bit_tensors()]
+
+
+@pytest.mark.parametrize("make", [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("scheme", "master"), [("w4a16", torch.float32), ("w4a16", torch.bfloat16), ("w8a8", torch.float32)], ids=str
+)
+def test_a_start_from_given_codes_has_exactly_those(
+    make: Callable[[], PreTrainedModel], scheme: str, master: torch.dtype
+):
+    """Contract: after `start_from_codes` the masters, rounded to nearest under the kept scales, give every tensor of
+    the given version bit for bit, now and at any later refresh; the unquantized tensors among them."""
+    tensors = other_codes(kept_model(in_dtype(make(), master), scheme))
+    model = kept_model(in_dtype(make(), master), scheme)
+    before = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
+    start_from_codes(model, tensors)
+    model.refresh()
+    changed = 0
+    for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
+        assert ours.name == theirs.name
+        assert torch.equal(as_bytes(ours.tensor), as_bytes(theirs.tensor))
+        changed += not torch.equal(ours.tensor, before[ours.name])
+    assert changed > 10
+
+
+def test_codes_that_masters_cannot_hold_are_refused():
+    """Codes of 8 bits need more than a bfloat16 master's 8 bits of significand; and a changed norm is no code."""
+    tensors = other_codes(kept_model(random_model().bfloat16(), "w8a8"))
+    with pytest.raises(SchemeError, match=r"cannot be made from masters in bfloat16; set learner\.master_dtype"):
+        start_from_codes(kept_model(random_model().bfloat16(), "w8a8"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("rule", "scheme", "message"),
+    [
+        ("kept", "bf16", "'kept' with scheme 'bf16', which has no scales"),
+        ("kept", "fp8", "'kept' is for integer weights, and scheme 'fp8' of layer"),
+        ("kept", "nvfp4a16", "scheme 'nvfp4a16' of layer"),
+        ("kept", "fp8-block", "scheme 'fp8-block' of layer"),
+    ],
+)
+def test_rules_are_refused_where_they_have_no_scale(rule: ScaleRule, scheme: str, message: str):
+    plan = plan_layers(random_model(), get_scheme(scheme))
+    with pytest.raises(SchemeError, match=message):
+        check_scale_rule(rule, plan)
+    check_scale_rule("minmax", plan)
