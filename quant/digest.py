@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 import xxhash
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from quant.runtime.thread_pool import in_threads
 from quant.runtime.zero3 import gathered
@@ -33,17 +34,37 @@ class StreamDigest:
 
     def update(self, item: LowBitTensor) -> None:
         """Add one tensor; its bytes have been read, in place on CPU, when this returns."""
-        tensor = item.tensor.detach().contiguous().cpu()
+        tensor = item.tensor
         self._hash.update(f"{item.name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        if tensor.numel():
-            for digest in _digests(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())):  # type: ignore[arg-type]
-                self._hash.update(digest)
-        self.bytes += tensor.numel() * tensor.element_size()
+        for digest in self._digests(tensor):
+            self._hash.update(digest)
+        self.bytes += tensor.nbytes
         self.tensors += 1
+
+    def _digests(self, tensor: torch.Tensor) -> list[bytes]:
+        """Of each piece of its bytes."""
+        digests = _hashed(tensor)
+        if not tensor.is_inference():  # those count no writes
+            _last.clear()
+            _last[tensor] = (tensor._version, digests)
+        return digests
 
     def hexdigest(self) -> str:
         """Of everything fed so far, 32 hex digits."""
         return self._hash.hexdigest()
+
+
+class ReceivedDigest(StreamDigest):
+    """Of a stream that arrives. A tensor that is the very object `StreamDigest` hashed last, unwritten since as far as
+    torch counts writes, was not carried anywhere: its bytes are those the sender read. Any other is read again."""
+
+    def _digests(self, tensor: torch.Tensor) -> list[bytes]:
+        version, digests = _last.get(tensor, (None, []))
+        return digests if version is not None and version == tensor._version else _hashed(tensor)
+
+
+_last: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The tensor hashed last for sending, how often it had been written to, and the hashes of its pieces."""
 
 
 def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
@@ -55,8 +76,12 @@ def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
     return digest.hexdigest()
 
 
-def _digests(data: memoryview) -> list[bytes]:
-    """Of each piece; the last one may be shorter. xxhash lets go of the interpreter while it hashes."""
+def _hashed(tensor: torch.Tensor) -> list[bytes]:
+    """Of each piece of its bytes; the last one may be shorter. xxhash lets go of the interpreter while it hashes."""
+    if not tensor.numel():
+        return []
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     def some(start: int, stop: int) -> bytes:
         ends = ((i * _PIECE, (i + 1) * _PIECE) for i in range(start, stop))

@@ -20,7 +20,7 @@ from configs.errors import ConfigError
 from qarl.bench.learner.memory import PeakMemory
 from qarl.report.tables import PlainTable
 from quant.checkpoint.load import empty_model
-from quant.digest import StreamDigest
+from quant.digest import ReceivedDigest, StreamDigest
 from quant.layers.context import LayerContext
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
@@ -164,7 +164,7 @@ def _publish(model: LowBitModel, sink: list[torch.Tensor]) -> None:
 
 
 def _publish_proven(model: LowBitModel, sink: list[torch.Tensor]) -> None:
-    sender, receiver = StreamDigest(), StreamDigest()
+    sender, receiver = StreamDigest(), ReceivedDigest()
     for item, target in zip(model.low_bit_tensors(), sink, strict=True):
         sender.update(item)
         receiver.update(item)

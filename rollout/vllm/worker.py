@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from quant.digest import StreamDigest
+from quant.digest import ReceivedDigest
 from quant.kernels.vllm_layers import kernel_name
 from quant.schemes import scheme_of_args
 from quant.types import LayerReport, LowBitTensor
@@ -48,7 +48,7 @@ class WorkerExtension:
     def qarl_load(self, stream: Iterable[LowBitTensor]) -> LoadReport:
         """Load a published stream into the running model and report what was consumed."""
         model: nn.Module = self.model_runner.get_model()
-        digest, sent = StreamDigest(), []
+        digest, sent = ReceivedDigest(), []
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for item in stream:

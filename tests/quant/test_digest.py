@@ -3,13 +3,15 @@
 Blind spot: two streams with one digest, of which there is none to test with by chance.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quant import digest as module
-from quant.digest import StreamDigest
+from quant.digest import ReceivedDigest, StreamDigest
 from quant.types import LowBitTensor
 from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
@@ -124,3 +126,50 @@ def test_pieces_of_a_large_tensor_are_shared_among_threads(monkeypatch: pytest.M
 def test_it_does_not_depend_on_the_device():
     data = tensor(2 * PIECE + 6).view(torch.bfloat16).view(2, -1)
     assert digest(("a", data.cuda())) == digest(("a", data.cuda().T.contiguous().T)) == digest(("a", data))
+
+
+def test_what_arrives_is_read_again_unless_it_is_the_tensor_just_sent(monkeypatch: pytest.MonkeyPatch):
+    """Contract: the receiver's digest is the sender's for the same stream, however it came; the very tensor that was
+    just hashed is not read twice. Blind spot: a write between the two that torch does not count."""
+    readings: list[torch.Tensor] = []
+    read = module._hashed
+    monkeypatch.setattr(module, "_hashed", lambda tensor: readings.append(tensor) or read(tensor))
+
+    def ends(deliver: Callable[[LowBitTensor], LowBitTensor]) -> tuple[bool, int]:
+        """Whether both ends agree on two tensors, and how often a tensor was read."""
+        sent, received = StreamDigest(), ReceivedDigest()
+        readings.clear()
+        for item in (LowBitTensor("a", tensor(300, 1)), LowBitTensor("b", tensor(20, 2))):
+            sent.update(item)
+            received.update(deliver(item))
+        assert (received.bytes, received.tensors) == (320, 2)
+        return sent.hexdigest() == received.hexdigest(), len(readings)
+
+    def written(item: LowBitTensor) -> LowBitTensor:
+        item.tensor[0] ^= 1
+        return item
+
+    assert ends(lambda item: item) == (True, 2)
+    assert ends(lambda item: LowBitTensor(item.name, item.tensor.clone())) == (True, 4)
+    assert ends(lambda item: LowBitTensor(item.name, item.tensor.clone() ^ 1)) == (False, 4)
+    assert ends(written) == (False, 4)
+    assert ends(lambda item: LowBitTensor(f"{item.name}!", item.tensor)) == (False, 2)
+
+
+def test_a_version_that_was_written_over_past_torch_is_sent_as_it_is():
+    """Materialization writes into the same tensors by compiled loops: a sender never takes over an earlier hash."""
+    data = tensor(1000)
+    before = digest(("a", data))
+    data.numpy()[7] ^= 1
+    assert digest(("a", data)) != before
+
+
+def test_order_and_number_count_on_arrival():
+    a, b = LowBitTensor("a", tensor(9, 1)), LowBitTensor("b", tensor(9, 2))
+    for delivered in ([b, a], [a], [a, b, b], [a, a]):
+        sent, received = StreamDigest(), ReceivedDigest()
+        for item in (a, b):
+            sent.update(item)
+        for item in delivered:
+            received.update(item)
+        assert sent.hexdigest() != received.hexdigest()
