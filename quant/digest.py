@@ -59,8 +59,10 @@ class ReceivedDigest(StreamDigest):
     torch counts writes, was not carried anywhere: its bytes are those the sender read. Any other is read again."""
 
     def _digests(self, tensor: torch.Tensor) -> list[bytes]:
-        version, digests = _last.get(tensor, (None, []))
-        return digests if version is not None and version == tensor._version else _hashed(tensor)
+        sent = _last.get(tensor)
+        if sent is not None and sent[0] == tensor._version:
+            return sent[1]
+        return _hashed(tensor)
 
 
 _last: WeakIdKeyDictionary = WeakIdKeyDictionary()
