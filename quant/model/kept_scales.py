@@ -63,16 +63,16 @@ def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> 
 def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> None:
     """Make the present weight version that of `tensors`, in the order of `LowBitModel.low_bit_tensors`.
 
-    Their scales are kept from here on, and every master is moved by whole scales to where it rounds to its code. Raises
-    `SchemeError` where the version that these masters give differs in any bit: masters too coarse for the codes, or
-    unquantized tensors that were changed.
+    Their scales are kept from here on, and every master becomes the value nearest to it that rounds to its code.
+    Raises `SchemeError` where the version that these masters give differs in any bit: masters too coarse for the codes,
+    or unquantized tensors that were changed.
     """
     keep_scales(model)
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         assert ours.name == theirs.name, f"{theirs.name!r} comes where {ours.name!r} should"
         ours.tensor.copy_(theirs.tensor)
     for _, master, weight in _kept(model):
-        master.copy_(_moved_to_codes(master, weight))
+        master.copy_(_nearest_within(master, weight))
     model.refresh()
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         if not torch.equal(ours.tensor.cpu(), theirs.tensor):
@@ -92,18 +92,15 @@ def _kept(model: LowBitModel) -> Iterator[tuple[str, nn.Parameter, LowBitWeight]
                 yield names[id(master)], master, weight
 
 
-def _moved_to_codes(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
-    """The master's values moved by whole scales to their codes, fp32, in the master's shape.
+def _nearest_within(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
+    """The values nearest to the master's that round to its weight's codes, fp32, in the master's shape.
 
-    What rounding left of a value stays, so masters lie in their codes' cells as they do in any run: moved just inside
-    the cell most would lie at its border, moved to its middle none could change a code for dozens of steps. What is
-    left is cut where the master's dtype might round it into the next cell.
+    They end a thousandth of a scale before the next code, or as much earlier as the master's dtype might round.
     """
     args = weight.scheme.weights
     assert args is not None
     assert weight.scale is not None
     grouped = (*weight.scale.shape, -1)
-    scale, codes = weight.wide_scale().unsqueeze(-1), weight.unpacked().to(torch.float32).view(grouped)
-    exact = master.to(torch.float32).view(grouped) / scale
-    reach = max(0.0, 0.5 - 2**args.num_bits * torch.finfo(master.dtype).eps)
-    return ((codes + (exact - exact.round()).clamp(-reach, reach)) * scale).view(master.shape)
+    centre, scale = weight.dequantized().view(grouped), weight.wide_scale().unsqueeze(-1)
+    reach = scale * max(0.0, min(0.499, 0.5 - 2**args.num_bits * torch.finfo(master.dtype).eps))
+    return master.to(torch.float32).view(grouped).clamp(centre - reach, centre + reach).view(master.shape)
