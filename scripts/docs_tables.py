@@ -104,7 +104,8 @@ def _memory_table(data: dict[str, Any]) -> str:
     keys = ("masters", "optimizer", "codes", "engine", "peak")
     lines = [line(("learner", *keys)), f"|---|{'---:|' * len(keys)}"]
     for name, memory in data["memory"].items():
-        lines.append(line((name, *(f"{memory[key] / 2**20:,.0f}" for key in keys))))
+        learner = "bf16" if name == "bf16 bf16" else name
+        lines.append(line((learner, *(f"{memory[key] / 2**20:,.0f}" for key in keys))))
     return _text(lines)
 
 

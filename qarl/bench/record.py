@@ -8,25 +8,26 @@ from typing import Any
 from qarl.report.run_folder import describe_environment
 
 _ROOT = Path(__file__).resolve().parents[2]
+_FILES = ("--json", "--plot")
 
 
 def record(arguments: list[str], data: Any) -> dict[str, Any]:
     """command, commit ("… with changes" where files differ from it; None outside a checkout), machine and versions,
-    data: the benchmark's own. arguments: of `qarl`; `--json FILE` is left out."""
+    data: the benchmark's own. arguments: of `qarl`; where it wrote to (`--json`, `--plot`) is left out."""
     return {
-        "command": shlex.join(["qarl", *_without_json(arguments)]),
+        "command": shlex.join(["qarl", *_without_files(arguments)]),
         "commit": _commit(),
         "environment": {**describe_environment(), "device": device_name()},
         "data": data,
     }
 
 
-def _without_json(arguments: list[str]) -> list[str]:
+def _without_files(arguments: list[str]) -> list[str]:
     kept, skip = [], False
     for argument in arguments:
-        if not skip and not argument.startswith("--json"):
+        if not skip and argument.partition("=")[0] not in _FILES:
             kept.append(argument)
-        skip = argument == "--json"
+        skip = argument in _FILES
     return kept
 
 

@@ -1,5 +1,5 @@
 """`qarl bench speed`: its counts, ratios, refusals and predictions, against values computed by hand. Whether an engine
-is as fast as it is measured is left to the measurement; one small run of it all is marked slow."""
+is as fast as it is measured is left to the measurement."""
 
 import dataclasses
 import json

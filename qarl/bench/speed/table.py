@@ -24,7 +24,7 @@ def _engine(figures: Figures, what: str) -> PlainTable:
     title = f"{what}, tokens/s: over bf16's (smallest to largest of the rounds), share of the roofline"
     caption = ""
     if what == "decode":
-        caption = f"{figures.model}, {figures.parameters / 1e6:,.0f} million parameters; {in_figures(figures.machine)}"
+        caption = f"{figures.model}, {figures.parameters / 1e6:,.1f} million parameters; {in_figures(figures.machine)}"
         caption += "".join(f"\n{name} left out: {reason}" for name, reason in figures.skipped.items())
     shown = PlainTable("scheme", "context", *batches, figures=("context", *batches), title=title, caption=caption)
     for scheme, context in dict.fromkeys((row.scheme, row.context) for row in figures.engine):
