@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,12 +133,40 @@ def _text(lines: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def publish(data: dict[str, Any]) -> str:
+    """Of `qarl bench publish`."""
+    lines = [line(("work", "must move", "seconds", "of copy bandwidth")), "|---|---:|---:|---:|"]
+    for work in data["work"]:
+        seconds, share = median(work["seconds"]), median(work["shares"])
+        lines.append(line((work["name"], f"{work['bytes'] / 1e9:.2f} GB", f"{seconds:.3f}", f"{share:.0%}")))
+    return "\n".join(lines) + "\n"
+
+
+def train(data: dict[str, Any]) -> str:
+    """Of `qarl bench train`: steps, and seconds and CPU seconds to each accuracy."""
+    targets = list(dict.fromkeys(row["accuracy"] for row in data["reached"]))
+    to = tuple(f"{what} to {target:.0%}" for target in targets for what in ("s", "CPU s"))
+    lines = [line(("trainer", "seed", "s/step", "CPU s/step", *to)), "|---|---:|" + "---:|" * (2 + len(to))]
+    for training in data["trainings"]:
+        last = training["points"][-1]
+        step = tuple(f"{last[name] / last['step']:.2f}" for name in ("seconds", "cpu_seconds"))
+        rows = {
+            row["accuracy"]: row
+            for row in data["reached"]
+            if (row["trainer"], row["setting"]) == (training["trainer"], training["setting"])
+        }
+        reached = (rows[target][name] for target in targets for name in ("seconds", "cpu_seconds"))
+        times = tuple("–" if seconds is None else f"{seconds:.0f}" for seconds in reached)
+        lines.append(line((f"{training['trainer']} `{training['setting']}`", str(training["seed"]), *step, *times)))
+    return "\n".join(lines) + "\n"
+
+
 def line(cells: tuple[str, ...]) -> str:
     """A row in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
-TABLES: dict[str, Callable[[Any], str]] = {"mismatch": mismatch, "speed": speed}
+TABLES: dict[str, Callable[[Any], str]] = {"mismatch": mismatch, "publish": publish, "train": train, "speed": speed}
 """Benchmark → what makes its table."""
 
 
