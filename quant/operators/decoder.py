@@ -133,16 +133,17 @@ def causal_attention(
     lengths: see `EngineAttention`; every sequence is then multiplied alone, those of one length in a row in one call.
     """
     compute = torch.float32 if q.device.type == "cpu" else q.dtype
-    qkv = [t.to(compute) for t in (q, k, v)]
+    wide = [t.to(compute) for t in (q, k, v)]
     if lengths is None:
-        return F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True).to(q.dtype)
+        q_, k_, v_ = wide
+        return F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=True).to(q.dtype)
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-    parts = zip(*(t.split([length * count for length, count in runs], dim=2) for t in qkv), strict=True)
+    parts = zip(*(t.split([length * count for length, count in runs], dim=2) for t in wide), strict=True)
     done = []
     for (length, count), run in zip(runs, parts, strict=True):
         # [1, H, count · length, D] → [count, H, length, D]: each sequence's own bits, in one call.
-        alone = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in run)
-        y = F.scaled_dot_product_attention(*alone, is_causal=True, scale=scale, enable_gqa=True)
+        queries, keys, values = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in run)
+        y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
         done.append(y.transpose(0, 1).flatten(1, 2)[None])
     return torch.cat(done, dim=2).to(q.dtype)
 

@@ -54,6 +54,12 @@ def loss_input(cur_old: Rows, old_sampler: Rows, advantages: Sequence[float], dt
     return LossInput(current.requires_grad_(), old, sampler, None, response_mask, advantage)
 
 
+def old_of(given: LossInput) -> torch.Tensor:
+    """Every input here has them."""
+    assert given.old is not None
+    return given.old
+
+
 def random_input(seed: int, lengths: Sequence[int] = (4, 1, 7, 3), spread: float = 0.3, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
 
@@ -65,8 +71,8 @@ def random_input(seed: int, lengths: Sequence[int] = (4, 1, 7, 3), spread: float
 
 def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-sequence token means of loss and clipped share, [B] each."""
-    weight = correction(given.old, given.sampler, given.response_mask, config.correction).weight
-    proximal = given.sampler if ratio_from(config.correction) == "sampler" else given.old
+    weight = correction(old_of(given), given.sampler, given.response_mask, config.correction).weight
+    proximal = given.sampler if ratio_from(config.correction) == "sampler" else old_of(given)
     inputs = ObjectiveInput(given.current, proximal, weight, given.response_mask, given.advantages)
     result = OBJECTIVES[config.objective.name](inputs, config.objective)
     return over_tokens(result.loss, given.response_mask), over_tokens(result.clipped.float(), given.response_mask)
@@ -253,7 +259,7 @@ def test_reinforce_like_gradients_in_closed_form(name: str):
     current, response_mask = given_.current.detach(), given_.response_mask
     B, N, T = len(response_mask), int(response_mask.sum()), response_mask.sum(-1, keepdim=True)
     factor, divisor = {
-        "cispo": ((current - given_.old).exp().clamp_max(5.0), torch.tensor(N)),
+        "cispo": ((current - old_of(given_)).exp().clamp_max(5.0), torch.tensor(N)),
         "on_policy": (torch.ones_like(current), B * T),
         "pg_seq_is": (((current - given_.sampler) * response_mask).sum(-1, keepdim=True).exp(), torch.tensor(B)),
     }[name]
@@ -275,7 +281,7 @@ def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float
     for objective in (TBPO, {"name": "gspo_dual_clip", **bounds}):
         config = learner_config(objective)
         inputs = ObjectiveInput(
-            given_.current, given_.old, torch.full((6, 1), weight), given_.response_mask, given_.advantages
+            given_.current, old_of(given_), torch.full((6, 1), weight), given_.response_mask, given_.advantages
         )
         result = OBJECTIVES[config.objective.name](inputs, config.objective)
         found.append((result.loss, result.clipped, gradient(result.loss.sum(), given_)))
@@ -334,7 +340,9 @@ def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], 
     response_mask = torch.zeros(B, T + padding + 2, dtype=torch.bool)
     response_mask[:, 2 : T + 2] = tight.response_mask
     current = spread(tight.current.detach()).requires_grad_()
-    wide = LossInput(current, spread(tight.old), spread(tight.sampler), None, response_mask, spread(tight.advantages))
+    wide = LossInput(
+        current, spread(old_of(tight)), spread(tight.sampler), None, response_mask, spread(tight.advantages)
+    )
     ours, padded = evaluate(tight, config), evaluate(wide, config)
     for a, b in zip(ours, padded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -364,10 +372,10 @@ def test_every_objective_is_weighted_by_every_correction(name: str, correction_n
     weight, computed here by hand. Weights of tokens count one by one also where an objective's ratio is of sequences:
     its loss is then the mean of w_t times the sequence's."""
     base = random_input(11, spread=0.8)
-    given_ = replace(base, current=base.old.clone().requires_grad_())
+    given_ = replace(base, current=old_of(base).clone().requires_grad_())
     plain = learner_config(name, correction={"name": "none"})
     config = learner_config(name, correction={"name": correction_name})
-    log_w = (given_.old - given_.sampler) * given_.response_mask
+    log_w = (old_of(given_) - given_.sampler) * given_.response_mask
     token, sequence = log_w.exp(), log_w.sum(-1, keepdim=True).exp()
     geometric = sequence_mean(log_w, given_.response_mask)[:, None].exp()
     weight = {
@@ -456,7 +464,7 @@ def test_aggregations_by_hand():
 def test_parts_add_up_to_the_whole(name: str, aggregation: str):
     """Accumulation 1 × 8 ≡ 8 × 1 ≡ 2 + 6: loss, gradient and every statistic, KL penalty included, in float64."""
     given_ = random_input(7, (4, 1, 7, 3, 1, 9, 2, 5))
-    given_ = replace(given_, reference=given_.old - 0.2 * given_.response_mask)
+    given_ = replace(given_, reference=old_of(given_) - 0.2 * given_.response_mask)
     config = learner_config(name, aggregation={"name": aggregation}, kl={"name": "k2", "coefficient": 0.5})
     whole = policy_loss(given_, config, totals(given_))
     expected = gradient(whole.loss, given_)
@@ -479,7 +487,7 @@ def test_kl_estimates_by_hand(d: float, coefficient: float):
     values = {"k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}
     slopes = {"k1": -d, "k2": -d, "k3": -math.expm1(d)}
     given_ = loss_input([[0.0]], [[0.0]], [1.0], torch.float64)
-    given_ = replace(given_, reference=given_.old + d)
+    given_ = replace(given_, reference=old_of(given_) + d)
     for kind, value in values.items():
         plain = policy_loss(given_, learner_config("tbpo"), totals(given_)).loss
         config = learner_config("tbpo", kl={"name": kind, "coefficient": coefficient})
@@ -592,7 +600,7 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
     mask = given_.response_mask.clone()
     mask[:, 0] = mask[0, 2] = False
     gapped, config = replace(given_, response_mask=mask), learner_config(name)
-    inputs = ObjectiveInput(gapped.current, gapped.old, torch.ones(2, 1), mask, gapped.advantages)
+    inputs = ObjectiveInput(gapped.current, old_of(gapped), torch.ones(2, 1), mask, gapped.advantages)
     assert sequence_advantages(inputs)[:, 0].tolist() == given_.advantages[:, 0].tolist()
     policy_loss(gapped, config, totals(gapped))
     uneven = gapped.advantages.clone()

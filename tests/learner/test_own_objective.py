@@ -41,6 +41,7 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
     assert isinstance(config.correction, TruncatedConfig) and config.correction.name == "token_tis"
     inputs = given()
     share = policy_loss(inputs, config, Totals(2, 5))
+    assert inputs.old is not None
     weight = (inputs.old - inputs.sampler)[0].exp()
     by_hand = (weight * -inputs.current[0].detach()).mean() / 2
     torch.testing.assert_close(share.loss.detach(), by_hand)
