@@ -166,7 +166,32 @@ def line(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES: dict[str, Callable[[Any], str]] = {"mismatch": mismatch, "publish": publish, "train": train, "speed": speed}
+def schemes(data: dict[str, Any]) -> str:
+    """Of `qarl bench schemes`: what is deployed, and the last steps of training."""
+
+    def points(of: dict[str, float], sign: str = "") -> str:
+        return f"{100 * of['mean']:{sign}.1f} [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
+
+    head = (
+        "scheme", "learner", "objective", "deployed %, each seed", "mean [95 %]", "avg@k %", "to bf16, points",
+        "gap closed", r"\|Δ log p\|", r"\|log w\|",
+    )  # fmt: skip
+    lines = [line(head), "|---|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    for row in data["rows"]:
+        distance, closed, last = row["to_unquantized"], row["gap_closed"], row["last"]
+        cells = (
+            row["scheme"], f"**{row['learner']}**" if row["learner"] == "aligned" else row["learner"], row["objective"],
+            ", ".join(f"{100 * accuracy:.1f}" for accuracy in row["accuracies"].values()), points(row["deployed"]),
+            "" if row["sampled"] is None else f"{100 * row['sampled']:.1f}", points(distance, "+") if distance else "",
+            "" if closed is None else f"{closed:.0%}", f"{last['mean |Δ log p|']:.1e}", f"{last['mean |log w|']:.1e}",
+        )  # fmt: skip
+        lines.append(line(cells))
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[Any], str]] = {
+    "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
+}  # fmt: skip
 """Benchmark → what makes its table."""
 
 
