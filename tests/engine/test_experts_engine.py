@@ -19,7 +19,7 @@ from sync.publisher import Publisher, PublishError
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
-from tests.support.tensors import heavy
+from tests.support.tensors import as_bytes, heavy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's")
 
@@ -58,7 +58,7 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
         ours, theirs = held(product._experts), call(engine, lambda m, n: held(routed_experts(m, n)), name)
         assert ours.keys() == theirs.keys() and ours
         for key, tensor in ours.items():
-            assert torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8)), f"{name}: {key}"
+            assert torch.equal(as_bytes(tensor), as_bytes(theirs[key])), f"{name}: {key}"
         for tokens in (1, 5, 40):
             weights, index = routed(tokens, layer.shape)
             x = heavy(tokens, layer.shape.hidden, seed=tokens, rows=False).to(model.dtype)
