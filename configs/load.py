@@ -1,6 +1,7 @@
 """From YAML files and dotted overrides to a `RunConfig`: shipped files, unknown keys, nearest names."""
 
 import difflib
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
@@ -80,6 +81,11 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
     """
     tree = read_yaml(file) if file else {}
     refuse_unknown(tree, str(file))
+    return overridden(tree, overrides)
+
+
+def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
+    """The configuration of a tree under dotted overrides; see `load_config`."""
     known = field_paths()
     chosen = {path: _parse(path, text, known) for path, text in overrides.items()}
     for section in choice_sections():

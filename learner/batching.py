@@ -57,8 +57,7 @@ class Batch:
 def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo") -> Batch:
     """Every completion of every group as one row, in order. advantage: estimator, see `learner.objectives.advantages`;
     all tokens of a response have its advantage."""
-    rewards = torch.tensor([g.rewards for g in groups], dtype=torch.float32)
-    of_sequences = group_advantages(rewards, advantage).flatten()
+    of_sequences = _advantages([g.rewards for g in groups], advantage)
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
     longest = max(len(p) + len(c.token_ids) for _, p, c in pairs)
     tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)
@@ -76,6 +75,14 @@ def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo")
         tokens=tokens, length=length, response_mask=response_mask, sampler_logprobs=sampler, advantages=advantages,
         group=torch.tensor([i for i, _, _ in pairs]), experts=experts,
     )  # fmt: skip
+
+
+def _advantages(rewards: Sequence[Sequence[float]], estimator: str) -> torch.Tensor:
+    """fp32 [B]; groups of one size at once, since sizes differ only where a reward had nothing to say."""
+    if len({len(group) for group in rewards}) == 1:
+        return group_advantages(torch.tensor(rewards, dtype=torch.float32), estimator).flatten()
+    alone = [group_advantages(torch.tensor([group], dtype=torch.float32), estimator) for group in rewards]
+    return torch.cat(alone, dim=1).flatten()
 
 
 def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:

@@ -34,11 +34,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's completions and their rewards, in the same order."""
+    """One prompt's completions and their rewards, in the same order. unscored: further completions, left out because
+    the reward had nothing to say of them."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: tuple[float, ...]
+    unscored: int = 0
 
 
 @dataclass(frozen=True)

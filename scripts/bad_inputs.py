@@ -208,7 +208,7 @@ def _task(rng: random.Random) -> list[str]:
     lines = rng.choice(
         (
             b"", b"\n\n", b"{\n", b"[1]\n", b"5\n", b'{"question": "1"}\n', b'{"answer": "1"}\n', b"\xff\xfe\n",
-            json.dumps({**fine, "answer": 2}).encode(), json.dumps({**fine, "split": "test"}).encode(),
+            json.dumps({**fine, "answer": 0.5}).encode(), json.dumps({**fine, "split": "test"}).encode(),
             json.dumps({**fine, "split": "train"}).encode(), json.dumps({**fine, "split": "heldout"}).encode(),
             b"\n".join(json.dumps({**fine, "split": s}).encode() for s in ("train", "heldout")),
             json.dumps({**fine, "question": ["a"]}).encode(),
@@ -222,10 +222,10 @@ def _task(rng: random.Random) -> list[str]:
 def _reward(rng: random.Random) -> list[str]:
     body = rng.choice(
         (
-            "def reward(p, t):\n    return None\n", "def reward(p, t):\n    return 'x'\n", "def reward(p, t):\n    1 / 0\n",  # noqa: E501
-            "def reward(p, t):\n    raise SystemExit(3)\n", "def reward(p):\n    return 1.0\n", "def reward(:\n", "reward = 5\n",  # noqa: E501
-            "def reward(p, t):\n    return float('nan')\n", "def reward(p, t):\n    return 1e300\n", "import no_such_thing\n",  # noqa: E501
-            "import sys\nsys.exit(4)\n", "raise KeyError('x')\n", "def other(p, t):\n    return 1.0\n", "\0",
+            "def reward(problem, text):\n    return []\n", "def reward(problem, text):\n    return 'x'\n", "def reward(problem, text):\n    1 / 0\n",  # noqa: E501
+            "def reward(problem, text):\n    raise SystemExit(3)\n", "def reward(p):\n    return 1.0\n", "def reward(:\n", "reward = 5\n",  # noqa: E501
+            "def reward(problem, text):\n    return float('nan')\n", "def reward(problem, text):\n    return 1e300\n", "import no_such_thing\n",  # noqa: E501
+            "import sys\nsys.exit(4)\n", "raise KeyError('x')\n", "def other(problem, text):\n    return 1.0\n", "\0",
         )
     )  # fmt: skip
     Path("bad_reward.py").write_text(body)

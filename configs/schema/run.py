@@ -12,24 +12,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault
 from configs.schema.learner import LearnerConfig
 from configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
+from configs.schema.task import TaskConfig
 
 _MOST_PROMPTS, _LONGEST = 10**6, 2**24
 """Prompts, sequences or problems at once, and tokens of a sequence: bounds that only slips of the hand exceed."""
-
-
-class TaskConfig(Section):
-    """Where prompts and rewards come from."""
-
-    name: Text = Field(
-        default="chain_sum", description="built-in task (`qarl tasks` lists them), or your questions: a .jsonl file"
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="a built-in task's own options, to make it easier or harder (`qarl tasks NAME`)",
-    )
-    reward: Text | None = Field(
-        default=None, description="your function(problem, text) -> float, as mine.py:name or package.module:name"
-    )
 
 
 class RolloutConfig(Section):

@@ -23,7 +23,7 @@ from qarl.ptq.source import open_source
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
 from qarl.run.evaluate import heldout_accuracy
-from qarl.run.prompts import Prompter
+from qarl.run.prompts import open_prompter
 from qarl.run.session import check_input
 from qarl.tasks import load_task
 from quant.schemes import get_scheme
@@ -159,8 +159,8 @@ def _export_accuracy(run: RunFolder) -> float:
 
 
 def _accuracy(engine: Engine, checkpoint: Path, config: RunConfig) -> float:
-    task = load_task(config.task.name, config.task.options, config.task.reward)
-    prompter = Prompter(checkpoint, config.rollout.max_prompt_tokens)
+    prompter = open_prompter(checkpoint, config)
+    task = load_task(config.task).shortened(prompter.fits)
     return heldout_accuracy(engine, task, prompter, config.eval.problems, config.rollout.max_new_tokens)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from configs.errors import ConfigError, QarlError
 from configs.flags import FLAGS
-from configs.load import config_file, default_config, load_config
+from configs.load import config_file, default_config, load_config, overridden
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
@@ -304,11 +304,14 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
 
 def _add_eval(commands: Any) -> None:
     evaluate = commands.add_parser(
-        "eval", help="held-out greedy accuracy of a run, an export or any checkpoint, through vLLM"
+        "eval",
+        help="held-out greedy accuracy of a run, an export or any checkpoint, through vLLM",
+        usage="qarl eval TARGET [OPTIONS] [--task.FIELD VALUE …]",
+        description="Held-out greedy accuracy of a run, an export or any checkpoint, through vLLM: what the task's "
+        "checker counts. Every field of the task is an option by its dotted name, as --task.correct mine.py:correct.",
     )
     evaluate.add_argument("target", help="run folder (its export), checkpoint folder, hub id, or embedded name")
-    evaluate.add_argument("--task", help="task name (default: the run's, else chain_sum)")
-    evaluate.add_argument("--task.options", metavar="MAP", dest="options", help="as {max_terms: 3}; default: the run's")
+    evaluate.add_argument("--task", help="task name or file (default: the run's, else chain_sum)")
     evaluate.add_argument("--seed", type=int, default=0, help="of the held-out problems (default 0)")
     evaluate.add_argument("--problems", type=int, default=512, help="held-out problems (default 512)")
     evaluate.add_argument("--max-new-tokens", type=int, help="default: the run's, else 64")
@@ -318,21 +321,25 @@ def _add_eval(commands: Any) -> None:
 
 
 def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
-
+    task = dotted_overrides(argparse.Namespace(), rest)
+    for field in task:
+        if not field.startswith("task."):
+            raise ConfigError(f"unknown option --{field} of qarl eval; it takes --task.FIELD and what --help lists")
+    if known.task is not None:
+        task["task.name"] = known.task
+    overridden({}, task)
     check_json(known.json)
     for option, least in (("problems", 1), ("max_new_tokens", 1), ("seed", 0)):
         value = getattr(known, option)
         if value is not None and value < least:
             raise ConfigError(f"--{option.replace('_', '-')} {value} must be at least {least}")
-    task_options = None if known.options is None else load_config(None, {"task.options": known.options}).task.options
     quiet_libraries()
     with told_to(Console(stderr=True)):
         with phase("importing torch and transformers"):
             from qarl.run.evaluate import evaluate, plan_evaluation
-        plan = plan_evaluation(known.target, known.task, task_options, known.max_new_tokens, known.dtype)
+        plan = plan_evaluation(known.target, task, known.max_new_tokens, known.dtype)
         result = evaluate(plan, known.target, known.problems, known.seed)
-    console.print(f"{result['accuracy']:.1%} of {result['problems']} held-out {result['task']} problems, greedy")
+    console.print(f"{result['accuracy']:.1%} of {result['problems']} held-out {plan.task.name} problems, greedy")
     write_json(known.json, result)
     return 0
 

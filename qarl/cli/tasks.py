@@ -44,7 +44,8 @@ def add_tasks(commands: Any) -> None:
         "tasks",
         help="the built-in tasks; with a name, its options and an example",
         description="List the built-in tasks, or show one's options, defaults and an example.",
-        epilog='Questions of your own: qarl train --task FILE.jsonl, with {"question": …, "answer": …} on each line.',
+        epilog="Questions of your own: qarl train --task FILE, a .jsonl, .csv, .tsv or .parquet with columns question "
+        "and answer, or hf:DATASET (docs/tasks.md).",
     )
     tasks.add_argument("name", nargs="?", metavar="NAME", help="a task's name")
     tasks.set_defaults(run=_tasks)
@@ -71,6 +72,7 @@ def _all(width: int) -> Iterator[str]:
         for name in sorted(names):
             yield f"  {name:<{column}}{textwrap.shorten(_summary(name), width - column - 2, placeholder=' …')}"
     yield f"{len(datasets)} tasks; options and an example of one: qarl tasks NAME"
+    yield "math: answers in a box, judged by math-verify; the paper's data, or --task.data"
 
 
 def _one(name: str, width: int) -> Iterator[str]:

@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from configs.errors import ModelError
+from configs.schema.task import TaskConfig
 from learner.optim.optimizer import MatrixView, matrices_of
 from qarl.embedded.tokenizer import EOS, PAD, token_id, token_ids, train_tokenizer
 from qarl.tasks import Problem, load_task, solution_of
@@ -226,7 +227,7 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
     Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task, embeddings
     and norms by AdamW; both at one learning rate, warmed up over 20 steps, decayed to 0 over the last 30 %.
     """
-    task = load_task(recipe.task, {})
+    task = load_task(TaskConfig(name=recipe.task))
     problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
     ids, labels = encode_problems(tokenizer, problems)
     optimizers, experts = _optimizers(model, recipe)
@@ -294,7 +295,7 @@ def _lr_factor(step: int, steps: int) -> float:
 
 def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:
     for name, count in {recipe.task: OWN_PROBLEMS, **OTHER_PROBLEMS}.items():
-        for problem in load_task(name, {}).problems("train", 0, count, recipe.seed):
+        for problem in load_task(TaskConfig(name=name)).problems("train", 0, count, recipe.seed):
             yield problem.question
             yield solution_of(problem)
     for role in ("system", "user", "assistant"):

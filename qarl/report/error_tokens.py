@@ -59,8 +59,10 @@ def count_error_tokens(groups: Sequence[Group]) -> ErrorTokens:
 
 def _signs(rewards: Sequence[float]) -> list[int]:
     """-1, 0 or 1 where a reward is below, at or above the group's mean; equal rewards are all at it."""
+    if len(set(rewards)) <= 1:
+        return [0] * len(rewards)
     mean = sum(rewards) / len(rewards)
-    return [0 if len(set(rewards)) == 1 else (r > mean) - (r < mean) for r in rewards]
+    return [(r > mean) - (r < mean) for r in rewards]
 
 
 def improbable_tokens(completions: Sequence[Completion]) -> np.ndarray:

@@ -16,15 +16,17 @@ from rollout.types import Group
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step. prompts: sampled; reward, response_tokens: means over all their completions. mixed_reward_groups: share
-    of groups whose rewards differ (the others teach nothing). error_tokens and the four that split it:
-    `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's rewards were
-    equal. seconds: wall time by phase, the only fields that two equal runs differ in.
+    """One step. prompts: sampled; reward, response_tokens: means over all their completions. unscored: completions left
+    out, for which the reward gave no signal. mixed_reward_groups: share of groups whose rewards differ (the others
+    teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy: held-out greedy,
+    where evaluated. learn: None where every group's rewards were equal. seconds: wall time by phase, the only fields
+    that two equal runs differ in.
     """
 
     step: int
     weight_version: int
     prompts: int
+    unscored: int
     reward: float
     response_tokens: float
     truncated: float
@@ -48,11 +50,12 @@ class StepMetrics:
 
 
 def batch_metrics(groups: list[Group]) -> dict[str, Any]:
-    """prompts, reward, response_tokens, truncated, mixed_reward_groups and error tokens of a step's groups."""
+    """The fields of `StepMetrics` from prompts to error tokens, of a step's groups."""
     rewards = [r for g in groups for r in g.rewards]
     completions = [c for g in groups for c in g.completions]
     return {
         "prompts": len(groups),
+        "unscored": sum(g.unscored for g in groups),
         "reward": sum(rewards) / len(rewards),
         "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
         "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),

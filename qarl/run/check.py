@@ -8,7 +8,7 @@ from configs.schema.run import RunConfig
 from configs.scheme_names import check_scheme_name
 from configs.words import did_you_mean, quoted
 from qarl.report.run_folder import new_path
-from qarl.tasks import RewardError, Task, checked_score, load_task
+from qarl.tasks import Response, RewardError, Task, load_task
 from quant.checkpoint.folder import check_folder, local_folder
 
 
@@ -59,12 +59,13 @@ def check_new_folder(path: Path, what: str, option: str) -> None:
 
 def check_task(config: RunConfig) -> Task:
     """Load the task, ask it for a problem of every split the run uses, and try its reward on a reference answer."""
-    task = load_task(config.task.name, config.task.options, config.task.reward)
+    task = load_task(config.task)
     problem = task.problems("train", 0, 1, config.seed)[0]
     if config.eval.problems:
         task.problems("heldout", 0, 1, config.seed)
     try:
-        checked_score(task, problem, problem.answer)
+        task.rewards([answered := Response(problem, problem.answer)])
+        task.correct([answered])
     except RewardError as error:
         raise UnusableRewardError(f"tried on a reference answer, {error}") from error
     return task

@@ -1,19 +1,22 @@
 """Held-out greedy accuracy through an engine."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.load import overridden
 from configs.schema.run import RolloutConfig
+from configs.schema.task import TaskConfig
 from configs.words import did_you_mean
 from learner.processes import Processes
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
 from qarl.run.export_note import LIMITS, export_note, read_note
 from qarl.run.prompts import Prompter
-from qarl.tasks import Task, load_task
+from qarl.tasks import Response, Task, load_task
 from quant.checkpoint.folder import check_context
 from rollout.engine import Engine
 from rollout.open import open_engine
@@ -37,8 +40,9 @@ def heldout_accuracy(
     asked = together.share(task.problems("heldout", 0, problems, seed))
     prompts = [prompter.prompt(problem) for problem in asked]
     answers = engine.generate(prompts, Sampling(samples, max_new_tokens, temperature, seed))
-    right = [task.correct(problem, a.text) for problem, given in zip(asked, answers, strict=True) for a in given]
-    right = together.concatenated(right)
+    answered = zip(asked, answers, strict=True)
+    responses = [Response(problem, a.text, a.token_ids) for problem, given in answered for a in given]
+    right = together.concatenated(task.correct(responses))
     return sum(right) / len(right)
 
 
@@ -47,26 +51,22 @@ class Evaluation:
     """What is measured: a checkpoint folder through vLLM in `dtype`, on the held-out problems of a task."""
 
     checkpoint: Path
-    task: str
-    options: dict[str, Any]
+    task: TaskConfig
     rollout: RolloutConfig
     dtype: str | None
 
 
-def plan_evaluation(
-    target: str, task: str | None, options: dict[str, Any] | None, max_new_tokens: int | None, dtype: str | None
-) -> Evaluation:
+def plan_evaluation(target: str, task: Mapping[str, str], max_new_tokens: int | None, dtype: str | None) -> Evaluation:
     """Task, limits and dtype of a run or of an export that names them (`qarl.run.export_note`), else "chain_sum" with
     its own options, 448 and 64 tokens and the checkpoint's own dtype; what is given comes before either.
 
-    Raises `ConfigError` or `ModelError` for a target that is none, and for options that do not apply to it.
+    task: dotted overrides of `task.*`; one that names another task starts from that one's defaults. Raises
+    `ConfigError` or `ModelError` for a target that is none, and for options that do not apply to it.
     """
     checkpoint, note = _export_of(target, dtype)
     new = max_new_tokens or note.get("max_new_tokens", 64)
     limits = {key: note[key] for key in LIMITS if key in note} or {"max_prompt_tokens": 448}
     rollout = RolloutConfig(**{**limits, "max_new_tokens": new})
-    name = task or note.get("task", "chain_sum")
-    theirs = note.get("task_options", {}) if name == note.get("task") else {}
     if checkpoint is None:
         from qarl.run.session import model_folder
 
@@ -74,8 +74,7 @@ def plan_evaluation(
     check_context(checkpoint, rollout.max_prompt_tokens + new)
     return Evaluation(
         checkpoint=checkpoint,
-        task=name,
-        options=theirs if options is None else options,
+        task=overridden({"task": note.get("task", {})}, task).task,
         rollout=rollout,
         dtype=dtype or note.get("dtype"),
     )
@@ -109,15 +108,14 @@ def evaluate(plan: Evaluation, target: str, problems: int, seed: int = 0) -> dic
     """Accuracy in [0, 1] on the first `problems` held-out problems of `seed`, in a fresh engine, with what it was
     measured on. The reward a run trained with plays no part: accuracy is the task's own verdict."""
     dtype = plan.dtype or _own_dtype(plan.checkpoint)
-    task = load_task(plan.task, plan.options)
-    prompter = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens)
+    prompter = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens, plan.task.template)
+    task = load_task(plan.task.model_copy(update={"reward": None})).shortened(prompter.fits)
     answering = phase(f"starting the engine and answering {problems} problems")
     with answering, open_engine(plan.checkpoint, plan.rollout, dtype) as engine:
         accuracy = heldout_accuracy(engine, task, prompter, problems, plan.rollout.max_new_tokens, seed)
     return {
         "target": target,
-        "task": task.name,
-        "task_options": plan.options,
+        "task": plan.task.model_dump(mode="json"),
         "problems": problems,
         "seed": seed,
         "accuracy": accuracy,

@@ -24,8 +24,7 @@ def export_note(run: Path, config: RunConfig, step: int) -> dict[str, Any]:
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],
         "dtype": config.dtype,
-        "task": config.task.name,
-        "task_options": config.task.options,
+        "task": config.task.model_dump(mode="json"),
         **{key: getattr(config.rollout, key) for key in LIMITS},
     }
 
@@ -46,7 +45,7 @@ def read_note(export: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{str(file)!r} cannot be read: {error}; export the run again, or remove that file"
         ) from error
-    needed = ("task", "task_options", "dtype", *LIMITS)
+    needed = ("task", "dtype", *LIMITS)
     missing = [key for key in needed if key not in note] if isinstance(note, dict) else list(needed)
     if missing:
         raise ConfigError(f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file")

@@ -1,22 +1,32 @@
 """Problems → chat-templated prompts for one tokenizer, and completions → groups with rewards."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from configs.errors import ConfigError
-from qarl.tasks import Problem, Task, checked_score
+from configs.errors import ConfigError, ModelError
+from configs.schema.run import RunConfig
+from configs.words import did_you_mean
+from qarl.tasks import Problem, Response, Task
 from rollout.types import Completion, Group, Prompt
 
 
 class Prompter:
-    """Turns problems into prompts with the model's own chat template (or plainly, where it has none)."""
+    """Turns problems into prompts with the model's own chat template (or plainly, where it has none).
 
-    def __init__(self, model_folder: Path, max_prompt_tokens: int):
+    template: arguments of the chat template. Raises `ConfigError` for one that the template does not mention.
+    """
+
+    def __init__(self, model_folder: Path, max_prompt_tokens: int, template: Mapping[str, Any] | None = None):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
+        self._folder = str(model_folder)
         self._limit = max_prompt_tokens
+        self._template = dict(template or {})
+        self._refuse_ignored()
 
     @property
     def pad_token(self) -> int:
@@ -24,21 +34,72 @@ class Prompter:
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
 
     def prompt(self, problem: Problem) -> Prompt:
-        """Raises `ConfigError` for a prompt longer than the limit."""
-        ids = self._encode(problem.question)
+        """Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a token."""
+        ids = self.tokenizer(self.text(problem), add_special_tokens=self._plain)["input_ids"]
         if len(ids) > self._limit:
             raise ConfigError(
                 f"the prompt of problem {problem.id!r} has {len(ids)} tokens, above rollout.max_prompt_tokens "
                 f"{self._limit}; raise the limit or change the task ({problem.question[:80]!r}…)"
             )
+        if not ids:
+            raise ModelError(f"the tokenizer of {self._folder!r} makes no token of {problem.question!r}; copy it again")
         return Prompt(problem.id, problem.question, tuple(ids))
 
-    def _encode(self, question: str) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            return self.tokenizer(question)["input_ids"]
-        chat = [{"role": "user", "content": question}]
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def text(self, problem: Problem) -> str:
+        """What the model is given, the template's special tokens written out.
+
+        Raises `ConfigError` for a chat without a template to write it by, `ModelError` for a template that fails.
+        """
+        if not self._plain:
+            try:
+                arguments = {"tokenize": False, "add_generation_prompt": True, **self._template}
+                return self.tokenizer.apply_chat_template(problem.chat, **arguments)
+            except Exception as error:  # what a template raises is its own
+                roles = ", ".join(message["role"] for message in problem.chat)
+                raise ModelError(
+                    f"the chat template of {self._folder!r} cannot be applied: {type(error).__name__}: {error} "
+                    f"(problem {problem.id!r}, messages of {roles}); mend chat_template in its tokenizer_config.json "
+                    "or chat_template.jinja, or give it messages that it takes"
+                ) from error
+        if problem.messages:
+            raise ConfigError(
+                f"problem {problem.id!r} is a chat of {len(problem.messages)} messages, but the tokenizer has no chat "
+                "template; give plain questions, or a model with one"
+            )
+        return problem.question
+
+    def fits(self, problems: Sequence[Problem]) -> list[bool]:
+        """Which prompts are within the limit."""
+        if not problems:
+            return []
+        encoded = self.tokenizer([self.text(p) for p in problems], add_special_tokens=self._plain)["input_ids"]
+        return [len(ids) <= self._limit for ids in encoded]
+
+    @property
+    def _plain(self) -> bool:
+        return self.tokenizer.chat_template is None
+
+    def _refuse_ignored(self) -> None:
+        """A template takes any argument and ignores those it does not know."""
+        templates = self.tokenizer.chat_template or ""
+        words = set(re.findall(r"\w+", str(templates)))
+        for name in self._template:
+            if name not in words:
+                without = "has no chat template" if self._plain else "has a chat template that does not mention it"
+                raise ConfigError(
+                    f"task.template.{name} {self._template[name]!r} would do nothing: the tokenizer {without}"
+                    f"{did_you_mean(name, words)}; leave it out"
+                )
+
+
+def open_prompter(model_folder: Path, config: RunConfig) -> Prompter:
+    """A run's. Raises `ModelError` for a tokenizer that cannot be loaded."""
+    try:
+        return Prompter(model_folder, config.rollout.max_prompt_tokens, config.task.template)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the tokenizer's files make transformers raise
+        raise ModelError(f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}") from error
 
 
 def score_groups(
@@ -47,9 +108,21 @@ def score_groups(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
 ) -> list[Group]:
-    """One group a problem; raises `qarl.tasks.RewardError` where a reward is not a finite number."""
-    groups = []
-    for problem, prompt, answers in zip(problems, prompts, completions, strict=True):
-        rewards = tuple(checked_score(task, problem, a.text) for a in answers)
-        groups.append(Group(prompt, tuple(answers), rewards))
-    return groups
+    """One group a problem, of the completions that have a reward. Raises `qarl.tasks.RewardError` where a reward is not
+    a finite number."""
+    answered = zip(problems, completions, strict=True)
+    responses = [Response(problem, a.text, a.token_ids) for problem, answers in answered for a in answers]
+    rewards = iter(task.rewards(responses))
+    return [_group(prompt, answers, rewards) for prompt, answers in zip(prompts, completions, strict=True)]
+
+
+def _group(prompt: Prompt, completions: Sequence[Completion], rewards: Iterator[float | None]) -> Group:
+    """Takes as many rewards as there are completions."""
+    own = zip(completions, islice(rewards, len(completions)), strict=True)
+    scored = [(completion, reward) for completion, reward in own if reward is not None]
+    return Group(
+        prompt=prompt,
+        completions=tuple(completion for completion, _ in scored),
+        rewards=tuple(reward for _, reward in scored),
+        unscored=len(completions) - len(scored),
+    )

@@ -5,6 +5,7 @@ from configs.seeds import step_seed
 from learner.stopwatch import Stopwatch
 from qarl.run.prompts import score_groups
 from qarl.run.session import Session
+from qarl.tasks import RewardError
 from rollout.types import Group, Sampling
 
 
@@ -13,6 +14,9 @@ def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch
 
     With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal are dropped
     and rounds repeated, within its bound, until `rollout.prompts` groups are left; there may be fewer, or none.
+
+    Raises:
+        RewardError: the reward gave no signal for any completion.
     """
     extra, wanted = config.rollout.dynamic_sampling, config.rollout.prompts
     sampled: list[Group] = []
@@ -20,9 +24,16 @@ def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch
     for attempt in range(1 + (extra or 0)):
         groups = _round(session, config, step, attempt, watch)
         sampled += groups
-        kept += groups if extra is None else [group for group in groups if len(set(group.rewards)) > 1]
+        compared = [group for group in groups if len(group.completions) > 1]
+        kept += compared if extra is None else [group for group in compared if len(set(group.rewards)) > 1]
         if len(kept) >= wanted:
             break
+    if not any(group.completions for group in sampled):
+        raise RewardError(
+            f"the reward of task {session.policy.task.name!r} gave None (no signal) for all "
+            f"{sum(group.unscored for group in sampled)} completions of step {step + 1}; give a number where a "
+            "completion can be judged"
+        )
     return sampled, kept[:wanted]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from configs.errors import ConfigError, ModelError
+from configs.errors import ConfigError
 from configs.schema.lora import LoraConfig
 from configs.schema.run import RunConfig
 from learner.backends import check_backend
@@ -19,8 +19,8 @@ from learner.mismatch import Mismatch
 from learner.objectives import find_objective
 from learner.processes import Processes
 from qarl.report.run_folder import RunFolder
-from qarl.report.startup import phase
-from qarl.run.prompts import Prompter
+from qarl.report.startup import phase, say
+from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Split, Task, load_task
 from quant.checkpoint.folder import check_folder
 from quant.checkpoint.load import load_masters, model_skeleton, resolve_model
@@ -94,33 +94,26 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
     with phase("checking kernels"):
         require_schemes(config)
     with phase("checking tokenizer and prompts"):
-        check_prompts(config)
+        described = check_prompts(config)
+    if described:
+        say(described)
 
 
-def check_prompts(config: RunConfig) -> None:
-    """Raise `ModelError` for a tokenizer or chat template that does not work, `ConfigError` for a prompt that is too
-    long; tried on one problem of every split in use."""
+def check_prompts(config: RunConfig) -> str | None:
+    """What a file of questions comes down to, in a line; None for a built-in task. Tried on one problem of every split
+    in use.
+
+    Raises `ModelError` for a tokenizer or chat template that does not work, `ConfigError` for a prompt that is too
+    long, `TaskError` where no question is short enough.
+    """
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-    task = load_task(config.task.name, config.task.options, config.task.reward)
+    prompter = open_prompter(folder, config)
+    task = load_task(config.task).shortened(prompter.fits)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)
-    try:
-        prompter = Prompter(folder, config.rollout.max_prompt_tokens)
-    except Exception as error:
-        raise ModelError(f"the tokenizer of {str(folder)!r} cannot be loaded: {error}") from error
     for split in splits:
-        problem = task.problems(split, 0, 1, config.seed)[0]
-        try:
-            prompt = prompter.prompt(problem)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"the chat template of {str(folder)!r} cannot be applied: {type(error).__name__}: {error}; "
-                "mend chat_template in its tokenizer_config.json or chat_template.jinja"
-            ) from error
-        if not prompt.token_ids:
-            raise ModelError(f"the tokenizer of {str(folder)!r} makes no token of {problem.question!r}; copy it again")
+        prompter.prompt(task.problems(split, 0, 1, config.seed)[0])
+    return task.describe()
 
 
 @dataclass
@@ -140,13 +133,13 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
     None opens the policy in this process, without DeepSpeed and to learn nothing."""
     scheme = get_scheme(config.scheme)
-    task = load_task(config.task.name, config.task.options, config.task.reward)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     folder = model_folder(config.model)
     dtype = COMPUTE_DTYPES[config.dtype]
     compute = MASTER_DTYPES[config.learner.compute_dtype] if config.learner.compute_dtype else None
-    prompter = Prompter(folder, config.rollout.max_prompt_tokens)
+    prompter = open_prompter(folder, config)
+    task = load_task(config.task).shortened(prompter.fits)
     together = processes or Processes()
     alone = {"zero_stage": None, "deepspeed": None, "compile": False}
     learning = config.learner if processes else config.learner.model_copy(update=alone)

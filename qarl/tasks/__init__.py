@@ -2,31 +2,30 @@
 
 from qarl.tasks.base import (
     Problem,
+    Response,
     RewardError,
     Split,
-    Task,
     TaskError,
-    checked_score,
-    exact_reward,
     is_heldout,
-    short_reward,
     solution_of,
 )
-from qarl.tasks.jsonl import JsonlTask
-from qarl.tasks.load import RewardedTask, load_task
+from qarl.tasks.load import load_task
 from qarl.tasks.procedural import DEFAULT_OPTIONS, ReasoningGymTask
+from qarl.tasks.rewards import exact_answer, exact_reward, short_reward
+from qarl.tasks.table import Table
+from qarl.tasks.task import Task
 
 __all__ = [
     "DEFAULT_OPTIONS",
-    "JsonlTask",
     "Problem",
     "ReasoningGymTask",
+    "Response",
     "RewardError",
-    "RewardedTask",
     "Split",
+    "Table",
     "Task",
     "TaskError",
-    "checked_score",
+    "exact_answer",
     "exact_reward",
     "is_heldout",
     "load_task",

@@ -1,23 +1,18 @@
-"""What a task is: a stateless source of problems and an exact, verifiable reward."""
+"""What tasks are made of: problems, responses to them, and where problems come from."""
 
-import math
-import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 from configs.errors import InputError, QarlError
-from configs.functions import in_words
 from configs.seeds import stable_hash
 
 Split = Literal["train", "heldout"]
+Message = dict[str, str]
+"""One turn of a chat: {"role": "system", "user" or "assistant", "content": text}."""
 
 HELDOUT_ONE_IN = 8
 """One question in this many (by hash of its text) is set aside for evaluation."""
-
-
-LARGEST_REWARD = 1e15
-"""In magnitude: the square of a deviation from the group's mean has to fit fp32."""
 
 
 class TaskError(InputError):
@@ -27,7 +22,7 @@ class TaskError(InputError):
 
 
 class RewardError(QarlError):
-    """A reward function raised, or returned something that is not a finite number."""
+    """A reward or checker raised, ended its process, took too long, or returned what is none."""
 
     heading = "reward"
 
@@ -38,28 +33,52 @@ class Problem:
 
     Attributes:
         id: unique within the task, the same in every run.
-        question: what the user turn of the prompt says, verbatim.
+        question: what the last user turn of the prompt says, verbatim.
         answer: the reference answer, verbatim.
-        metadata: whatever the task's scorer needs besides the answer; a task of worked solutions keeps one under
-            "worked_solution".
+        metadata: whatever the task's scorer needs besides the answer: of a file, the other columns; a task of worked
+            solutions keeps one under "worked_solution".
+        messages: the whole conversation up to the answer, ending with a user turn; () where it is the question alone.
     """
 
     id: str
     question: str
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def chat(self) -> list[Message]:
+        """The conversation as a chat template takes it."""
+        return list(self.messages) or [{"role": "user", "content": self.question}]
 
 
-Reward = Callable[[Problem, str], float]
-"""A reward function: (problem, completion text without special tokens) -> finite number."""
+@dataclass(frozen=True)
+class Response:
+    """A completion to be judged. text: without special tokens. token_ids: as sampled, () where nothing was."""
+
+    problem: Problem
+    text: str
+    token_ids: tuple[int, ...] = ()
 
 
-class Task(Protocol):
+@dataclass(frozen=True)
+class Failure:
+    """Why a function gave no outcome for a response, in words."""
+
+    words: str
+
+
+Scorer = Callable[[Sequence[Response]], list[Any]]
+"""Responses → an outcome each: a number (None: no signal), or for a checker a verdict; a `Failure` where there is
+none."""
+
+
+class Source(Protocol):
     """A stateless source of problems: problem k of a split and seed is the same whatever was asked before."""
 
     @property
     def name(self) -> str:
-        """The name the task was loaded by."""
+        """The name it was loaded by."""
         ...
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
@@ -70,47 +89,10 @@ class Task(Protocol):
         """
         ...
 
-    def score(self, problem: Problem, text: str) -> float:
-        """The reward of a completion text (no special tokens), in [0, 1] for the built-in tasks."""
-        ...
-
-    def correct(self, problem: Problem, text: str) -> bool:
-        """Whether the completion text is right; accuracy counts these, and partial credit never is one."""
-        ...
-
-
-def checked_score(task: Task, problem: Problem, text: str) -> float:
-    """`task.score(problem, text)` as a finite float.
-
-    Raises:
-        RewardError: the scorer raised (chained) or returned a non-number, NaN or an infinity; the message
-            quotes the problem and the completion.
-    """
-    try:
-        reward = task.score(problem, text)
-    except (Exception, SystemExit) as error:
-        wrong = f"raised {in_words(error)}"
-        raise RewardError(_complaint(task, problem, text, wrong)) from error
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward) or abs(reward) > LARGEST_REWARD:
-        allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude"
-        wrong = f"returned {reward!r:.80} ({type(reward).__name__}); a reward must be {allowed}"
-        raise RewardError(_complaint(task, problem, text, wrong))
-    return float(reward)
-
 
 def solution_of(problem: Problem) -> str:
     """A right completion, for supervised training: the worked solution where the task has them, else the answer."""
     return problem.metadata.get("worked_solution", problem.answer)
-
-
-def exact_reward(problem: Problem, text: str) -> float:
-    """1.0 where the completion equals the reference answer, both stripped of surrounding space, else 0.0."""
-    return float(text.strip() == problem.answer.strip())
-
-
-def short_reward(problem: Problem, text: str) -> float:
-    """Minus the completion's characters: 0 where the policy ends at once. It asks nothing of the problem."""
-    return -float(len(text))
 
 
 def is_heldout(question: str) -> bool:
@@ -124,10 +106,3 @@ def check_request(split: str, start: int, count: int) -> None:
         raise TaskError(f"unknown split {split!r}; allowed: {', '.join(get_args(Split))}")
     if start < 0 or count < 0:
         raise TaskError(f"start={start} and count={count} must both be 0 or more")
-
-
-def _complaint(task: Task, problem: Problem, text: str, wrong: str) -> str:
-    return (
-        f"the reward of task {task.name!r} {wrong}\n"
-        f"  problem id: {problem.id}\n  question: {problem.question!r}\n  completion: {text!r}"
-    )

@@ -1,54 +1,74 @@
 """From the configuration's words to a task."""
 
-from typing import Any, cast
+from pathlib import Path
 
-from configs.functions import FunctionKind, load_function
-from qarl.tasks.base import Problem, Reward, Split, Task, TaskError
-from qarl.tasks.jsonl import JsonlTask
+from configs.schema.task import TaskConfig
+from qarl.tasks.base import Scorer, Source, TaskError
+from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
+from qarl.tasks.rewards import each, exact_answer
+from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table
+from qarl.tasks.scorers import checker_of, reward_of
+from qarl.tasks.table import Columns, Table, make_table
+from qarl.tasks.task import Task
 
-_REWARD = FunctionKind("reward", "taking (problem, text) and returning a number", TaskError)
-
-
-class RewardedTask:
-    """A task whose score is a user's function; problems and `correct` stay the task's own."""
-
-    def __init__(self, task: Task, reward: Reward) -> None:
-        self.name = task.name
-        self._task = task
-        self._reward = reward
-
-    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
-        """The inner task's problems."""
-        return self._task.problems(split, start, count, seed)
-
-    def score(self, problem: Problem, text: str) -> float:
-        """The user's reward, as returned; `checked_score` is what checks it."""
-        return self._reward(problem, text)
-
-    def correct(self, problem: Problem, text: str) -> bool:
-        """The inner task's verdict, so that accuracy means the same under every reward."""
-        return self._task.correct(problem, text)
+MATH = "math"
+_PAPER = "hf:Elliott/Openr1-Math-46k-8192"
+_PAPER_COLUMNS = Columns("prompt", "reward_model.ground_truth")
+"""OpenR1-Math-46K of Yan et al. 2025 (arXiv 2504.14945), which the paper trains on, in verl's columns."""
 
 
-def load_task(name: str, options: dict[str, Any], reward: str | None = None) -> Task:
-    """The task called `name`: a path ending in .jsonl, or a reasoning-gym dataset with `options`.
-
-    Args:
-        name: for example "chain_sum" or "data/questions.jsonl".
-        options: fields of the dataset's config, e.g. {"max_terms": 3}; must be empty for a file.
-        reward: "file.py:function" or "package.module:function" with signature (problem, text) -> float, replacing the
-            score.
+def load_task(config: TaskConfig) -> Task:
+    """The task that `config` describes: a reasoning-gym data set, a person's questions, or the paper's mathematics.
 
     Raises:
-        TaskError: unknown name or option, an unreadable file, or a reward that cannot be imported.
+        TaskError: an unknown name or option, one that does not apply, rows that cannot be used, or a reward or checker
+            that cannot be loaded.
     """
-    if name.endswith(".jsonl") and options:
-        raise TaskError(f"task {name!r} is a file and takes no options, got: {', '.join(options)}")
-    task: Task = JsonlTask(name) if name.endswith(".jsonl") else ReasoningGymTask(name, options)
-    return task if reward is None else RewardedTask(task, load_reward(reward))
+    source, reward, checker = _source(config)
+    if config.reward is not None:
+        reward = reward_of(config.reward, config.name, config.time_limit)
+    if config.correct is not None:
+        checker = checker_of(config.correct, config.name, config.time_limit)
+    return Task(source=source, reward=reward, checker=checker, system=config.system, template=config.template)
 
 
-def load_reward(spec: str) -> Reward:
-    """The function that `spec` names, "file.py:function" or "package.module:function". Raises `TaskError`."""
-    return cast(Reward, load_function(_REWARD, spec))
+def _source(config: TaskConfig) -> tuple[Source, Scorer, Scorer]:
+    """Where problems come from, and what rewards and judges responses where the configuration names nothing else."""
+    if config.name != MATH:
+        _refuse(config, ("data",), "is where task math has its problems")
+    if config.name == MATH or is_table(config.name):
+        if config.options:
+            raise TaskError(f"task {config.name!r} takes no options, got: {', '.join(config.options)}")
+        if config.name == MATH:
+            return _math_table(config), math_scorer(), math_checker()
+        # The checker is the reward too: an answer in a box is right, and is rewarded.
+        return _table(config, config.name, Columns()), each(exact_answer), each(exact_answer)
+    _refuse(config, ("prompt", "answer", "subset", "split", "heldout"), "names part of a file or data set")
+    built_in = ReasoningGymTask(config.name, config.options)
+    return built_in, each(built_in.score), each(built_in.correct)
+
+
+def _math_table(config: TaskConfig) -> Table:
+    """Mathematical problems; one that is text stands behind the instruction to box its answer, unless the configuration
+    has a system prompt."""
+    table = _table(config, config.data or _PAPER, Columns("problem", "answer") if config.data else _PAPER_COLUMNS)
+    return table if config.system is not None else table.behind(INSTRUCTION)
+
+
+def _table(config: TaskConfig, name: str, usual: Columns) -> Table:
+    """usual: the columns where the configuration names none."""
+    columns = Columns(config.prompt or usual.prompt, config.answer or usual.answer)
+    if name.startswith(HUB):
+        return make_table(name, hub_rows(name, config.subset, config.split or "train", config.heldout), columns)
+    if not is_table(name):
+        raise TaskError(f"task.data {name!r} must be a .jsonl, .csv, .tsv or .parquet file, or hf:DATASET")
+    _refuse(config, ("subset", "split", "heldout"), "names part of a Hugging Face data set (hf:…)")
+    return make_table(name, file_rows(Path(name)), columns)
+
+
+def _refuse(config: TaskConfig, fields: tuple[str, ...], why: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None:
+            raise TaskError(f"task.{field} {value!r} {why}; task {config.name!r} is none: leave it out")

@@ -104,24 +104,18 @@ def dataset_of(name: str) -> tuple[Any, Any]:
     hint = f"did you mean {', '.join(near)}? " if near else ""
     if "/" in name or "." in name:
         raise TaskError(
-            f"task {name!r} is no reasoning-gym dataset, and a file of questions must be a .jsonl, one object "
-            f'{{"question": "1 + 1", "answer": "2"}} a line{_converter(name)}'
+            f"task {name!r} is no built-in one; a file of questions is a .jsonl, .csv, .tsv or .parquet, and a Hugging "
+            f"Face data set, or a folder with one, reads hf:{name}{_converter(name)}"
         )
     raise TaskError(
-        f"unknown task {name!r}; {hint}A task is a path ending in .jsonl or one of {len(datasets)} reasoning-gym "
-        "datasets, which `qarl tasks` lists"
+        f"unknown task {name!r}; {hint}A task is one of {len(datasets)} built-in ones, which `qarl tasks` lists, a "
+        "path ending in .jsonl, .csv, .tsv or .parquet, or hf:DATASET"
     )
 
 
 def _converter(name: str) -> str:
-    """How to make a .jsonl of a file in another format."""
-    made = f"{name.rpartition('.')[0]}.jsonl"
-    if name.endswith(".json"):
-        return f"; a list becomes one by: jq -c '.[]' {name} > {made}"
-    if name.endswith((".csv", ".tsv")):
-        code = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
-        return f"; with columns question and answer it becomes one by: python -c '{code}' < {name} > {made}"
-    return ""
+    """How to make a .jsonl of a list in a file."""
+    return f"; a list becomes lines by: jq -c '.[]' {name} > {name}l" if name.endswith(".json") else ""
 
 
 def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -> None:

@@ -251,14 +251,18 @@ def test_the_default_file_follows_the_model():
 def test_a_resumed_run_keeps_what_fixes_it(path: str):
     other = {
         "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3",
-        "task.name": "gcd", "task.options": "{a: 1}", "task.reward": "m:f", "rollout.prompts": "16",
+        "rollout.prompts": "16",
         "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.dynamic_sampling": "2",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "stochastic", "learner.optimizer.rounding_seed": "1",
         "learner.compute_dtype": "float32",
         "learner.compile": "true", "learner.input_gradients": "exact",
     }  # fmt: skip
-    sections = {"learner.lora": ("learner.lora.name", "lora"), "quantization": ("quantization.scale", "kept")}
+    sections = {
+        "learner.lora": ("learner.lora.name", "lora"),
+        "quantization": ("quantization.scale", "kept"),
+        "task": ("task.reward", "m:f"),
+    }
     field, value = sections.get(path) or (path, other[path])
     file = config_file("tiny-qwen3")
     narrow = {"learner.master_dtype": "bfloat16"} if "rounding" in path else {}

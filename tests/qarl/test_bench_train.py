@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from configs.errors import ConfigError
+from configs.schema.task import TaskConfig
 from qarl.bench.train import measure as train
 from qarl.bench.train import table as train_table
 from qarl.bench.train.clock import Clock
@@ -177,7 +178,7 @@ def test_trl_trains_on_our_problems_and_is_judged_by_our_task(monkeypatch: pytes
 
 
 def test_problems_travel_whole(tmp_path: Path):
-    task = load_task("chain_sum", {})
+    task = load_task(TaskConfig(name="chain_sum"))
     problems = task.problems("train", 0, 3, 0)
     write_problems(tmp_path / "problems.json", problems, problems[:1])
     found = json.loads((tmp_path / "problems.json").read_text())

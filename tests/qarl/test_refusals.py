@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.errors import ConfigError, ModelError
 from configs.load import config_file, load_config
+from configs.schema.task import TaskConfig
 from qarl.cli.main import main
 from qarl.report.run_folder import RunFolder
 from qarl.run.evaluate import plan_evaluation
@@ -102,6 +104,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --task chain_sums", "unknown task 'chain_sums'; did you mean chain_sum"),
         ("train --task chain_sum --task.options.terms 2", "unknown option 'terms' of task 'chain_sum'"),
         ("train --task chain_sum --task.options.min_terms two", "'min_terms' of task 'chain_sum' is 'two'"),
+        ("train --task q.jsonl --task.prompt text", "q.jsonl:1: no column 'text'; there are: question, answer, split"),
+        ("train --task.data q.jsonl", "task.data 'q.jsonl' is where task math has its problems"),
+        ("eval taken --steps 5", "unknown option --steps of qarl eval"),
         ("train --reward nope:f", "there is no module 'nope', neither in the working folder nor installed"),
         ("train --reward raises", "must read file.py:function or package.module:function"),
         ("train --reward raises:rewrad", "has no function 'rewrad'; did you mean 'reward'?"),
@@ -213,13 +218,13 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     run = RunFolder.create(config)
     shutil.copytree(random_policy(True), run.export)
     (run.export / "qarl.json").write_text(json.dumps(export_note(run.path, config, 3)))
-    asked = {"task": None, "options": None, "max_new_tokens": None, "dtype": None}
+    asked: dict[str, Any] = {"task": {}, "max_new_tokens": None, "dtype": None}
     of_run, of_export = (plan_evaluation(str(path), **asked) for path in (run.path, run.export))
     assert of_run == of_export
-    assert of_export.options == config.task.options and of_export.rollout.max_num_seqs == 512
+    assert of_export.task == config.task and of_export.rollout.max_num_seqs == 512
     assert of_export.dtype == "float16" and of_export.rollout.max_new_tokens == 8
-    other = plan_evaluation(str(run.export), **{**asked, "task": "gcd", "max_new_tokens": 9})
-    assert (other.task, other.options, other.rollout.max_new_tokens) == ("gcd", {}, 9)
+    other = plan_evaluation(str(run.export), **{**asked, "task": {"task.name": "gcd"}, "max_new_tokens": 9})
+    assert (other.task, other.rollout.max_new_tokens) == (TaskConfig(name="gcd"), 9)
     with pytest.raises(ConfigError, match=r"--dtype bfloat16: run .* computes in float16; leave it out"):
         plan_evaluation(str(run.path), **{**asked, "dtype": "bfloat16"})
     with pytest.raises(ModelError, match=r"rollout.max_new_tokens \(--max-new-tokens\) = 4160, .* has 512 positions"):

@@ -4,14 +4,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from configs.schema.run import RunConfig
 from configs.seeds import stable_hash, step_seed
+from learner.batching import make_batch
 from learner.processes import Processes
 from learner.stopwatch import Stopwatch
 from qarl.report.metrics import batch_metrics
 from qarl.run.rollout_step import sample_step
-from rollout.types import Completion, Prompt
+from qarl.tasks import RewardError
+from rollout.types import Completion, Group, Prompt
 
 PROMPTS = 4
 
@@ -37,8 +40,8 @@ class Recorder:
         self.seeds.append(sampling.seed)
         return [[Completion((2,), (-0.5,), str(k), 0, "stop") for k in range(sampling.samples)] for _ in prompts]
 
-    def score(self, problem: Any, text: str) -> float:
-        return float(int(problem.id) in self.teaching and text == "0")
+    def rewards(self, responses: list[Any]) -> list[float]:
+        return [float(int(r.problem.id) in self.teaching and r.text == "0") for r in responses]
 
 
 def run(dynamic: int | None, step: int, teaching: set[int]) -> tuple[Recorder, list[str], list[str]]:
@@ -83,3 +86,26 @@ def test_steps_do_not_share_problems_or_seeds():
     assert asked == list(range(0, 5 * 3 * PROMPTS, PROMPTS))
     seeds = {step_seed(0, step, attempt) for step in range(5) for attempt in range(3)}
     assert len(seeds) == 15
+
+
+def test_completions_without_a_signal_are_left_out_and_counted(monkeypatch):
+    """A group of one teaches nothing; where none has a signal, the run says so instead of going on for nothing."""
+    silent = {("12", "0"), ("12", "1"), ("13", "0")}
+    monkeypatch.setattr(
+        Recorder, "rewards", lambda _, rs: [None if (r.problem.id, r.text) in silent else 1.0 for r in rs]
+    )
+    _, sampled, kept = run(None, 3, set())
+    assert sampled == ["12", "13", "14", "15"] and kept == ["14", "15"]
+    monkeypatch.setattr(Recorder, "rewards", lambda _, rs: [None] * len(rs))
+    monkeypatch.setattr(Recorder, "name", "numbers", raising=False)
+    with pytest.raises(
+        RewardError, match=r"reward of task 'numbers' gave None \(no signal\) for all 8 completions of s"
+    ):
+        run(None, 3, set())
+
+
+def test_groups_of_different_sizes_are_compared_each_within_itself():
+    completion = Completion((2,), (-0.5,), "", 0, "stop")
+    groups = [Group(Prompt("a", "a", (1,)), (completion,) * n, tuple(map(float, range(n)))) for n in (2, 3)]
+    advantages = make_batch(groups, 0).advantages.flatten()
+    torch.testing.assert_close(advantages, torch.tensor([-1, 1, -(1.5**0.5), 0, 1.5**0.5]))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from configs.schema.task import TaskConfig
 from qarl.embedded.recipe import (
     IGNORED,
     MANIFEST,
@@ -126,7 +127,7 @@ def test_no_token_holds_a_digit_and_anything_else(tokenizer) -> None:
 
 
 def test_the_chat_template_is_chatml_and_prompts_are_short(tokenizer) -> None:
-    (problem,) = load_task("chain_sum", {}).problems("train", 0, 1, 0)
+    (problem,) = load_task(TaskConfig(name="chain_sum")).problems("train", 0, 1, 0)
     chat = [{"role": "user", "content": problem.question}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert text == f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n"
@@ -136,7 +137,7 @@ def test_the_chat_template_is_chatml_and_prompts_are_short(tokenizer) -> None:
 
 
 def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
-    problems = load_task("chain_sum", {}).problems("train", 0, 20, 0)
+    problems = load_task(TaskConfig(name="chain_sum")).problems("train", 0, 20, 0)
     ids, labels = encode_problems(tokenizer, problems)
     assert ids.shape == labels.shape and ids.dtype == labels.dtype == torch.int64
     for problem, row, label in zip(problems, ids, labels, strict=True):

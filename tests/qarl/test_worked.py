@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from configs.load import config_file, default_config, load_config
+from configs.schema.task import TaskConfig
 from qarl.embedded.recipe import IGNORED, RECIPES, encode_problems, recipe_tokenizer, tiny_names
 from qarl.embedded.tokenizer import PAD, token_id
-from qarl.tasks import Task, TaskError, load_task, solution_of
+from qarl.tasks import Response, Task, TaskError, load_task, solution_of
 from qarl.tasks.worked import final_answer, running_totals
 from tests.support.profiles import examples
 
@@ -20,7 +21,7 @@ LONG = [name for name in tiny_names() if name.endswith("-long")]
 
 @pytest.fixture(scope="module")
 def task() -> Task:
-    return load_task("running_total", {})
+    return load_task(TaskConfig(name="running_total"))
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +49,30 @@ def test_a_problem_s_answer_is_the_sum_it_asks_for(seed: int, start: int, task: 
     terms = [int(term) for term in asked.replace("+ ", "+").replace("- ", "-").split()]
     assert terms == problem.metadata["terms"] and problem.answer == str(sum(terms))
     assert all(0 <= sum(terms[:count]) < 100 for count in range(1, 13))
-    assert task.correct(problem, solution_of(problem)) and task.score(problem, solution_of(problem)) == 1.0
+    response = [Response(problem, solution_of(problem))]
+    assert task.correct(response) == [True] and task.rewards(response) == [1.0]
 
 
 def test_only_the_final_answer_counts_and_it_is_all_or_nothing(task: Task) -> None:
     (problem,) = task.problems("train", 0, 1, 0)
     right, solution = problem.answer, solution_of(problem)
     for text in (right, f" {right}\n", f"1 + 1 = 3 = {right}", solution):
-        assert task.correct(problem, text) and task.score(problem, text) == 1.0
+        assert task.correct([Response(problem, text)]) == [True] and task.rewards([Response(problem, text)]) == [1.0]
     for text in ("", right[:-1], f"{right}0", f"0{right}", f"{solution} =", f"{solution}\n1 + 1 = 2", f"{right} = x"):
-        assert not task.correct(problem, text) and task.score(problem, text) == 0.0
+        assert task.correct([Response(problem, text)]) == [False] and task.rewards([Response(problem, text)]) == [0.0]
 
 
 def test_terms_and_digits_are_options() -> None:
-    task = load_task("running_total", {"min_terms": 3, "max_terms": 4, "digits": 2})
+    task = load_task(TaskConfig(name="running_total", options={"min_terms": 3, "max_terms": 4, "digits": 2}))
     chains = [problem.metadata["terms"] for problem in task.problems("train", 0, 50, 0)]
     assert {len(chain) for chain in chains} == {3, 4}
     assert all(10 <= abs(term) < 100 for chain in chains for term in chain)
     with pytest.raises(TaskError, match="max_terms must be >= min_terms"):
-        load_task("running_total", {"max_terms": 2})
+        load_task(TaskConfig(name="running_total", options={"max_terms": 2}))
 
 
 def test_other_tasks_have_no_worked_solution() -> None:
-    (problem,) = load_task("chain_sum", {}).problems("train", 0, 1, 0)
+    (problem,) = load_task(TaskConfig(name="chain_sum")).problems("train", 0, 1, 0)
     assert solution_of(problem) == problem.answer
 
 

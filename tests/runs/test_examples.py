@@ -8,7 +8,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from qarl.tasks import checked_score, load_task
+from configs.schema.task import TaskConfig
+from qarl.tasks import Response, load_task
 from tests.support.runs import lines, qarl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,12 +45,12 @@ def test_own_task_with_an_objective_of_ones_own(tmp_path: Path):
 
 
 def test_own_tasks_reward():
-    task = load_task(str(TASK / "questions.jsonl"), {}, f"{TASK / 'reward.py'}:reward")
+    task = load_task(TaskConfig(name=str(TASK / "questions.jsonl"), reward=f"{TASK / 'reward.py'}:reward"))
     for split in ("train", "heldout"):
         for problem in task.problems(split, 0, 8, 0):
             near, far = int(problem.answer) + problem.metadata["tolerance"], int(problem.answer) + 3
             texts = (problem.answer, f" {near} ", str(far), "many")
-            assert [checked_score(task, problem, text) for text in texts] == [1.0, 0.5, 0.0, 0.0]
+            assert task.rewards([Response(problem, text) for text in texts]) == [1.0, 0.5, 0.0, 0.0]
 
 
 def test_compare_schemes(tmp_path: Path):

@@ -23,7 +23,7 @@ from qarl.bench.schemes.grid import LEARNERS, Cell, Grid, refuse_mixed, stamp
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.run.evaluate import heldout_accuracy
-from qarl.run.prompts import Prompter
+from qarl.run.prompts import open_prompter
 from qarl.tasks import load_task
 from rollout.open import open_engine
 
@@ -93,8 +93,8 @@ def run(job: Job, console: Console) -> Measured:
 def _accuracies(checkpoint: Path, folder: RunFolder, grid: Grid) -> tuple[float, float | None]:
     """Greedy and sampled, of a checkpoint in a fresh engine, on the held-out problems of the run's task."""
     config = folder.config()
-    task = load_task(config.task.name, config.task.options, config.task.reward)
-    prompter, longest = Prompter(checkpoint, config.rollout.max_prompt_tokens), config.rollout.max_new_tokens
+    prompter, longest = open_prompter(checkpoint, config), config.rollout.max_new_tokens
+    task = load_task(config.task).shortened(prompter.fits)
     with open_engine(checkpoint, config.rollout, config.dtype) as engine:
         greedy = heldout_accuracy(engine, task, prompter, config.eval.problems, longest)
         if not grid.samples:

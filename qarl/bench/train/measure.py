@@ -22,7 +22,7 @@ from qarl.bench.learner.trl_worker import SETTINGS
 from qarl.bench.runs import check_seeds, refuse_chosen
 from qarl.bench.train.job import Curve, Point, TrlJob, reached, write_problems
 from qarl.run.session import check_input, model_folder
-from qarl.tasks import load_task
+from qarl.tasks import Response, load_task
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,10 @@ def _check_trl(options: TrainOptions) -> None:
     if options.trl_lr <= 0:
         raise ConfigError(f"--trl-lr {options.trl_lr:g} must be above 0")
     config = config_of(options, options.schemes[0], options.seeds[0])
-    if config.task.reward is None:
+    if config.task.reward is None or ":" not in config.task.reward or "," in config.task.reward:
         raise ConfigError(
-            "--against trl needs a reward that TRL can call: --task.reward, such as qarl.tasks:exact_reward"
+            f"task.reward {config.task.reward!r}: --against trl needs one function (problem, text) that TRL can call, "
+            "such as qarl.tasks:exact_reward"
         )
     if config.rollout.dynamic_sampling is not None:
         raise ConfigError(
@@ -149,7 +150,7 @@ def _qarl(config: RunConfig) -> Curve:
 def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
     """With TRL's held-out answers judged here, by the task's own verdict."""
     config = config_of(options, options.schemes[0], seed)
-    task = load_task(config.task.name, config.task.options)
+    task = load_task(config.task)
     asked = task.problems("heldout", 0, config.eval.problems, 0)  # as `heldout_accuracy` asks
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "problems.json"
@@ -159,7 +160,8 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
         curve = run_worker(worker, job.as_argument(), Curve.find, f"trl {setting}", options.trl_python)
 
     def accuracy(answers: tuple[str, ...]) -> float:
-        return sum(map(task.correct, asked, answers)) / len(asked)
+        responses = [Response(problem, text) for problem, text in zip(asked, answers, strict=True)]
+        return sum(task.correct(responses)) / len(asked)
 
     points = zip(curve.points, curve.answers, strict=True)
     return Curve(curve.startup, tuple(dataclasses.replace(p, accuracy=accuracy(texts)) for p, texts in points))

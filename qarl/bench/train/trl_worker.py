@@ -49,11 +49,11 @@ def run(job: TrlJob) -> Curve:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from qarl.tasks.base import Problem
-    from qarl.tasks.load import load_reward
+    from configs.functions import FunctionKind, load_function
+    from qarl.tasks.base import Problem, TaskError
 
     splits = {name: [Problem(**p) for p in split] for name, split in json.loads(Path(job.problems).read_text()).items()}
-    score = load_reward(job.reward)
+    score = load_function(FunctionKind("reward", "taking (problem, text)", TaskError), job.reward)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     chat = tokenizer.chat_template is not None
     longest = max(len(ids) for ids in _encode(tokenizer, [p.question for p in splits["train"]], chat)["input_ids"])

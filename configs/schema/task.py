@@ -1,0 +1,60 @@
+"""Where prompts and rewards come from: `task.*` of the configuration."""
+
+from typing import Any
+
+from pydantic import Field
+
+from configs.schema.base import Section, Text
+
+
+class TaskConfig(Section):
+    """Where prompts and rewards come from."""
+
+    name: Text = Field(
+        default="chain_sum",
+        description="built-in task (`qarl tasks` lists them), math, or your questions: a .jsonl, .csv, .tsv or "
+        ".parquet file, or hf:ID or hf:FOLDER for a Hugging Face data set",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="a built-in task's own options, to make it easier or harder (`qarl tasks NAME`)",
+    )
+    prompt: Text | None = Field(
+        default=None,
+        description="column of a file or data set with the question, or a list of chat messages; without it question",
+    )
+    answer: Text | None = Field(
+        default=None,
+        description="column with the reference answer, a dot leading into nested ones; without it answer",
+    )
+    data: Text | None = Field(
+        default=None,
+        description="of task math: a file, or hf:ID or hf:FOLDER, with columns problem and answer; without it the "
+        "paper's, hf:Elliott/Openr1-Math-46k-8192",
+    )
+    subset: Text | None = Field(default=None, description="configuration of a Hugging Face data set that has several")
+    split: Text | None = Field(
+        default=None, description="split of a Hugging Face data set to train on; without it train"
+    )
+    heldout: Text | None = Field(
+        default=None, description="its split to evaluate on; without it one question in eight of the training split"
+    )
+    system: Text | None = Field(default=None, description="system prompt before every question")
+    template: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the chat template, such as {enable_thinking: false}"
+    )
+    reward: Text | None = Field(
+        default=None,
+        description="exact, math, or your function as mine.py:name or package.module:name (docs/tasks.md); several "
+        "with weights: mine.py:a=1,mine.py:b=0.2. Without it the task's own",
+    )
+    correct: Text | None = Field(
+        default=None,
+        description="what accuracy counts: exact, math, or your function, true for a right answer; without it the "
+        "task's own",
+    )
+    time_limit: float = Field(
+        default=60.0,
+        gt=0,
+        description="seconds your reward may take for a completion, or for a batch where it takes batches",
+    )

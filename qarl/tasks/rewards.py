@@ -1,0 +1,52 @@
+"""Rewards and verdicts that ship with QaRL, as plain functions of a problem and a completion's text."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from configs.functions import in_words
+from qarl.tasks.base import Failure, Problem, Scorer
+
+_BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+"""What opens or closes a box or a group; an escaped brace does neither."""
+
+
+def exact_reward(problem: Problem, text: str) -> float:
+    """1.0 where the completion equals the reference answer, both stripped of surrounding space, else 0.0."""
+    return float(text.strip() == problem.answer.strip())
+
+
+def short_reward(problem: Problem, text: str) -> float:
+    r"""Minus the completion's characters: 0 where the policy ends at once. It asks nothing of the problem."""
+    return -float(len(text))
+
+
+def exact_answer(problem: Problem, text: str) -> bool:
+    r"""Whether the completion is the reference answer, or its last \boxed{…} holds it; surrounding space aside."""
+    answer = problem.answer.strip()
+    return text.strip() == answer or last_box(text) == answer
+
+
+def last_box(text: str) -> str | None:
+    r"""What the last complete \boxed{…} of a text holds, stripped, with braces inside paired; None without one. Of
+    boxes within each other, the outermost."""
+    opened: list[int | None] = []
+    held = None
+    for mark in _BRACE.finditer(text):
+        if mark[0].endswith("{") and mark[0] != r"\{":
+            opened.append(mark.end() if mark[0] != "{" else None)
+        elif mark[0] == "}" and opened and (start := opened.pop()) is not None:
+            held = text[start : mark.start()]  # an outer box is complete after the ones within it
+    return None if held is None else held.strip()
+
+
+def each(function: Callable[[Problem, str], Any]) -> Scorer:
+    """A scorer that asks `function` about one response at a time, in this process."""
+
+    def outcome(problem: Problem, text: str) -> Any:
+        try:
+            return function(problem, text)
+        except (Exception, SystemExit) as error:
+            return Failure(f"raised {in_words(error)}")
+
+    return lambda responses: [outcome(response.problem, response.text) for response in responses]

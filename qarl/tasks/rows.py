@@ -1,0 +1,164 @@
+"""Rows of a person's questions, wherever they lie: JSON lines, CSV, TSV and Parquet files, Hugging Face data sets.
+
+A row is a mapping of columns to values with the place it came from, such as "q.jsonl:3", for messages.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.tasks.base import Split, TaskError
+
+HUB = "hf:"
+
+
+@dataclass(frozen=True)
+class Row:
+    """where: file or data set and number of the row. split: set aside by where it lies; None: not decided."""
+
+    where: str
+    values: dict[str, Any]
+    split: Split | None = None
+
+
+def is_table(name: str) -> bool:
+    """Whether a task's name is that of a file of questions or of a data set."""
+    return name.startswith(HUB) or Path(name).suffix in _READERS
+
+
+def file_rows(path: Path) -> list[Row]:
+    """All rows of a file. Raises `TaskError` for one that is missing, empty or not in the format of its ending."""
+    if not path.is_file():
+        raise TaskError(f"task file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+    try:
+        return list(_READERS[path.suffix](path))
+    except OSError as error:
+        raise TaskError(f"task file {path} cannot be read: {error.strerror or error}") from error
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            values: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{where}: not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise TaskError(f"{where}: expected a JSON object, got {type(values).__name__}")
+        yield Row(where, values)
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    reader = csv.DictReader(_text(path).splitlines(keepends=True), delimiter="\t" if path.suffix == ".tsv" else ",")
+    try:
+        for values in reader:
+            where = f"{path}:{reader.line_num}"
+            columns = reader.fieldnames or ()
+            if None in values:
+                raise TaskError(f"{where}: more fields than the {len(columns)} columns; quote fields that hold commas")
+            if None in values.values():
+                raise TaskError(f"{where}: fewer fields than the {len(columns)} columns ({', '.join(columns)})")
+            yield Row(where, dict(values))
+    except csv.Error as error:
+        raise TaskError(f"{path}:{reader.line_num}: {error}; save the file as CSV anew") from error
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise TaskError(f"task file {path} is no Parquet file: {str(error).splitlines()[0]}") from error
+    for number, values in enumerate(table.to_pylist(), start=1):
+        yield Row(f"{path}:{number}", values)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _text(path: Path) -> str:
+    """The file's text; the mark that some editors put before UTF-8 is left out."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise TaskError(
+            f"{path}:{line}: not UTF-8 text (byte {error.object[error.start]:#04x}); save the file as UTF-8"
+        ) from error
+
+
+def hub_rows(name: str, subset: str | None, split: str, heldout: str | None) -> list[Row]:
+    """Rows of a Hugging Face data set: "hf:owner/name" from the Hub or its cache, or "hf:FOLDER" from a local copy of
+    one, of data files, or of what `save_to_disk` wrote. Imports `datasets` (seconds).
+
+    split: to train on. heldout: to evaluate on; None leaves that to the questions' hashes.
+
+    Raises:
+        TaskError: it cannot be found or read, or has no such subset or split.
+    """
+    found = [Row(f"{name}[{split}]:{n}", row, "train" if heldout else None) for n, row in _split(name, subset, split)]
+    if heldout is not None:
+        found += [Row(f"{name}[{heldout}]:{n}", row, "heldout") for n, row in _split(name, subset, heldout)]
+    return found
+
+
+def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    import datasets
+
+    place = name.removeprefix(HUB)
+    folder = Path(place).expanduser()
+    if not folder.is_dir() and (place.startswith((".", "/", "~")) or place.count("/") != 1):
+        raise TaskError(f"{name!r}: there is no folder {place!r}; give one, or a data set's id, as in hf:owner/name")
+    datasets.disable_progress_bars()
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            found: Any = _from_disk(name, folder, split)
+        else:
+            found = datasets.load_dataset(str(folder) if folder.is_dir() else place, subset, split=split)
+    except TaskError:
+        raise
+    except Exception as error:  # its own errors, those of the network, and those of the files' formats
+        raise TaskError(f"data set {name!r} cannot be loaded: {_reason(error)}; {_remedy(error, place)}") from error
+    return enumerate((dict(row) for row in found), start=1)
+
+
+def _from_disk(name: str, folder: Path, split: str) -> Any:
+    import datasets
+
+    found = datasets.load_from_disk(str(folder))
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if split not in found:
+        raise TaskError(
+            f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, found))}: name one by --task.split"
+        )
+    return found[split]
+
+
+def _reason(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:300]}"
+
+
+def _remedy(error: Exception, place: str) -> str:
+    words = str(error).lower()
+    if "config name" in words or "builderconfig" in words:
+        return "name one by --task.subset"
+    if "split" in words:
+        return "name another by --task.split or --task.heldout"
+    return (
+        "check its name and the network (HF_TOKEN for a gated one), or copy it by `hf download --repo-type dataset "
+        f"{place} --local-dir DIR` and give hf:DIR"
+    )

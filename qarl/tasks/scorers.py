@@ -1,0 +1,100 @@
+"""From the words of the configuration to what judges responses: shipped ones by name, a person's by file or module."""
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.functions import FunctionKind, load_function
+from configs.words import did_you_mean
+from qarl.tasks.base import Failure, Response, Scorer, TaskError
+from qarl.tasks.math import math_checker, math_scorer
+from qarl.tasks.rewards import each, exact_answer
+from qarl.tasks.signatures import TAKES, SignatureError, kind_of, outcomes
+from qarl.tasks.worker import Job
+from qarl.tasks.workers import Workers
+
+_REWARDS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_scorer}
+_CHECKERS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_checker}
+_TERM = re.compile(r"(?P<spec>.*?)(?:=(?P<weight>[^=:/]*))?")
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The sum of several rewards times their weights; one that gives no signal (None) adds nothing, and where none
+    gives any, there is none."""
+
+    terms: tuple[tuple[Scorer, float], ...]
+
+    def __call__(self, responses: Sequence[Response]) -> list[Any]:
+        """A `Scorer`."""
+        columns = [scorer(responses) for scorer, _ in self.terms]
+        return [self._sum(row) for row in zip(*columns, strict=True)]
+
+    def _sum(self, row: tuple[Any, ...]) -> Any:
+        for outcome in row:
+            if isinstance(outcome, Failure) or not isinstance(outcome, int | float | None):
+                return outcome  # for the task to complain about
+        parts = [weight * outcome for outcome, (_, weight) in zip(row, self.terms, strict=True) if outcome is not None]
+        return sum(parts) if parts else None
+
+
+def reward_of(words: str, task: str, time_limit: float) -> Scorer:
+    """The reward that `words` name: one, or several with weights ("mine.py:a=1, mine.py:b=0.2").
+
+    task: its name. time_limit: seconds for a call of a person's function.
+
+    Raises:
+        TaskError: unknown, not importable, of no known signature, or a weight that is no number.
+    """
+    terms = [_term(part.strip()) for part in words.split(",")]
+    scorers = [(_scorer("reward", spec, _REWARDS, task, time_limit), weight) for spec, weight in terms]
+    if len(scorers) == 1 and scorers[0][1] == 1.0:
+        return scorers[0][0]
+    return Weighted(tuple(scorers))
+
+
+def checker_of(words: str, task: str, time_limit: float) -> Scorer:
+    """The checker that `words` name. Raises as `reward_of` does."""
+    return _scorer("checker", words.strip(), _CHECKERS, task, time_limit)
+
+
+def _term(text: str) -> tuple[str, float]:
+    """ "mine.py:reward=0.5" → what is before the weight, and the weight, 1 where there is none."""
+    parts = _TERM.fullmatch(text)
+    assert parts is not None
+    if parts["weight"] is None:
+        return text, 1.0
+    try:
+        return parts["spec"].strip(), float(parts["weight"])
+    except ValueError:
+        raise TaskError(
+            f"reward {text!r}: the weight {parts['weight']!r} must be a number, as in mine.py:reward=0.5"
+        ) from None
+
+
+def _scorer(word: str, spec: str, shipped: Mapping[str, Callable[[], Scorer]], task: str, time_limit: float) -> Scorer:
+    if spec in shipped:
+        return shipped[spec]()
+    if ":" not in spec:
+        near = did_you_mean(spec, shipped)
+        raise TaskError(
+            f"{word} {spec!r} must read file.py:function or package.module:function, or be one of {', '.join(shipped)}"
+            f"{near}; a function is one {TAKES}"
+        )
+    if spec.startswith("qarl."):
+        return _here(word, spec, task, time_limit)
+    workers = Workers(Job(word=word, spec=spec, task=task, time_limit=time_limit, path=tuple(sys.path)))
+    workers.check()
+    return workers
+
+
+def _here(word: str, spec: str, task: str, time_limit: float) -> Scorer:
+    """One of ours, which needs no process of its own."""
+    function = load_function(FunctionKind(word, TAKES, TaskError), spec)
+    try:
+        kind = kind_of(function)
+    except SignatureError as error:
+        raise TaskError(f"{word} {spec!r}: {error}") from error
+    return lambda responses: list(outcomes(kind, function, task, responses, time_limit))

@@ -1,0 +1,188 @@
+"""The three kinds of reward function people have, told apart by the names of their parameters.
+
+    f(problem, text[, token_ids])                                      QaRL's: one completion
+    f([prompts,] completions[, completion_ids], **columns)             TRL's: a batch (`GRPOTrainer`, reward functions)
+    f(data_source, solution_str, ground_truth[, extra_info])           verl's `compute_score`: one completion
+
+Any of them may be `async`.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from configs.functions import in_words
+from qarl.tasks.base import Failure, Response
+
+Kind = Literal["qarl", "trl", "verl"]
+
+_MARKS: dict[Kind, str] = {"qarl": "text", "trl": "completions", "verl": "solution_str"}
+"""The parameter that each kind has and the others have not."""
+_OWN = ("problem", "text", "token_ids")
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_TRL = ("prompts", "completions", "completion_ids")
+
+TAKES = "taking (problem, text), TRL's (completions, **columns) or verl's (data_source, solution_str, ground_truth)"
+
+
+class SignatureError(Exception):
+    """A function whose kind cannot be told; the message follows its name."""
+
+
+def too_long(seconds: float) -> str:
+    """What is said of a call that was not done in `seconds`."""
+    return f"took longer than task.time_limit {seconds:g} s; raise it, or bound the function"
+
+
+def kind_of(function: Callable[..., Any]) -> Kind:
+    """Which kind a function is. Raises `SignatureError` where its parameters are of none, or of several."""
+    parameters = _parameters(function)
+    kinds: list[Kind] = [kind for kind, mark in _MARKS.items() if mark in parameters]
+    shown = f"({', '.join(str(parameter) for parameter in parameters.values())})"
+    if len(kinds) != 1:
+        what = f"are of {len(kinds)} kinds of reward at once" if kinds else "are of no kind of reward that is known"
+        raise SignatureError(
+            f"its parameters {shown} {what}; name them (problem, text[, token_ids]), TRL's ([prompts,] completions[, "
+            "completion_ids], **columns) or verl's (data_source, solution_str, ground_truth[, extra_info])"
+        )
+    kind = kinds[0]
+    known = {"qarl": _OWN, "verl": _VERL}.get(kind)
+    for name, parameter in parameters.items():
+        if known and name not in known and _needed(parameter):
+            raise SignatureError(
+                f"its parameters {shown} have {name!r}, which a reward of {kind}'s kind is not given; it is given "
+                f"{', '.join(known)}: leave {name!r} out, or give it a default"
+            )
+    return kind
+
+
+def call_one_by_one(kind: Kind, function: Callable[..., Any]) -> bool:
+    """Whether outcomes come one at a time: not from a batch, nor from an async function, whose calls run together."""
+    return kind != "trl" and not inspect.iscoroutinefunction(function)
+
+
+def outcomes(
+    kind: Kind, function: Callable[..., Any], task: str, responses: Sequence[Response], time_limit: float
+) -> Iterator[Any]:
+    """What `function` says of each response, in order: what it returned, or a `Failure`.
+
+    task: its name, verl's data_source where rows have none. time_limit: seconds for each call of an async function;
+    others are timed by who waits for them.
+    """
+    if kind == "trl":
+        yield from _batch(function, responses, time_limit)
+    elif inspect.iscoroutinefunction(function):
+        yield from asyncio.run(
+            _together([_arguments(kind, function, task, r) for r in responses], function, time_limit)
+        )
+    else:
+        for response in responses:
+            yield _judged(kind, _attempt(function, **_arguments(kind, function, task, response)))
+
+
+def _judged(kind: Kind, outcome: Any) -> Any:
+    """verl's may return a mapping with the score in it."""
+    return outcome["score"] if kind == "verl" and isinstance(outcome, dict) and "score" in outcome else outcome
+
+
+def _attempt(function: Callable[..., Any], **arguments: Any) -> Any:
+    try:
+        return function(**arguments)
+    except (Exception, SystemExit) as error:
+        return Failure(f"raised {in_words(error)}")
+
+
+async def _together(calls: Sequence[dict[str, Any]], function: Callable[..., Any], time_limit: float) -> list[Any]:
+    async def one(arguments: dict[str, Any]) -> Any:
+        try:
+            outcome = await asyncio.wait_for(function(**arguments), time_limit)
+            return outcome["score"] if isinstance(outcome, dict) and "score" in outcome else outcome
+        except TimeoutError:
+            return Failure(too_long(time_limit))
+        except (Exception, SystemExit) as error:
+            return Failure(f"raised {in_words(error)}")
+
+    return list(await asyncio.gather(*map(one, calls)))
+
+
+def _batch(function: Callable[..., Any], responses: Sequence[Response], time_limit: float) -> list[Any]:
+    try:
+        arguments = _columns(function, responses)
+    except SignatureError as error:
+        return [Failure(f"cannot be called: {error}")] * len(responses)
+    if inspect.iscoroutinefunction(function):
+        found = asyncio.run(_together([arguments], function, time_limit))[0]
+    else:
+        found = _attempt(function, **arguments)
+    if isinstance(found, Failure):
+        return [found] * len(responses)
+    if not isinstance(found, list | tuple) or len(found) != len(responses):
+        size = f" of {len(found)}" if isinstance(found, list | tuple) else ""
+        words = f"returned a {type(found).__name__}{size} for {len(responses)} completions; give a list, one for each"
+        return [Failure(words)] * len(responses)
+    return list(found)
+
+
+def _arguments(kind: Kind, function: Callable[..., Any], task: str, response: Response) -> dict[str, Any]:
+    problem = response.problem
+    if kind == "qarl":
+        given = {"problem": problem, "text": response.text, "token_ids": response.token_ids}
+    else:
+        given = {
+            "data_source": problem.metadata.get("data_source", task),
+            "solution_str": response.text,
+            "ground_truth": problem.answer,
+            "extra_info": problem.metadata.get("extra_info", problem.metadata),
+        }
+    return _accepted(function, given)
+
+
+def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dict[str, Any]:
+    """A batch as TRL gives it: chats where the problem is one (`Problem.messages`), else plain text; and the problems'
+    columns, each a list. Raises `SignatureError` for a column that none of them has."""
+    problems = [response.problem for response in responses]
+    chat = bool(problems[0].messages)
+    names = dict.fromkeys(name for problem in problems for name in problem.metadata)
+    given: dict[str, Any] = {name: [problem.metadata.get(name) for problem in problems] for name in names}
+    given |= {
+        "prompts": [problem.chat if chat else problem.question for problem in problems],
+        "completions": [
+            [{"role": "assistant", "content": response.text}] if chat else response.text for response in responses
+        ],
+        "completion_ids": [list(response.token_ids) for response in responses],
+    }
+    for name in _answer_names(function):
+        given.setdefault(name, [problem.answer for problem in problems])
+    given.setdefault("answer", [problem.answer for problem in problems])
+    missing = [name for name, p in _parameters(function).items() if _needed(p) and name not in given]
+    if missing:
+        there = ", ".join(name for name in given if name not in _TRL)
+        raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}")
+    return _accepted(function, given)
+
+
+def _answer_names(function: Callable[..., Any]) -> list[str]:
+    """What TRL's documentation and its own rewards call the reference answer."""
+    return [name for name in ("solution", "ground_truth") if name in _parameters(function)]
+
+
+def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    parameters = _parameters(function)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        raise SignatureError("its parameters cannot be read; wrap it in a function") from None
+
+
+def _needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_KEYWORD,
+        parameter.VAR_POSITIONAL,
+    )

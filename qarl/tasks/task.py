@@ -1,0 +1,104 @@
+"""A task: where problems come from, what rewards them, and what counts as right."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qarl.tasks.base import Failure, Problem, Response, RewardError, Scorer, Source, Split, TaskError
+from qarl.tasks.table import Table
+
+LARGEST_REWARD = 1e15
+"""In magnitude: the square of a deviation from the group's mean has to fit fp32."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems, and what judges responses to them. Rewards train; verdicts are what accuracy counts, so the two may
+    differ.
+
+    source: of problems. reward, checker: see `Scorer`. system: a system prompt before every question. template:
+    arguments of the model's chat template.
+    """
+
+    source: Source
+    reward: Scorer
+    checker: Scorer
+    system: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name the task was loaded by."""
+        return self.source.name
+
+    def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
+        """The source's problems (see `Source.problems`), behind the task's system prompt."""
+        return self._behind_system(self.source.problems(split, start, count, seed))
+
+    def shortened(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Task":
+        """Without the questions of a table whose prompts are too long; a built-in task is endless and stays as it is.
+        fits: which prompts are not too long. Raises `TaskError` for a prompt that begins with two system messages."""
+        if not isinstance(self.source, Table):
+            return self
+        return dataclasses.replace(self, source=self.source.shortened(lambda found: fits(self._behind_system(found))))
+
+    def describe(self) -> str | None:
+        """What a table's rows came down to; None for a built-in task."""
+        return self.source.describe() if isinstance(self.source, Table) else None
+
+    def rewards(self, responses: Sequence[Response]) -> list[float | None]:
+        """A reward each, in [0, 1] for the built-in tasks; None where there is no signal.
+
+        Raises:
+            RewardError: a function failed, or returned a non-number, NaN or an infinity; the message quotes the problem
+                and the completion.
+        """
+        outcomes = zip(responses, self.reward(responses), strict=True)
+        return [self._number(response, outcome) for response, outcome in outcomes]
+
+    def correct(self, responses: Sequence[Response]) -> list[bool]:
+        """Whether each is right. Raises `RewardError` where the checker failed or gave neither true nor false."""
+        outcomes = zip(responses, self.checker(responses), strict=True)
+        return [self._verdict(response, outcome) for response, outcome in outcomes]
+
+    def _behind_system(self, problems: Sequence[Problem]) -> list[Problem]:
+        return [p if self.system is None else self._with_system(p, self.system) for p in problems]
+
+    def _with_system(self, problem: Problem, system: str) -> Problem:
+        first, *_ = problem.chat
+        if first["role"] == "system":
+            raise TaskError(
+                f"task.system {system[:80]!r} is given, but problem {problem.id!r} begins with a system message of its "
+                f"own ({first['content'][:80]!r}); leave one of them out"
+            )
+        return dataclasses.replace(problem, messages=({"role": "system", "content": system}, *problem.chat))
+
+    def _number(self, response: Response, outcome: Any) -> float | None:
+        if outcome is None:
+            return None
+        if isinstance(outcome, Failure):
+            raise RewardError(self._complaint("reward", response, outcome.words))
+        number = float(outcome) if isinstance(outcome, numbers.Real) else math.nan
+        if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
+            allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
+            words = f"returned {outcome!r:.80} ({type(outcome).__name__}); a reward must be {allowed}"
+            raise RewardError(self._complaint("reward", response, words))
+        return number
+
+    def _verdict(self, response: Response, outcome: Any) -> bool:
+        if isinstance(outcome, Failure):
+            raise RewardError(self._complaint("checker", response, outcome.words))
+        if outcome not in (True, False):  # 1.0 and 0.0 too
+            words = f"returned {outcome!r:.80} ({type(outcome).__name__}); a verdict must be true or false, or 1 or 0"
+            raise RewardError(self._complaint("checker", response, words))
+        return bool(outcome)
+
+    def _complaint(self, what: str, response: Response, words: str) -> str:
+        problem = response.problem
+        return (
+            f"the {what} of task {self.name!r} {words}\n"
+            f"  problem id: {problem.id}\n  question: {problem.question!r}\n  completion: {response.text!r}"
+        )

@@ -1,0 +1,91 @@
+"""The child process in which a person's reward runs, so that one that hangs or ends its process ends no run.
+
+    python -c "from qarl.tasks.worker import serve; serve(FD)"          (see `qarl.tasks.workers`)
+
+Over the pipe come one `Job`, answered by a `Ready` or a `Refusal`, and then lists of responses, each answered by an
+outcome a response.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from configs.functions import FunctionKind, load_function
+from qarl.tasks.base import Failure, TaskError
+from qarl.tasks.signatures import TAKES, SignatureError, call_one_by_one, kind_of, outcomes
+
+
+@dataclass(frozen=True)
+class Job:
+    """word: "reward" or "checker", for messages. spec: what names the function. task: the task's name. time_limit:
+    seconds for a call. path: the parent's sys.path."""
+
+    word: str
+    spec: str
+    task: str
+    time_limit: float
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """one_by_one: whether outcomes are sent as they come, so that each is timed on its own."""
+
+    one_by_one: bool
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the function cannot be used."""
+
+    words: str
+
+
+def serve(fd: int) -> None:
+    """The child's whole life: until the parent closes the pipe, or is gone."""
+    connection = Connection(fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to decide about
+    os.dup2(2, 1)  # what the function prints goes beside the run's output, not into it
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        job: Job = connection.recv()
+        sys.path[:] = job.path
+        try:
+            function = load_function(FunctionKind(job.word, TAKES, TaskError), job.spec)
+            kind = kind_of(function)
+        except TaskError as error:
+            return connection.send(Refusal(str(error)))
+        except SignatureError as error:
+            return connection.send(Refusal(f"{job.word} {job.spec!r}: {error}"))
+        connection.send(Ready(call_one_by_one(kind, function)))
+        while True:
+            for outcome in outcomes(kind, function, job.task, connection.recv(), job.time_limit):
+                connection.send(_sendable(outcome))
+    except EOFError:
+        return None
+
+
+def _sendable(outcome: Any) -> Any:
+    """Numbers of numpy and torch as Python's, and what cannot be sent as words."""
+    if hasattr(outcome, "item") and getattr(outcome, "shape", None) == ():
+        outcome = outcome.item()
+    if isinstance(outcome, bool | int | float | str | Failure) or outcome is None:
+        return outcome
+    try:
+        pickle.dumps(outcome)
+    except Exception:
+        return Failure(f"returned {outcome!r:.80} ({type(outcome).__name__}), which is no number")
+    return outcome
+
+
+def _end_with(parent: int) -> None:
+    """End this process where the parent was killed while the function runs."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

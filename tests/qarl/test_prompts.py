@@ -1,0 +1,74 @@
+"""Problems as the model sees them: its own template, its arguments, and what a template may refuse."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigError, ModelError
+from qarl.run.prompts import Prompter
+from qarl.tasks import Problem
+
+PLAIN = Problem("p", "1 + 1 =", "2")
+CHAT = Problem("c", "1 + 1 =", "2", {}, ({"role": "system", "content": "Add."}, *PLAIN.chat))
+TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' and no_system %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+@pytest.fixture
+def model(random_policy, tmp_path: Path) -> Path:
+    """A model whose chat template is `TEMPLATE`."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in random_policy(True).glob("*token*"):
+        shutil.copy(file, folder)
+    set_template(folder, TEMPLATE)
+    return folder
+
+
+def set_template(folder: Path, template: str | None) -> None:
+    file = folder / "tokenizer_config.json"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+
+
+def test_chats_and_arguments_reach_the_template(model: Path):
+    assert Prompter(model, 64).text(PLAIN) == "<user>1 + 1 ="
+    prompter = Prompter(model, 64, {"enable_thinking": True})
+    assert prompter.text(CHAT) == "<system>Add.<user>1 + 1 =<think>"
+    assert prompter.tokenizer.decode(prompter.prompt(CHAT).token_ids) == prompter.text(CHAT)
+
+
+def test_an_argument_that_would_do_nothing_is_refused(model: Path):
+    with pytest.raises(ConfigError, match="does not mention it; did you mean 'enable_thinking'"):
+        Prompter(model, 64, {"enable_thinkng": False})
+
+
+def test_a_template_that_raises_is_quoted_with_the_problem(model: Path):
+    with pytest.raises(ModelError, match=r"TemplateError: no system role \(problem 'c', messages of system, user\)"):
+        Prompter(model, 64, {"no_system": True}).prompt(CHAT)
+
+
+def test_a_chat_needs_a_template(model: Path):
+    set_template(model, None)
+    prompter = Prompter(model, 64)
+    assert prompter.text(PLAIN) == "1 + 1 ="
+    with pytest.raises(
+        ConfigError, match="problem 'c' is a chat of 2 messages, but the tokenizer has no chat template"
+    ):
+        prompter.prompt(CHAT)
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; leave it out"):
+        Prompter(model, 64, {"enable_thinking": False})
+
+
+def test_lengths_are_held_to_the_limit(model: Path):
+    long = Problem("l", "1 + " * 40, "2")
+    assert Prompter(model, 20).fits([PLAIN, long, CHAT]) == [True, False, True]
+    with pytest.raises(
+        ConfigError, match=r"the prompt of problem 'l' has \d+ tokens, above rollout.max_prompt_tokens 20"
+    ):
+        Prompter(model, 20).prompt(long)

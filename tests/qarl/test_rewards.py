@@ -1,0 +1,205 @@
+"""Rewards and checkers: shipped and a person's own, in every signature, and whatever those may do to a run."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema.task import TaskConfig
+from qarl.tasks import Problem, Response, RewardError, TaskError, load_task
+from qarl.tasks.rewards import last_box
+from qarl.tasks.task import Task
+
+PLAIN = Problem("p", "3 + 4 =", "7", {"style": "short"})
+CHAT = Problem("c", "3 + 4 =", "7", {}, ({"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4 ="}))
+
+
+@pytest.fixture
+def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of one question, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"question": "3 + 4 =", "answer": "7", "split": "train"}\n')
+    return tmp_path
+
+
+def own(folder: Path, code: str, spec: str = "mine.py:f", **fields: Any) -> Task:
+    """The task of `questions` with a reward in a file of its own."""
+    (folder / "mine.py").write_text(code + "\n")
+    return load_task(TaskConfig(name="q.jsonl", reward=spec, **fields))
+
+
+def rewards(task: Task, *texts: str, problem: Problem = PLAIN) -> list[float | None]:
+    return task.rewards([Response(problem, text, tuple(range(len(text)))) for text in texts])
+
+
+def test_a_right_boxed_answer_is_rewarded_and_counted(questions: Path):
+    """It was worth 1.0 under a reward of one's own, and nothing to accuracy."""
+    texts = [r"3 + 4 is seven, so \boxed{7}", "7", " 7\n", r"\boxed{8}", r"\boxed{7} or \boxed{8}", "77", ""]
+    right = [True, True, True, False, False, False, False]
+    for reward in (None, "exact"):
+        task = load_task(TaskConfig(name="q.jsonl", reward=reward))
+        assert rewards(task, *texts) == right
+    assert task.correct([Response(PLAIN, text) for text in texts]) == right
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"\boxed{ \frac{1}{2} } and so on", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\text{a \boxed{1}}}", r"\text{a \boxed{1}}"),
+        (r"\boxed{1", None),
+        (r"\boxed{ \boxed{3}", "3"),
+        ("boxed 7", None),
+        ("\\boxed{" * 3000, None),
+    ],
+)
+def test_the_last_complete_box_counts(text: str, box: str | None):
+    assert last_box(text) == box
+
+
+def test_a_reward_and_a_checker_may_differ(questions: Path):
+    code = (
+        "def f(problem, text):\n    return -len(text)\n\n\ndef right(problem, text):\n    return problem.answer in text"
+    )
+    task = own(questions, code, correct="mine.py:right")
+    assert rewards(task, "it is 7") == [-7.0]
+    assert task.correct([Response(PLAIN, "it is 7"), Response(PLAIN, "8")]) == [True, False]
+
+
+SIGNATURES = {
+    "qarl": "def f(problem, text):\n    return float(text == problem.answer)",
+    "qarl, with ids": "def f(problem, text, token_ids):\n    return float(token_ids == (0,) and text == '7')",
+    "trl": "def f(completions, answer, **kwargs):\n    return [float(c == a) for c, a in zip(completions, answer)]",
+    "trl, in full": (
+        "def f(prompts, completions, completion_ids, style, **kwargs):\n"
+        "    assert prompts == ['3 + 4 ='] * 2 and style == ['short'] * 2\n"
+        "    return [float(len(ids) == 1 and c == '7') for c, ids in zip(completions, completion_ids)]"
+    ),
+    "trl, async": "async def f(completions, **kwargs):\n    return [float(c == '7') for c in completions]",
+    "verl": (
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'q.jsonl' and extra_info == {'style': 'short'}\n"
+        "    return {'score': float(solution_str == ground_truth)}"
+    ),
+    "async": "import asyncio\n\n\nasync def f(problem, text):\n    await asyncio.sleep(0)\n    return text == '7'",
+    "numpy": "import numpy\n\n\ndef f(problem, text):\n    return numpy.float32(text == '7')",
+}
+
+
+@pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
+def test_every_signature_rewards_alike(code: str, questions: Path):
+    assert rewards(own(questions, code), "7", "no") == [1.0, 0.0]
+
+
+def test_trls_chats_are_messages(questions: Path):
+    """As in TRL's documentation, where a prompt is a chat, completions are."""
+    code = (
+        "def f(prompts, completions, **kwargs):\n"
+        "    assert prompts[0][0] == {'role': 'system', 'content': 'Add.'}\n"
+        "    return [float(c[0]['content'] == '7') for c in completions]"
+    )
+    assert rewards(own(questions, code), "7", "8", problem=CHAT) == [1.0, 0.0]
+
+
+def test_several_rewards_with_weights(questions: Path):
+    """None adds nothing; where all say None, there is no signal."""
+    code = (
+        "def right(problem, text):\n    return None if text == '?' else float(text == '7')\n\n\n"
+        "def short(completions, **kwargs):\n    return [None if c == '?' else -len(c) for c in completions]"
+    )
+    task = own(questions, code, spec="mine.py:right=2, mine.py:short=0.1")
+    assert rewards(task, "7", "8", "77", "?") == [2 - 0.1, -0.1, -0.2, None]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "def f(a, b):\n    return 1.0",
+            r"its parameters \(a, b\) are of no kind of reward that is known; name them",
+        ),
+        ("def f(text, completions):\n    return 1.0", "are of 2 kinds of reward at once"),
+        ("def f(problem, text, judge):\n    return 1.0", "have 'judge', which a reward of qarl's kind is not given"),
+        ("f = 3", "has no function 'f'"),
+        ("import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", r"importing it ended its process \(signal 9\)"),
+        ("import sys\nsys.exit(4)", r"sys\.exit\(4\) \(.*mine\.py, line 2, in <module>\)"),
+        ("def f(:", r"SyntaxError: invalid syntax \(.*mine\.py, line 1\)"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
+        ("import no_such_thing", r"ModuleNotFoundError: No module named 'no_such_thing' \(.*line 1"),
+    ],
+)
+def test_functions_that_cannot_be_used_are_refused(code: str, said: str, questions: Path):
+    with pytest.raises(TaskError, match=said):
+        own(questions, code)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("no_colon", "must read file.py:function or package.module:function, or be one of exact, math"),
+        ("exakt", "did you mean 'exact'"),
+        ("no_such_module:f", "there is no module 'no_such_module', neither in the working folder.*PYTHONPATH"),
+        ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
+        ("qarl.tasks:exact_rewrad", "no function 'exact_rewrad'; did you mean 'exact_reward'"),
+        ("qarl.tasks:nothing", "'qarl.tasks' has no function 'nothing'"),
+        ("mine.py:f=much", "the weight 'much' must be a number, as in mine.py:reward=0.5"),
+    ],
+)
+def test_words_that_name_no_reward(spec: str, said: str, questions: Path):
+    with pytest.raises(TaskError, match=said):
+        own(questions, "def f(problem, text):\n    return 1.0", spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(problem, text):\n    return {}['oops']", r"raised KeyError: 'oops' \(.*mine\.py, line 2, in f\)"),
+        ("def f(problem, text):\n    raise SystemExit(3)", r"raised sys\.exit\(3\)"),
+        ("def f(problem, text):\n    import os\n    os._exit(7)", r"ended its process \(exit status 7\)"),
+        ("def f(problem, text):\n    import os\n    os.kill(os.getpid(), 11)", r"ended its process \(signal 11\)"),
+        ("def f(problem, text):\n    while True:\n        pass", r"took longer than task\.time_limit 0\.2 s; raise it"),
+        ("def f(completions, **kwargs):\n    return [1.0]", "returned a list of 1 for 2 completions; give a list"),
+        ("def f(completions, **kwargs):\n    return 1.0", "returned a float for 2 completions; give a list"),
+        ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
+        ("def f(completions, style2, **kwargs):\n    return []", "asks for a column 'style2', and the task has style"),
+        ("async def f(problem, text):\n    import asyncio\n    await asyncio.sleep(99)", "took longer than"),
+        ("def f(problem, text):\n    return float('nan')", "returned nan"),
+        ("def f(problem, text):\n    return lambda: 1", r"returned <function .*, which is no number"),
+    ],
+)
+def test_whatever_a_reward_does_is_an_error_in_bounded_time(code: str, said: str, questions: Path):
+    task = own(questions, code, time_limit=0.2)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=said) as caught:
+        rewards(task, "7", "8")
+    assert time.monotonic() - start < 8
+    assert "problem id: p" in str(caught.value)
+
+
+def test_after_a_failure_the_next_call_has_a_process_again(questions: Path):
+    code = "import os\n\n\ndef f(problem, text):\n    return os._exit(1) if text == 'die' else float(text == '7')"
+    task = own(questions, code)
+    with pytest.raises(RewardError, match="ended its process"):
+        rewards(task, "7", "die", "8")
+    assert rewards(task, "7", "8") == [1.0, 0.0]
+
+
+def test_what_a_reward_prints_stays_out_of_its_answers(questions: Path, capfd: pytest.CaptureFixture[str]):
+    task = own(questions, "def f(problem, text):\n    print('thinking')\n    return 1.0")
+    assert rewards(task, "7") == [1.0]
+    out, err = capfd.readouterr()
+    assert not out and "thinking" in err
+
+
+@pytest.mark.parametrize("spec", ["own_reward:f", "own_reward.py:f", "./own_reward.py:f"])
+def test_a_reward_is_found_in_the_working_folder(questions: Path, monkeypatch: pytest.MonkeyPatch, spec: str):
+    """By module and by file, with a neighbour it imports; `qarl` itself is no script of that folder."""
+    (questions / "own_reward.py").write_text("def f(problem, text):\n    import neighbour\n    return neighbour.two\n")
+    (questions / "neighbour.py").write_text("two = 2\n")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert rewards(own(questions, "", spec=spec), "7") == [2.0]

@@ -1,0 +1,214 @@
+"""Tasks made of a person's own rows: the same problems by every road, what is left out, and every fault named."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from configs.schema.task import TaskConfig
+from qarl.tasks import Problem, Table, Task, TaskError, load_task
+
+ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)]
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    """The rows in the format that the path's ending names; a folder becomes a data set of one Parquet file."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        (path / "data").mkdir(parents=True)
+        write(path / "data" / "train-00000-of-00001.parquet", rows)
+    return path
+
+
+def load(path: Path | str, **fields: Any) -> Task:
+    return load_task(TaskConfig(name=str(path), **fields))
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data sets of a test are prepared in its own folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".tsv", ".parquet"])
+def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
+    """Contract: stateless, disjoint, repeating every question in a new order; other columns are metadata."""
+    task = load(write(tmp_path / f"q{ending}"))
+    train, heldout = ({p.question for p in task.problems(split, 0, 100, 3)} for split in ("train", "heldout"))
+    assert len(train) + len(heldout) == 100 and heldout and not train & heldout
+    assert task.problems("train", 5, 300, 3) == task.problems("train", 0, 305, 3)[5:]
+    one_pass = task.problems("train", len(train), len(train), 3)
+    assert {p.question for p in one_pass} == train
+    assert one_pass != task.problems("train", 0, len(train), 3)
+    assert one_pass[0].metadata == {"source": "made up"}
+    same = load(write(tmp_path / "same.jsonl")).problems("train", 0, 20, 0)
+    assert [(p.question, p.answer) for p in task.problems("train", 0, 20, 0)] == [(p.question, p.answer) for p in same]
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_local_data_set(tmp_path: Path):
+    """A folder as it lies on the Hub, and one that `save_to_disk` wrote; columns by name, splits by name."""
+    import datasets
+
+    rows = [{"problem": row["question"], "reward_model": {"ground_truth": row["answer"]}} for row in ROWS]
+    columns = {"prompt": "problem", "answer": "reward_model.ground_truth"}
+    folder = write(tmp_path / "set", rows)
+    task = load(f"hf:{folder}", **columns)
+    (problem,) = task.problems("train", 0, 1, 0)
+    assert int(problem.question.split()[0]) + 1 == int(problem.answer)
+    assert problem.id.startswith(f"hf:{folder}[train]:")
+    splits: Any = {"train": datasets.Dataset.from_list(rows[:60]), "test": datasets.Dataset.from_list(rows[60:])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "disk")
+    task = load(f"hf:{tmp_path / 'disk'}", heldout="test", **columns)
+    assert task.describe() == f"hf:{tmp_path / 'disk'}: 100 rows; 60 to train on, 40 held out"
+    for name, fields, said in [
+        (
+            f"hf:{folder}",
+            {"split": "dev", **columns},
+            r"ValueError: Unknown split \"dev\".*--task\.split",
+        ),
+        (f"hf:{tmp_path / 'disk'}", {"split": "dev", **columns}, "no split 'dev'; it has train, test"),
+        (f"hf:{folder}", {}, r"no column 'question'; there are: problem, reward_model \(name it by --task\.prompt\)"),
+        (f"hf:{tmp_path / 'none'}", {}, "there is no folder"),
+    ]:
+        with pytest.raises(TaskError, match=said):
+            load(name, **fields)
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_data_set_that_cannot_be_reached_says_how_to_copy_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(TaskError, match=r"'hf:no/such' cannot be loaded.*`hf download --repo-type dataset no/such"):
+        load("hf:no/such")
+
+
+def test_a_prompt_may_be_a_chat(tmp_path: Path):
+    turns = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1 + 1 ="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "and 1 more?"},
+    ]
+    task = load(write(tmp_path / "t.jsonl", [{"prompt": turns, "answer": "3", "split": "train"}]), prompt="prompt")
+    (problem,) = task.problems("train", 0, 1, 0)
+    assert problem.chat == turns and problem.question == "and 1 more?"
+    doubled = load(tmp_path / "t.jsonl", prompt="prompt", system="Be brief.")
+    with pytest.raises(TaskError, match=r"task\.system 'Be brief\.' is given, but problem 't\.jsonl:1' begins with a"):
+        doubled.problems("train", 0, 1, 0)
+
+
+def test_an_explicit_split_is_obeyed(tmp_path: Path):
+    rows = [
+        {"question": "a", "answer": "1", "split": "train"},
+        {"question": "b", "answer": " 2", "split": "heldout"},
+    ]
+    (problem,) = load(write(tmp_path / "t.jsonl", rows)).problems("heldout", 0, 1, 0)
+    assert problem == Problem("t.jsonl:2", "b", " 2")
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path):
+    rows = [
+        {"question": "a", "answer": "1", "split": "train"},
+        {"question": "a", "answer": "1", "split": "train"},
+        {"question": "a", "answer": "2", "split": "train"},
+        {"question": "longer", "answer": "1", "split": "train"},
+        {"question": "b", "answer": "1", "split": "heldout"},
+    ]
+    task = load(write(tmp_path / "t.jsonl", rows)).shortened(lambda problems: [len(p.question) < 3 for p in problems])
+    left = "left out 2 repeated (1 with another answer) and 1 longer than rollout.max_prompt_tokens"
+    assert task.describe() == f"{tmp_path / 't.jsonl'}: 5 rows, {left}; 1 to train on, 1 held out"
+    assert [p.answer for p in task.problems("train", 0, 2, 0)] == ["1", "1"]
+    empty = task.shortened(lambda problems: [False] * len(problems))
+    with pytest.raises(TaskError, match=r"has no train questions, left out .*; raise --rollout\.max_prompt_tokens"):
+        empty.problems("train", 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ('{"question": "a", "answer": "b"}\n{oops\n', r"t\.jsonl:2: not valid JSON"),
+        ("[1]\n", r"t\.jsonl:1: expected a JSON object, got list"),
+        ('\n{"question": "a"}\n', r"t\.jsonl:2: no column 'answer'; there are: question \(name it by --task\.answer\)"),
+        (
+            '{"questoin": "a", "answer": "1"}\n',
+            "no column 'question'; there are: questoin, answer; did you mean 'questoin'",
+        ),
+        ('{"question": "a", "answer": 0.5}\n', r"'answer' must be text .* or a whole number; got 0\.5"),
+        ('{"question": "a", "answer": ["1", "2"]}\n', r"'answer' must be text .*; got \['1', '2'\]"),
+        ('{"question": "a", "answer": true}\n', "'answer' must be text .*; got true"),
+        ('{"question": "a", "answer": null}\n', "'answer' must be text .*; got null"),
+        ('{"question": "a", "answer": " "}\n', "'answer' must be text that is not empty"),
+        ('{"question": 7, "answer": "b"}\n', r"'question' must be text, or a list of messages.*; got 7"),
+        ('{"question": " ", "answer": "b"}\n', "'question' is empty; write the question, or drop the row"),
+        ('{"question": [{"role": "bot", "content": "a"}], "answer": "b"}\n', "of role system, user, assistant; got"),
+        (
+            '{"question": [{"role": "system", "content": "a"}], "answer": "b"}\n',
+            "the last message of 'question' must",
+        ),
+        ('{"question": "a", "answer": "b", "split": "dev"}\n', "unknown split 'dev'; allowed: train"),
+        (
+            '{"question": "a", "answer": "b", "split": "train"}\n{"question": "a", "answer": "b", "split": "heldout"}',
+            r"t\.jsonl:2: question 'a' is in both splits \(also t\.jsonl:1, train\); drop one",
+        ),
+    ],
+)
+def test_bad_rows_are_named_by_line(content: str, message: str, tmp_path: Path):
+    (tmp_path / "t.jsonl").write_text(content)
+    with pytest.raises(TaskError, match=message):
+        load(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", b"question,answer\n1 + 1 =,2,3\n", r"t\.csv:2: more fields than the 2 columns; quote fields"),
+        ("t.csv", b"question,answer\n1 + 1 =\n", r"t\.csv:2: fewer fields than the 2 columns \(question, answer\)"),
+        ("t.csv", b"", "is empty"),
+        ("t.csv", "question,answer\né,2\n".encode("latin-1"), r"t\.csv:2: not UTF-8 text \(byte 0xe9\)"),
+        ("t.parquet", b"no parquet", "is no Parquet file"),
+    ],
+)
+def test_bad_files_are_named(name: str, content: bytes, message: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TaskError, match=message):
+        load(tmp_path / name)
+
+
+def test_missing_files_and_splits(tmp_path: Path):
+    with pytest.raises(TaskError, match="does not exist"):
+        load(tmp_path / "none.jsonl")
+    path = write(tmp_path / "t.jsonl", [{"question": "a", "answer": "1", "split": "train"}])
+    with pytest.raises(TaskError, match="has no heldout questions; add lines"):
+        load(path).problems("heldout", 0, 1, 0)
+    with pytest.raises(TaskError, match="takes no options, got: max_terms"):
+        load(path, options={"max_terms": 2})
+    with pytest.raises(TaskError, match=r"task\.heldout 'test' names part of a Hugging Face data set"):
+        load(path, heldout="test")
+
+
+def test_whole_numbers_are_answers_and_a_byte_order_mark_is_none(tmp_path: Path):
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question": "1 + 1 = é", "answer": 2, "split": "train"}\n', encoding="utf-8-sig")
+    assert load(file).problems("train", 0, 1, 0)[0].answer == "2"
+    write(tmp_path / "q.parquet", [{"question": "a", "answer": 3, "split": "train"}])
+    assert load(tmp_path / "q.parquet").problems("train", 0, 1, 0)[0].answer == "3"
+
+
+def test_a_built_in_task_is_never_shortened():
+    task = load_task(TaskConfig(name="chain_sum"))
+    assert task.shortened(lambda problems: [False] * len(problems)) is task
+    assert task.describe() is None and not isinstance(task.source, Table)
