@@ -7,7 +7,7 @@ FLAGS = {
     "objective": "learner.objective.name", "aligned": "learner.aligned", "kernel": "learner.kernel",
     "master-dtype": "learner.master_dtype", "mini-batches": "learner.mini_batches", "prompts": "rollout.prompts",
     "samples": "rollout.samples", "max-new-tokens": "rollout.max_new_tokens", "reward": "task.reward",
-    "eval-every": "eval.every", "checkpoint-every": "checkpoint.every",
+    "eval-every": "eval.every", "checkpoint-every": "checkpoint.every", "record": "record",
 }  # fmt: skip
 """Flag → the dotted path of its field."""
 

@@ -31,6 +31,7 @@ from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.processes import Processes
 from learner.row_logprobs import RowLogprobs
 from learner.stopwatch import Stopwatch
+from learner.token_log import TokenLog
 from quant.model.kept_scales import load_scales_state, scales_state
 from quant.model.low_bit_model import LowBitModel
 
@@ -157,12 +158,19 @@ class Learner:
         with self.model.published_forward() if published else nullcontext():
             self._add_logprobs(to, self.model, index)
 
-    def learn(self, batch: Batch, step: int, gate: Callable[[Mismatch], None] | None = None) -> LearnStats:
+    def learn(
+        self,
+        batch: Batch,
+        step: int,
+        gate: Callable[[Mismatch], None] | None = None,
+        log: TokenLog | None = None,
+    ) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 
         step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
         codes are measured. gate: called with the batch's mismatch before anything is updated; it may raise. A
-        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were.
+        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were. log: of this
+        batch, filled in; in all processes or in none.
 
         The old log-probs of the first mini-batch are those of its own forward, before whose update nothing has moved;
         the others' are computed beforehand, and not at all where nothing is made of them (`needs_old`), but for steps
@@ -183,7 +191,9 @@ class Learner:
         if self._reference is not None:
             reference = RowLogprobs(batch)
             self._add_logprobs(reference, self._reference, torch.arange(len(batch.tokens)))
-        updates = [self._update(batch, old, reference, index, n == 0) for n, index in enumerate(trained)]
+        updates = [self._update(batch, old, reference, index, n == 0, log) for n, index in enumerate(trained)]
+        if log is not None:
+            log.complete(old, self.processes)
         taken = sum(update.taken for update in updates)
         last = updates[-1].metrics.update_log_ratio if updates else 0.0
         return LearnStats(
@@ -215,6 +225,7 @@ class Learner:
         reference: RowLogprobs | None,
         index: torch.Tensor,
         first: bool,
+        log: TokenLog | None,
     ) -> "_Update":
         """first: no update was taken since the batch was sampled, so that what this one's forward gives is old."""
         self.model.context.gradients.scale = self.loss_scale.scale
@@ -246,6 +257,8 @@ class Learner:
             )
             with self.stopwatch("forward"):
                 share = policy_loss(given, self.config, totals)
+                if log is not None and part.counts:
+                    log.add(micro, share.tokens)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))
             if number == len(parts) - 1 and not self.config.gradient_checkpointing:
                 self.model.release_products()  # the step makes another version, when all gradients are there

@@ -8,14 +8,15 @@ from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer
 from qarl.report.run_folder import RunFolder
+from qarl.report.start_note import write_start
 from qarl.report.startup import phase, say
+from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint, save_checkpoint
 from qarl.run.evaluate import heldout_accuracy
 from qarl.run.interrupt import deferred_interrupt
 from qarl.run.rollout_step import sample_step
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
 from qarl.run.verify_export import Outcome, export_sampled, finish
-from rollout.types import Group
 
 
 def train(
@@ -35,18 +36,19 @@ def train(
     with open_session(config, folder, policy) as session:
         trained = trained_part(policy, config)
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
-        session.publisher.publish(at.version)
+        published = session.publisher.publish(at.version)
         if at.first_accuracy is None and config.eval.problems:
             with phase("evaluating before step 1"):
                 at.first_accuracy = _accuracy(session, config)
             dashboard.baseline(at.first_accuracy)
-        with (
-            metrics_writer(folder, at.step if resume else None, processes.first) as write,
-            deferred_interrupt() as interrupted,
-        ):
+        if not resume and processes.first:
+            write_start(folder, session.audited, published, at.first_accuracy)
+        resume_step, tokenizer = at.step if resume else None, policy.prompter.tokenizer
+        recorder = TokenRecorder(folder.tokens, config.record, tokenizer, resume_step, processes.first)
+        with metrics_writer(folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
-                metrics, groups = _step(session, config, at, Stopwatch(dashboard.entered))
-                write(metrics, groups)
+                metrics = _step(session, config, at, Stopwatch(dashboard.entered), recorder)
+                write(metrics)
                 dashboard.stepped(metrics)
                 stopping = processes.any(bool(interrupted))
                 if at.step % config.checkpoint.every == 0 or at.step == config.steps or stopping:
@@ -58,29 +60,33 @@ def train(
     return finish(policy, config, folder, at, sampled)
 
 
-def _step(session: Session, config: RunConfig, at: Position, watch: Stopwatch) -> tuple[StepMetrics, list[Group]]:
+def _step(session: Session, config: RunConfig, at: Position, watch: Stopwatch, recorder: TokenRecorder) -> StepMetrics:
     """One step of the loop; moves `at` forward."""
     policy = session.policy
     sampled, groups = sample_step(session, config, at.step, watch)
     batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage) if groups else None
-    learned = published = None
+    learned = published = log = None
     if batch is not None and batch.advantages.any():
+        log = recorder.log(batch)
         with watch("learn"):
-            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None)
+            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log)
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)
         at.version += 1
     at.skipped_batches += learned is None
     at.step += 1
+    with watch("record"):
+        recorder.write(at.step, groups if learned else sampled, log)
     accuracy = None
     if config.eval.problems and (at.step % config.eval.every == 0 or at.step == config.steps):
         with watch("evaluate"):
             accuracy = _accuracy(session, config)
-    metrics = StepMetrics(
+    canary = published and published.canary
+    return StepMetrics(
         step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned, accuracy=accuracy,
-        digest=published and published.digest, seconds=watch.take(), **batch_metrics(sampled),
+        digest=published and published.digest, canary=canary and canary.mean_abs, seconds=watch.take(),
+        **batch_metrics(sampled),
     )  # fmt: skip
-    return metrics, sampled
 
 
 def _accuracy(session: Session, config: RunConfig) -> float:

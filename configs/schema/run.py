@@ -5,7 +5,7 @@ override (`--learner.optimizer.lr 3e-4`).
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -174,6 +174,11 @@ class RunConfig(Section):
         ge=0,
         le=LARGEST_SEED,
         description="of problems, sampling and mini-batches; another for an independent run",
+    )
+    record: Annotated[int, Field(ge=0, le=_MOST_PROMPTS)] | Literal["all"] = Field(
+        default=4,
+        description="completions of least and of most reward whose tokens each step records for `qarl report`; all, or "
+        "0 for none",
     )
     output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")
     quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())

@@ -32,11 +32,28 @@ class LossInput:
 
 
 @dataclass(frozen=True)
+class LossTokens:
+    """What the loss made of each token, without gradient. log_ratio: log π_cur - log π_proximal, fp32 [B, T-1].
+    clipped, corrected: the objective's bound was reached, the mismatch weight was capped or masked; bool, of each token
+    [B, T-1] or of each sequence [B, 1]."""
+
+    log_ratio: torch.Tensor
+    clipped: torch.Tensor
+    corrected: torch.Tensor
+
+    def to_cpu(self) -> "LossTokens":
+        """The same in the host's memory."""
+        return LossTokens(self.log_ratio.cpu(), self.clipped.cpu(), self.corrected.cpu())
+
+
+@dataclass(frozen=True)
 class LossShare:
-    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. metrics: its share of the other numbers."""
+    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. metrics: its share of the other numbers.
+    tokens: of the micro-batch."""
 
     loss: torch.Tensor
     metrics: LossMetrics
+    tokens: LossTokens
 
 
 def needs_old(config: LearnerConfig) -> bool:
@@ -87,4 +104,5 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
         update_log_ratio=update_log_ratio,
         kl=kl,
     )
-    return LossShare(loss, metrics)
+    tokens = LossTokens((given.current - proximal).detach(), result.clipped, weights.truncated)
+    return LossShare(loss, metrics, tokens)

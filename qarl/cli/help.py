@@ -19,7 +19,7 @@ from configs.schema.run import RunConfig
 
 GROUPS = {
     "what is trained": ("model", "scheme", "scale", "init", "layers", "dtype", "task", "reward"),
-    "how long, and where it is written": ("steps", "seed", "eval-every", "checkpoint-every", "output"),
+    "how long, and where it is written": ("steps", "seed", "eval-every", "checkpoint-every", "record", "output"),
     "sampling": ("prompts", "samples", "max-new-tokens"),
     "learning": ("objective", "optimizer", "lr", "mini-batches", "master-dtype", "aligned", "kernel"),
 }
@@ -109,6 +109,8 @@ def metavar(path: str, info: Any) -> str:
     words = list(get_args(info.annotation)) if get_origin(info.annotation) is Literal else []
     for kind in kinds:
         words += get_args(kind) if get_origin(kind) is Literal else ("true", "false") if kind is bool else ()
+    if words and any(int in get_args(kind) for kind in kinds):  # a whole number within bounds
+        words.insert(0, "N")
     words = [str(word) for word in dict.fromkeys(words)]
     if words:
         return "|".join(words) if len(words) <= _FEW else "NAME"

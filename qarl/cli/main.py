@@ -214,7 +214,7 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
     if _learned_nothing(folder):
         console.print(
             "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
-            "with; samples.jsonl has what the reward was given",
+            f"with; to see what the reward was given: qarl report {shlex.quote(str(folder.path))} -o report.html",
             soft_wrap=True,
         )
     if outcome.first_accuracy is not None and outcome.export_accuracy is not None:

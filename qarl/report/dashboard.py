@@ -25,6 +25,7 @@ _PHASE_COLORS = {
     "score": "green",
     "learn": "magenta",
     "publish": "yellow",
+    "record": "white",
     "evaluate": "blue",
 }
 _DOING = {
@@ -32,6 +33,7 @@ _DOING = {
     "score": "scoring completions",
     "learn": "learning",
     "publish": "publishing to the engine",
+    "record": "recording tokens",
     "evaluate": "measuring held-out accuracy",
 }
 _DONE = "done"
@@ -73,8 +75,8 @@ class Dashboard:
             self._live.stop()
 
     def entered(self, phase: str) -> None:
-        """A phase of a step begins: "sample", "score", "learn", "publish" or "evaluate". The first starts the live
-        panel, below what start-up printed."""
+        """A phase of a step begins: "sample", "score", "learn", "publish", "record" or "evaluate". The first starts the
+        live panel, below what start-up printed."""
         self._phase, self._phase_started = phase, self._clock()
         if self._live and not self._live.is_started and phase != _DONE:
             self._live.start()

@@ -19,8 +19,9 @@ class StepMetrics:
     """One step. prompts: sampled; reward, response_tokens: means over all their completions. unscored: completions left
     out, for which the reward gave no signal. mixed_reward_groups: share of groups whose rewards differ (the others
     teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy: held-out greedy,
-    where evaluated. learn: None where every group's rewards were equal. seconds: wall time by phase, the only fields
-    that two equal runs differ in.
+    where evaluated. learn: None where every group's rewards were equal. digest: of the version that was published;
+    canary: mean |Δ log p| of the publish's, where it had one, nats. seconds: wall time by phase, the only fields that
+    two equal runs differ in.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepMetrics:
     learn: LearnStats | None
     accuracy: float | None
     digest: str | None
+    canary: float | None
     seconds: dict[str, float]
 
     def flat(self) -> dict[str, Any]:
@@ -65,50 +67,39 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, samples.jsonl and TensorBoard; lines after `resume_step` are dropped first."""
+    """Appends to metrics.jsonl and TensorBoard; lines after `resume_step` are dropped first."""
 
     def __init__(self, folder: RunFolder, resume_step: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        metrics, samples = folder.metrics, folder.samples
-        for file in (metrics, samples):
-            if resume_step is not None and file.exists():
-                _drop_after(file, resume_step)
-        self._metrics = metrics.open("a", encoding="utf-8")
-        self._samples = samples.open("a", encoding="utf-8")
+        if resume_step is not None and folder.metrics.exists():
+            _drop_after(folder.metrics, resume_step)
+        self._metrics = folder.metrics.open("a", encoding="utf-8")
         self._board = SummaryWriter(
             str(folder.path / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1
         )
 
-    def write(self, metrics: StepMetrics, groups: list[Group], shown: int = 2) -> None:
-        """One step's metrics, and the completions of its first `shown` groups."""
+    def write(self, metrics: StepMetrics) -> None:
+        """One step's metrics."""
         flat = metrics.flat()
         self._metrics.write(json.dumps(flat) + "\n")
         self._metrics.flush()
         for name, value in flat.items():
             if isinstance(value, int | float) and name != "step":
                 self._board.add_scalar(name, value, metrics.step)
-        for group in groups[:shown]:
-            texts = [{"text": c.text, "reward": r} for c, r in zip(group.completions, group.rewards, strict=True)]
-            line = {"step": metrics.step, "prompt": group.prompt.text, "completions": texts}
-            self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._samples.flush()
 
     def close(self) -> None:
-        """Flush and close all files."""
+        """Flush and close both."""
         self._metrics.close()
-        self._samples.close()
         self._board.close()
 
 
 @contextmanager
-def metrics_writer(
-    folder: RunFolder, resume_step: int | None, first: bool
-) -> Iterator[Callable[[StepMetrics, list[Group]], None]]:
+def metrics_writer(folder: RunFolder, resume_step: int | None, first: bool) -> Iterator[Callable[[StepMetrics], None]]:
     """Yields what writes a step; its files are closed at the end, also of a run that fails. first: whether this is the
     first process; the others write nothing."""
     if not first:
-        yield lambda metrics, groups: None
+        yield lambda metrics: None
         return
     writer = MetricsWriter(folder, resume_step)
     try:

@@ -1,4 +1,4 @@
-"""A run's folder: configuration, environment, metrics, samples, checkpoints, export."""
+"""A run's folder: configuration, environment, metrics, tokens, checkpoints, export."""
 
 import fcntl
 import json
@@ -53,9 +53,14 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def samples(self) -> Path:
-        """Some completions of every step, with their rewards."""
-        return self.path / "samples.jsonl"
+    def start(self) -> Path:
+        """What was found before step 1: the audit, the first publish's canary, held-out accuracy."""
+        return self.path / "start.json"
+
+    @property
+    def tokens(self) -> Path:
+        """Some completions of every step, token by token: a Parquet file a step (`qarl.report.token_files`)."""
+        return self.path / "tokens"
 
     @property
     def checkpoints(self) -> Path:

@@ -33,6 +33,10 @@ class PlainTable:
             raise ValueError(f"{len(cells)} cells for {len(self._columns)} columns")
         self._rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
 
+    def texts(self) -> list[list[str]]:
+        """The columns' names, and then each row's cells."""
+        return [[cell.plain for cell in row] for row in (self._columns, *self._rows)]
+
     def show(self, console: Console) -> None:
         """Print it."""
         console.print(self, crop=False, soft_wrap=not console.is_terminal, no_wrap=True, overflow="ignore")

@@ -120,7 +120,7 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path):
 
 def test_lines_are_split_at_line_feeds_alone(tmp_path: Path):
     """A completion may hold U+2028, U+2029 or U+0085, which JSON leaves as they are."""
-    file = tmp_path / "samples.jsonl"
+    file = tmp_path / "metrics.jsonl"
     text = [json.dumps({"step": s, "text": "a\u2028b\u2029c\u0085d"}, ensure_ascii=False) for s in (1, 2, 3)]
     file.write_text("".join(line + "\n" for line in text), encoding="utf-8")
     _drop_after(file, 2)

@@ -48,7 +48,14 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
     note = json.loads((run / "export" / "qarl.json").read_text())
     assert (note["run"], note["step"], note["scheme"], note["task"]) == ("run", 4, scheme, "chain_sum")
     assert note["digest"] == metrics[-1]["digest"] and note["heldout_accuracy"] is not None
-    for name in ("config.yaml", "environment.json", "samples.jsonl", "tensorboard", "export/tokenizer.json"):
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "start.json",
+        "tokens/step-000004.parquet",
+        "tensorboard",
+        "export/tokenizer.json",
+    ):
         assert (run / name).exists(), name
 
 
@@ -73,6 +80,8 @@ def test_kill_and_resume_gives_the_uninterrupted_run(tmp_path: Path):
     resumed = qarl("train", "--resume", cut)
     assert resumed.returncode == 0, resumed.stderr
     assert lines(cut) == lines(whole)
+    tokens = [{file.name: file.read_bytes() for file in (run / "tokens").iterdir()} for run in (cut, whole)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 6
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from configs.errors import ConfigError
 from configs.schema.run import RunConfig
 from qarl.cli.launch import check_count
 from qarl.report.metrics import read_metrics
+from qarl.report.token_files import step_file
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
 from qarl.run.session import check_input
 from tests.support.profiles import thorough
@@ -49,7 +51,7 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
     and one process without DeepSpeed goes on from it."""
     two, one = tmp_path / "two", tmp_path / "one"
     steady = ("--learner.optimizer.decay_steps", "0")  # a rate that does not depend on the number of steps
-    adamw = ("--optimizer", "adamw", *SMALL, *steady, "--checkpoint-every", "1")
+    adamw = ("--optimizer", "adamw", *SMALL, *steady, "--checkpoint-every", "1", "--record", "all")
     process = started(
         "train", "--processes", "2", "--learner.zero_stage", "3", "--steps", "500", "--output", str(two), *adamw
     )
@@ -69,6 +71,11 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
         assert seen[0][name] == alone[name], name
     assert seen[0]["learn/mismatch/mean_abs"] == pytest.approx(alone["learn/mismatch/mean_abs"], abs=2e-4)
     assert seen[0]["learn/grad_norm"] == pytest.approx(alone["learn/grad_norm"], rel=1e-2)
+    shared, whole = (pq.read_table(step_file(run / "tokens", 1)).to_pylist() for run in (two, one))
+    for ours, theirs in zip(shared, whole, strict=True):  # what each process had of the updates is put together
+        assert (ours["token_id"], ours["advantage"]) == (theirs["token_id"], theirs["advantage"])
+        assert ours["learner_logprob"] == pytest.approx(theirs["learner_logprob"], abs=0.05)
+        assert [ratio is None for ratio in ours["log_ratio"]] == [ratio is None for ratio in theirs["log_ratio"]]
     done = qarl("train", "--resume", two, "--learner.zero_stage", "null", "--steps", str(step + 1))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["step"] for line in read_metrics(two / "metrics.jsonl")] == list(range(1, step + 2))

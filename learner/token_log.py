@@ -1,0 +1,61 @@
+"""What a batch's updates made of every token, for those who want to look at tokens (`Learner.learn(…, log=…)`).
+
+Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
+"""
+
+import torch
+
+from learner.batching import Batch
+from learner.clip_reasons import CLIP_REASONS
+from learner.loss.aggregation import is_shared
+from learner.loss.loss import LossTokens
+from learner.objectives.ratios import sequence_mean
+from learner.processes import Processes
+from learner.row_logprobs import RowLogprobs
+
+
+class TokenLog:
+    """Filled in by one call of `Learner.learn`. Each sequence is in one of its updates, or in none where the whole
+    mini-batch has no advantage.
+
+    old: the learner's log-probs before the updates, fp32 [B, T-1]; known: bool [B], the sequences it has them of.
+    log_ratio: log π_cur - log π_proximal at the sequence's update, fp32 [B, T-1]; clip: int32 [B, T-1], place in
+    `CLIP_REASONS`; updated: bool [B], the sequences that have these two.
+    """
+
+    def __init__(self, batch: Batch):
+        self.batch = batch
+        self.old = torch.zeros_like(batch.sampler_logprobs)
+        self.known = torch.zeros(len(batch.tokens), dtype=torch.bool)
+        self.log_ratio = torch.zeros_like(batch.sampler_logprobs)
+        self.clip = torch.zeros(batch.response_mask.shape, dtype=torch.int32)
+        self.updated = torch.zeros(len(batch.tokens), dtype=torch.bool)
+
+    def add(self, index: torch.Tensor, tokens: LossTokens) -> None:
+        """One micro-batch: the rows at `index`, int64 [n]."""
+        wide = tokens.log_ratio.shape[1]
+        rows = (self.batch.advantages[index, :wide], self.batch.response_mask[index, :wide])
+        tokens = tokens.to_cpu()
+        self.log_ratio[index, :wide] = tokens.log_ratio
+        self.clip[index, :wide] = clip_reasons(tokens, *rows)
+        self.updated[index] = True
+
+    def complete(self, old: RowLogprobs, processes: Processes) -> None:
+        """Put together what the processes added, each of which had a share of the rows, and the log-probs before."""
+        self.old, self.known = old.values, old.known
+        if processes.world > 1:
+            updated = processes.total(self.updated.int())
+            processes.total(self.log_ratio)
+            processes.total(self.clip)
+            self.updated = updated > 0
+
+
+def clip_reasons(tokens: LossTokens, advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Places in `CLIP_REASONS`, int32 [n, t]. advantages: fp32 [n, t]; response_mask: bool [n, t]. A token without
+    advantage has no gradient to lose: none."""
+    sequence = is_shared(tokens.clipped, response_mask)
+    log_ratio = sequence_mean(tokens.log_ratio, response_mask)[:, None] if sequence else tokens.log_ratio
+    place = 1 + 4 * int(sequence) + 2 * (advantages < 0).int() + (log_ratio < 0).int()
+    corrected = torch.where(tokens.corrected, len(CLIP_REASONS) - 1, 0)
+    reasons = torch.where(tokens.clipped & (advantages != 0), place, corrected)
+    return (reasons * response_mask).int()

@@ -1,0 +1,163 @@
+"""Completions token by token, as Parquet: `runs/NAME/tokens/step-NNNNNN.parquet`, a file a step, a row a completion.
+
+A file is written under another name and renamed, so a run that is killed leaves whole files, and one that is resumed
+writes a step's file over the one before. Any reader of Parquet takes the folder as one table
+(`pandas.read_parquet("runs/NAME/tokens")`); docs/report.md lists the columns.
+
+Axes: T tokens, of all completions of a file laid end to end.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import InputError
+from learner.clip_reasons import CLIP_REASONS
+
+FORMAT = "1"
+"""Of the columns; files of another are refused."""
+
+_FORMAT_KEY = b"qarl.tokens"
+
+COMPLETION_COLUMNS = {
+    "step": "int32", "group": "int32", "sample": "int32", "prompt_id": "string", "prompt": "string",
+    "prompt_token_ids": "int32 list", "completion": "string", "finish_reason": "string", "weight_version": "int32",
+    "reward": "float64", "group_rewards": "float64 list", "worst_token": "int32",
+}  # fmt: skip
+TOKEN_COLUMNS = {
+    "token_id": "int32", "token": "string", "sampler_logprob": "float32", "learner_logprob": "float32",
+    "mismatch": "float32", "log_ratio": "float32", "clip": "words", "advantage": "float32", "improbable": "bool",
+    "repeated": "bool",
+}  # fmt: skip
+"""Lists in the file, each with one value a token."""
+
+
+class TokenFileError(InputError):
+    """A file of tokens that cannot be read."""
+
+    heading = "tokens"
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """A file's completions. completions: by the names of `COMPLETION_COLUMNS`, a value a completion. tokens: by those
+    of `TOKEN_COLUMNS`, [T]; what is not known is NaN, of clip, the place in `CLIP_REASONS`, -1. lengths: tokens of each
+    completion."""
+
+    completions: Mapping[str, Sequence[Any]]
+    tokens: Mapping[str, np.ndarray]
+    lengths: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def first(self, count: int) -> "TokenRows":
+        """Its first `count` completions."""
+        end = sum(self.lengths[:count])
+        return TokenRows(
+            completions={name: values[:count] for name, values in self.completions.items()},
+            tokens={name: values[:end] for name, values in self.tokens.items()},
+            lengths=self.lengths[:count],
+        )
+
+
+@cache
+def _schema() -> Any:
+    import pyarrow as pa  # starts threads when it is imported: no sooner than it is needed
+
+    def kind(name: str) -> Any:
+        if name == "words":
+            return pa.dictionary(pa.int8(), pa.string())
+        return pa.list_(kind(name.removesuffix(" list"))) if name.endswith(" list") else pa.type_for_alias(name)
+
+    columns = [(name, kind(of)) for name, of in COMPLETION_COLUMNS.items()]
+    columns += [(name, pa.list_(kind(of))) for name, of in TOKEN_COLUMNS.items()]
+    return pa.schema(columns, metadata={_FORMAT_KEY: FORMAT})
+
+
+def write_step(folder: Path, step: int, rows: TokenRows) -> Path:
+    """One step's file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = _schema()
+    offsets = pa.array(np.concatenate([[0], np.cumsum(rows.lengths)]), pa.int32())
+    columns = [pa.array(rows.completions[name], schema.field(name).type) for name in COMPLETION_COLUMNS]
+    for name in TOKEN_COLUMNS:
+        values, kind = rows.tokens[name], schema.field(name).type.value_type
+        if name == "clip":
+            codes = pa.array(values.astype(np.int8), mask=values < 0)
+            flat = pa.DictionaryArray.from_arrays(codes, pa.array(CLIP_REASONS))
+        else:
+            flat = pa.array(values, kind, from_pandas=True)  # NaN is null
+        columns.append(pa.ListArray.from_arrays(offsets, flat))
+    folder.mkdir(exist_ok=True)
+    target = step_file(folder, step)
+    building = target.with_suffix(".part")
+    pq.write_table(pa.Table.from_arrays(columns, schema=schema), building, compression="zstd")
+    os.replace(building, target)
+    return target
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Where that step's completions are."""
+    return folder / f"step-{step:06d}.parquet"
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """Step → its file, in the steps' order."""
+    named = ((re.fullmatch(r"step-(\d+)\.parquet", file.name), file) for file in folder.glob("step-*.parquet"))
+    return dict(sorted((int(match[1]), file) for match, file in named if match))
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the files of later steps, and what a killed run left half written."""
+    for later, file in step_files(folder).items():
+        if later > step:
+            file.unlink()
+    for file in folder.glob("step-*.part"):
+        file.unlink()
+
+
+def read_step(file: Path) -> TokenRows:
+    """Raises `TokenFileError` for a file that is damaged or has other columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(file)
+    except (OSError, pa.ArrowException) as error:
+        raise TokenFileError(
+            f"{str(file)!r} is damaged ({str(error).splitlines()[0]}); remove it to go on without that step"
+        ) from error
+    written = (table.schema.metadata or {}).get(_FORMAT_KEY, b"none").decode(errors="replace")
+    if written != FORMAT:
+        raise TokenFileError(
+            f"{str(file)!r} has format {written}, and this version of qarl reads {FORMAT}; read it with the version "
+            "that wrote it (environment.json in its run's folder), or remove it"
+        )
+    if not table.schema.equals(_schema()):
+        raise TokenFileError(
+            f"{str(file)!r} has other columns than format {FORMAT}; remove it to go on without that step"
+        )
+    return TokenRows(
+        completions={name: table[name].to_pylist() for name in COMPLETION_COLUMNS},
+        tokens={name: _flat(table[name].combine_chunks(), name) for name in TOKEN_COLUMNS},
+        lengths=[len(ids) for ids in table["token_id"]],
+    )
+
+
+def _flat(column: Any, name: str) -> np.ndarray:
+    """A token column, [T], as `TokenRows` has it."""
+    values = column.flatten()
+    if name != "clip":
+        return values.to_numpy(zero_copy_only=False)
+    places = np.array([CLIP_REASONS.index(reason) for reason in values.dictionary.to_pylist()] or [0])
+    codes = values.indices.fill_null(-1).to_numpy()
+    return np.where(codes < 0, -1, places[codes])

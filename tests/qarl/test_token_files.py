@@ -1,0 +1,184 @@
+"""Completions recorded token by token: what is kept, what each column holds, and files that survive kill and resume."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from learner.batching import make_batch
+from learner.clip_reasons import CLIP_REASONS
+from learner.token_log import TokenLog
+from qarl.embedded.tokenizer import train_tokenizer
+from qarl.report.token_files import TokenFileError, drop_after, read_step, step_files
+from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
+from rollout.types import Group
+from tests.support.learners import SAMPLES, VOCABULARY, make_groups, make_learner
+
+TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """As any reader of Parquet has them."""
+    return pq.read_table(file).to_pylist()
+
+
+def recorded(
+    folder: Path, record: Any = "all", step: int = 1, **config: Any
+) -> tuple[list[dict[str, Any]], TokenLog, list[Group]]:
+    """The rows of one step's file, of a batch that a learner has learned."""
+    groups = make_groups()
+    batch = make_batch(groups, VOCABULARY - 1)
+    recorder = TokenRecorder(folder, record, TOKENIZER, None, True)
+    log = recorder.log(batch) or TokenLog(batch)
+    make_learner(**config).learn(batch, 0, log=log)
+    recorder.write(step, groups, log)
+    return rows_of(step_files(folder)[step]), log, groups
+
+
+def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
+    """Contract: row for row the batch's own values; the mismatch is their difference; texts add up to the completion.
+    Mini-batches that teach nothing leave ratio and clip unknown."""
+    rows, log, groups = recorded(tmp_path, objective={"name": "grpo", "clip_low": 1e-4, "clip_high": 1e-4})
+    assert [(r["group"], r["sample"]) for r in rows] == [(g, s) for g in range(len(groups)) for s in range(SAMPLES)]
+    for index, row in enumerate(rows):
+        group = groups[row["group"]]
+        completion, start = group.completions[row["sample"]], len(group.prompt.token_ids) - 1
+        span = slice(start, start + len(completion.token_ids))
+        assert row["token_id"] == list(completion.token_ids)
+        assert row["prompt_token_ids"] == list(group.prompt.token_ids)
+        np.testing.assert_array_equal(row["sampler_logprob"], np.float32(completion.logprobs))
+        np.testing.assert_array_equal(row["learner_logprob"], log.old[index, span].numpy())
+        apart = log.old[index, span].numpy() - np.float32(completion.logprobs)
+        np.testing.assert_array_equal(row["mismatch"], apart)
+        assert row["worst_token"] == np.abs(apart).argmax()
+        assert row["advantage"] == log.batch.advantages[index, span].tolist()
+        assert row["reward"] == group.rewards[row["sample"]] and row["group_rewards"] == list(group.rewards)
+        if log.updated[index]:
+            np.testing.assert_array_equal(row["log_ratio"], log.log_ratio[index, span].numpy())
+        else:
+            assert set(row["log_ratio"]) == set(row["clip"]) == {None}
+    reasons = [reason for row in rows for reason in row["clip"]]
+    assert {"A > 0 above", "A < 0 below"} < set(reasons) <= {*CLIP_REASONS, None}
+    for row in rows:
+        for reason, ratio, advantage in zip(row["clip"], row["log_ratio"], row["advantage"], strict=True):
+            if reason == "A > 0 above":
+                assert ratio > 0 and advantage > 0
+            if reason == "A < 0 below":
+                assert ratio < 0 and advantage < 0
+
+
+def test_clipped_sequences_are_told_from_clipped_tokens(tmp_path: Path):
+    bands = {"epsilon_high": 1e-4, "delta_high": 1e-4, "delta_low": 1e-4}
+    rows, _, _ = recorded(tmp_path, objective={"name": "tbpo", **bands})
+    reasons = {reason for row in rows for reason in row["clip"]} - {None, "none", "corrected"}
+    assert reasons and all(reason.startswith("sequence, A") for reason in reasons)
+    assert all(len(set(row["clip"]) - {"corrected"}) <= 1 for row in rows), "a sequence is clipped whole"
+
+
+def test_nothing_of_the_training_changes():
+    """Stats and masters with a log equal those without, to the bit."""
+    batch = make_batch(make_groups(), VOCABULARY - 1)
+    plain, logged = make_learner(), make_learner()
+    for step in range(2):
+        assert plain.learn(batch, step) == logged.learn(batch, step, log=TokenLog(batch))
+    assert all(torch.equal(p, logged.model.masters[n]) for n, p in plain.model.masters.items())
+
+
+def test_least_and_most_reward_with_the_worst_tokens_first():
+    rewards, worst = [0.0, 1.0, 0.0, 1.0, 0.5, 0.0], np.array([1, 2, 3, 4, 9, 2])
+    assert chosen_rows(rewards, worst, 1) == [2, 3]
+    assert chosen_rows(rewards, worst, 2) == [2, 5, 3, 1]
+    assert chosen_rows(rewards, worst, 3) == chosen_rows(rewards, worst, "all") == list(range(6))
+    assert chosen_rows([1.0] * 6, worst, 2) == [4, 3, 2, 1], "of equal rewards none is taken twice"
+
+
+def test_a_step_that_taught_nothing_is_recorded_all_the_same(tmp_path: Path):
+    groups = make_groups()
+    TokenRecorder(tmp_path, 2, TOKENIZER, None, True).write(1, groups, None)
+    rows = rows_of(step_files(tmp_path)[1])
+    assert len(rows) == 4 and rows[0]["worst_token"] is None
+    assert {value for row in rows for value in row["mismatch"] + row["log_ratio"] + row["clip"]} == {None}
+
+
+def test_nothing_is_written_where_nothing_is_asked_for_or_by_other_processes(tmp_path: Path):
+    groups = make_groups()
+    off = TokenRecorder(tmp_path / "off", 0, TOKENIZER, None, True)
+    assert off.log(make_batch(groups, 0)) is None
+    off.write(1, groups, None)
+    TokenRecorder(tmp_path / "other", "all", TOKENIZER, None, False).write(1, groups, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path):
+    """Killed in step 4, with step 3 done and half a file of step 4 written; resumed from the checkpoint of step 2."""
+    groups = make_groups()
+    recorder = TokenRecorder(tmp_path, 1, TOKENIZER, None, True)
+    for step in (1, 2, 3):
+        recorder.write(step, groups, None)
+    (tmp_path / "step-000004.part").write_bytes(b"PAR1")
+    assert list(step_files(tmp_path)) == [1, 2, 3]
+    resumed = TokenRecorder(tmp_path, 1, TOKENIZER, 2, True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
+    for step in (3, 4):
+        resumed.write(step, groups, None)
+    steps = [row["step"] for file in step_files(tmp_path).values() for row in rows_of(file)]
+    assert steps == [1, 1, 2, 2, 3, 3, 4, 4]
+    drop_after(tmp_path / "nowhere", 0)
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path):
+    rows, _, _ = recorded(tmp_path, objective={"name": "grpo", "clip_low": 1e-4, "clip_high": 1e-4})
+    read = read_step(step_files(tmp_path)[1])
+    assert list(read.lengths) == [len(row["token_id"]) for row in rows] and len(read) == len(rows)
+    for name in ("learner_logprob", "log_ratio", "advantage"):
+        flat = [np.nan if value is None else value for row in rows for value in row[name]]
+        np.testing.assert_array_equal(read.tokens[name], np.array(flat, dtype=np.float32))
+    named = [None if code < 0 else CLIP_REASONS[code] for code in read.tokens["clip"]]
+    assert named == [reason for row in rows for reason in row["clip"]]
+    some = read.first(3)
+    assert len(some) == 3 and len(some.tokens["token"]) == sum(read.lengths[:3])
+    assert some.completions["prompt_id"] == read.completions["prompt_id"][:3]
+
+
+def test_equal_records_are_equal_files(tmp_path: Path):
+    first, second = (recorded(tmp_path / name)[0] for name in "ab")
+    assert first == second
+    a, b = ((tmp_path / name / "step-000001.parquet").read_bytes() for name in "ab")
+    assert a == b
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [("12 + 3", 4), ("你好🙂", 3), ("<|im_end|>", 1)],
+)
+def test_texts_of_tokens_add_up(text: str, pieces: int):
+    ids = TOKENIZER(text)["input_ids"]
+    texts = token_texts(TOKENIZER, ids)
+    assert "".join(texts) == text and len(texts) == len(ids) >= pieces
+
+
+def test_any_ids_have_texts():
+    """Bytes that are no UTF-8 too."""
+    for seed in range(20):
+        ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
+        assert len(token_texts(TOKENIZER, ids)) == 40
+
+
+def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
+    file = tmp_path / "step-000001.parquet"
+    file.write_bytes(b"PAR1 and no more")
+    with pytest.raises(TokenFileError, match=r"step-000001.parquet' is damaged .*remove it to go on"):
+        read_step(file)
+    pq.write_table(pa.table({"step": [1]}), file)
+    with pytest.raises(TokenFileError, match="has format none, and this version of qarl reads 1"):
+        read_step(file)
+    pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "2"}), file)
+    with pytest.raises(TokenFileError, match=r"has format 2, .*read it with the version that wrote it"):
+        read_step(file)
+    pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "1"}), file)
+    with pytest.raises(TokenFileError, match="has other columns than format 1"):
+        read_step(file)
