@@ -20,6 +20,7 @@ from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
+from qarl.cli.report import add_report
 from qarl.cli.serve import add_serve
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import describe_version, installed
@@ -61,6 +62,7 @@ def _parser() -> Parser:
     _add_train(commands)
     _add_export(commands)
     _add_eval(commands)
+    add_report(commands)
     add_serve(commands)
     add_bench(commands)
     _add_schemes(commands)
@@ -228,6 +230,7 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
         run = shlex.quote(str(folder.path))
         console.print(f"deployable checkpoint: {outcome.export}", soft_wrap=True, markup=False)
         console.print(f"serve it: qarl serve {run}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"see how it went: qarl report {run}", soft_wrap=True, markup=False, highlight=False)
     return 0
 
 

@@ -1,0 +1,1 @@
+"""`qarl report`: runs as one page that needs nothing but a browser."""

@@ -1,0 +1,116 @@
+"""A report, put together: data, styles and scripts in one file. A function of what the runs' folders hold."""
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from configs.errors import ConfigError
+from qarl.page.figures import curve_figures, digits, mismatch_figures, time_split
+from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing, read_runs
+from qarl.page.tokens import mismatch_columns, packed_tokens
+from qarl.page.verdict import Finding, verdict
+from qarl.report.token_files import read_step
+
+MARK = "<!doctype html><!-- qarl report -->"
+"""What a report begins with, and nothing else is overwritten for."""
+
+_SCRIPTS = ("elements.js", "charts.js", "tokens.js", "page.js")
+
+
+def check_output(file: Path) -> None:
+    """Raise `ConfigError` where a report cannot be written to `file`, or something else would be lost by it; before the
+    runs are read."""
+    if file.is_dir():
+        raise ConfigError(f"-o {file} is a folder; name a file, such as {file / 'report.html'}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"-o {file}: there is no folder {str(file.parent)!r}; make it first, or name another")
+    if file.exists():
+        with file.open("rb") as stream:
+            if stream.read(len(MARK)) != MARK.encode():
+                raise ConfigError(f"-o {file} exists and is no report; name another file, or remove it")
+
+
+def report_page(paths: Sequence[Path]) -> str:
+    """The page of these runs. Raises `ConfigError` or `TokenFileError` for what cannot be read (`read_runs`)."""
+    kinds = configurations(read_runs(paths))
+    findings = verdict(kinds)
+    title = "QaRL: " + ", ".join(run.name for kind in kinds for run in kind.runs)
+    assets = files("qarl.page")
+    scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    parts = {
+        "title": html.escape(title),
+        "style": (assets / "page.css").read_text(encoding="utf-8"),
+        "verdict": _verdict_html(findings),
+        "data": _json(_data(kinds)),
+        "script": scripts,
+    }
+    template = (assets / "page.html").read_text(encoding="utf-8")
+    return re.sub(
+        r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template
+    )  # once: what is put in is not looked through
+
+
+def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
+    runs = [run for kind in kinds for run in kind.runs]
+    counts = sorted({str(run.config.record) for run in runs if run.token_files})
+    which = "all completions" if counts == ["all"] else "the recorded completions (those of least and most reward)"
+    tokens = [[[read_step(file) for file in run.token_files.values()] for run in kind.runs] for kind in kinds]
+    columns = [mismatch_columns([rows for steps in of_kind for rows in steps]) for of_kind in tokens]
+    settings = [compared_settings(kind.runs[0].config) for kind in kinds]
+    return {
+        "kinds": [kind.label for kind in kinds],
+        "runs": [_run(run, number) for number, kind in enumerate(kinds) for run in kind.runs],
+        "curves": curve_figures(kinds),
+        "time": time_split(kinds),
+        "where": mismatch_figures(columns, which),
+        "settings": [[name, *(found.get(name) for found in settings)] for name in differing(settings)],
+        "tokens": packed_tokens([steps for of_kind in tokens for steps in of_kind]),
+    }
+
+
+def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
+    last, published = run.metrics[-1], [m for m in run.metrics if m.get("digest")]
+    canaries = [m["canary"] for m in run.metrics if m.get("canary") is not None]
+    accuracies = run.accuracies()
+    return {
+        "of": kind,
+        "name": run.name,
+        "seed": run.config.seed,
+        "steps": last["step"],
+        "asked": run.config.steps,
+        "reward": digits(last["reward"]),
+        "accuracy": [digits(accuracies[0][1]), digits(accuracies[-1][1])] if accuracies else None,
+        "deployed": run.deployed and digits(run.deployed),
+        "publishes": len(published),
+        "digest": published[-1]["digest"] if published else None,
+        "publish_seconds": digits(sum(m.get("seconds/publish", 0) for m in run.metrics) / max(len(published), 1)),
+        "canaries": len(canaries) + bool(run.start and run.start.canary is not None),
+        "canary": digits(max([*canaries, (run.start and run.start.canary) or 0.0])),
+        "audit": run.start and run.start.audit,
+        "environment": run.environment,
+        "record": run.config.record,
+    }
+
+
+def _verdict_html(findings: Sequence[Finding]) -> str:
+    """Text without a script: it can be read, searched for and printed as it is."""
+    words = {"good": "good", "note": "note", "warning": "look"}
+    items = []
+    for finding in findings:
+        of = f"<b>{html.escape(finding.of)}</b> " if finding.of else ""
+        level = f'<span class="level">{words[finding.level]}</span>'
+        kind = f"{finding.level} headline" if finding.headline else finding.level
+        text = re.sub(r"\S+e-\d+", r'<span class="whole">\g<0></span>', html.escape(finding.text))
+        items.append(f'<li class="{kind}">{level}<span>{of}{text}</span></li>')
+    return "\n".join(items)
+
+
+def _json(data: Any) -> str:
+    """JSON that ends no script element, whatever text is in it."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+    return text.translate(str.maketrans(escapes))

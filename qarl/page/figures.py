@@ -1,0 +1,245 @@
+"""What a report draws: curves over steps with bands over seeds, time by phase, and figures made of token columns.
+
+A figure is plain data, drawn by charts.js: `{"id", "title", "help", "x", "unit", "log", "lines": [...]}`, a line
+`{"of": place of its configuration, "name": of its metric, "x", "y", "low", "high"}`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qarl.page.runs import Configuration, Metrics
+
+MOST_POINTS = 400
+"""Of a line; longer runs are averaged over as many steps as keep it within that. Where there are more than three
+configurations, their lines share the points of three."""
+
+Value = Callable[[Metrics], float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure over steps. lines: name → what it shows of a step. band: fields whose span is drawn around the first
+    line, of each run."""
+
+    id: str
+    title: str
+    unit: str
+    help: str
+    lines: dict[str, str]
+    band: tuple[str, str] | None = None
+    logarithmic: bool = False
+
+
+_MISMATCH = "learn/mismatch/"
+CURVES = (
+    Curve(
+        id="reward", title="Reward", unit="", help="Mean over all completions of a step.", lines={"reward": "reward"},
+    ),
+    Curve(
+        id="accuracy", title="Held-out accuracy", unit="share", help="Greedy, on problems that are never trained on.",
+        lines={"accuracy": "accuracy"},
+    ),
+    Curve(
+        id="mismatch", title="Mismatch of learner and sampler", unit="nats",
+        help="|log π_learner − log π_sampler| on the same tokens, before the update. 0 is perfect.",
+        lines={"mean": f"{_MISMATCH}mean_abs", "largest": f"{_MISMATCH}max_abs"}, logarithmic=True,
+    ),
+    Curve(
+        id="weights", title="Sequence weights, log w", unit="nats a token",
+        help="Mean over a sequence of log π_learner/π_sampler: mean of the sequences, and span from lowest to highest.",
+        lines={"mean": f"{_MISMATCH}mean_log_w"}, band=(f"{_MISMATCH}log_w_low", f"{_MISMATCH}log_w_high"),
+    ),
+    Curve(
+        id="clipped", title="Clipped and corrected tokens", unit="share",
+        help="Ratio beyond a bound; those that precision alone put there (phantom); mismatch weight capped or masked.",
+        lines={"clipped": "learn/clipped", "phantom": "learn/phantom_clipped", "corrected": "learn/corrected"},
+    ),
+    Curve(
+        id="entropy", title="Entropy", unit="nats a token", help="Of the policy, before the update.",
+        lines={"entropy": "learn/entropy"},
+    ),
+    Curve(
+        id="errors", title="Error tokens", unit="share",
+        help="Tokens the sampler gave less than 0.001 (improbable), or that lie in a loop (repeated).",
+        lines={"improbable": "improbable_tokens", "repeated": "repeated_tokens"},
+    ),
+    Curve(
+        id="length", title="Response length", unit="tokens", help="Mean over completions, the end token included.",
+        lines={"length": "response_tokens"},
+    ),
+    Curve(
+        id="groups", title="Groups that teach, truncated completions", unit="share",
+        help="Groups whose rewards differ; completions cut off at rollout.max_new_tokens.",
+        lines={"groups that teach": "mixed_reward_groups", "truncated": "truncated"},
+    ),
+    Curve(
+        id="update", title="Size of the update", unit="nats a token",
+        help="Mean |log π/π_old| of sequences at the last mini-batch.", lines={"update": "learn/update_log_ratio"},
+    ),
+    Curve(
+        id="gradient", title="Gradient norm", unit="", help="Of all masters, before clipping.",
+        lines={"norm": "learn/grad_norm"},
+    ),
+    Curve(
+        id="codes", title="Updates that count", unit="share",
+        help="Low-bit codes that a step changed; updates lost to the masters' rounding.",
+        lines={"flipped codes": "learn/flipped_codes", "lost updates": "learn/lost_updates"},
+    ),
+)  # fmt: skip
+
+
+def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
+    """Those of `CURVES` that any run has values for."""
+    most = min(MOST_POINTS, 3 * MOST_POINTS // len(kinds))
+    figures = []
+    for curve in CURVES:
+        lines = [
+            line
+            for number, kind in enumerate(kinds)
+            for place, (name, field) in enumerate(curve.lines.items())
+            if (line := _line(number, kind, curve, place, name, field))
+        ]
+        lines = [thinned(line, most) for line in lines]
+        if lines:
+            figures.append(
+                {
+                    "id": curve.id, "title": curve.title, "help": curve.help, "x": "step", "unit": curve.unit,
+                    "log": curve.logarithmic, "lines": lines,
+                }
+            )  # fmt: skip
+    return figures
+
+
+def _line(number: int, kind: Configuration, curve: Curve, place: int, name: str, field: str) -> dict[str, Any] | None:
+    values = [_series(run.metrics, field) for run in kind.runs]
+    if field == "accuracy":
+        values = [dict(run.accuracies()) for run in kind.runs]
+    steps = sorted({step for series in values for step in series})
+    if not steps:
+        return None
+    low = high = values
+    banded = curve.band is not None and place == 0
+    if curve.band is not None and banded:
+        low, high = ([_series(run.metrics, side) for run in kind.runs] for side in curve.band)
+    line = {"of": number, "name": name, "x": steps, "y": [_mean([s[t] for s in values if t in s]) for t in steps]}
+    if banded or len(kind.runs) > 1:
+        line["low"] = [min(s[t] for s in low if t in s) for t in steps]
+        line["high"] = [max(s[t] for s in high if t in s) for t in steps]
+    return line
+
+
+def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
+    found = {m["step"]: m.get(field) for m in metrics}
+    return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def thinned(line: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
+    """At most `most` points, each a mean over consecutive ones (of bands the extremes), to 4 digits."""
+    every = -(-len(line["x"]) // most)
+    how: dict[str, Callable[[Sequence[float]], float]] = {"x": max, "y": _mean, "low": min, "high": max}
+    spans = range(0, len(line["x"]), every)
+    return {
+        name: [digits(how[name](value[start : start + every])) for start in spans] if name in how else value
+        for name, value in line.items()
+    }
+
+
+def digits(value: float, count: int = 4) -> float:
+    """Rounded to that many significant digits; a whole number as one."""
+    rounded = float(f"{value:.{count}g}") if abs(value) < 10**count else float(round(value))
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+PHASES = ("sample", "score", "learn", "publish", "record", "evaluate")
+LEARN_PHASES = ("old", "forward", "backward", "optimizer", "materialize")
+"""Of a step, and within learning, in the order in which they come."""
+
+
+def time_split(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
+    """Per configuration: median seconds a step by phase, that of an evaluation spread over its steps, and those within
+    learning."""
+    splits = []
+    for number, kind in enumerate(kinds):
+        metrics = [m for run in kind.runs for m in run.metrics]
+        splits.append(
+            {
+                "of": number,
+                "phases": {name: _seconds(metrics, f"seconds/{name}") for name in PHASES},
+                "learn": {name: _seconds(metrics, f"seconds/learn/{name}") for name in LEARN_PHASES},
+            }
+        )  # fmt: skip
+    return splits
+
+
+def _seconds(metrics: Sequence[Metrics], field: str) -> float:
+    """A step's. Median over the steps that have the phase, times the share of steps that do; 0 where none does."""
+    found = [m[field] for m in metrics if field in m]
+    return digits(float(np.median(found)) * len(found) / len(metrics)) if found else 0
+
+
+def mismatch_figures(
+    columns: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray] | None], recorded: str
+) -> list[dict[str, Any]]:
+    """Where learner and sampler part. columns: of each configuration position, sampler log-prob and mismatch of its
+    recorded tokens, [n] each; None where it has none. recorded: which tokens these are, in words."""
+    spread = f"Mean |Δ log p| over {recorded}; the band reaches to the 95th percentile."
+    figures = [
+        {
+            "id": "by-position", "title": "Mismatch by position", "x": "position in the response", "unit": "nats",
+            "help": spread, "log": True, "lines": [],
+        },
+        {
+            "id": "by-probability", "title": "Mismatch by token probability", "x": "sampler's probability",
+            "unit": "nats", "help": spread, "log": True, "log_x": True, "lines": [],
+        },
+        {
+            "id": "tail", "title": "How many tokens are far apart", "x": "|Δ log p|, nats", "unit": "share",
+            "help": f"Share of tokens whose |Δ log p| is larger than x, of {recorded}.", "log": True, "log_x": True,
+            "lines": [],
+        },
+    ]  # fmt: skip
+    for number, found in enumerate(columns):
+        if found is None:
+            continue
+        position, logprob, mismatch = found
+        apart = np.abs(mismatch)
+        figures[0]["lines"] += _binned(number, position + 1.0, apart, _position_edges(int(position.max()) + 1))
+        figures[1]["lines"] += _binned(number, np.exp(logprob), apart, 10.0 ** np.arange(-4, 0.01, 1 / 3), True)
+        figures[2]["lines"] += _tail(number, apart)
+    return [figure for figure in figures if figure["lines"]]
+
+
+def _position_edges(longest: int, bins: int = 48) -> np.ndarray:
+    return np.linspace(0.5, longest + 0.5, min(longest, bins) + 1)
+
+
+def _binned(
+    number: int, x: np.ndarray, apart: np.ndarray, edges: np.ndarray, logarithmic: bool = False
+) -> list[dict[str, Any]]:
+    """Mean and 95th percentile of `apart` in the bins of x that hold anything; the outermost hold what is beyond."""
+    place = np.clip(np.digitize(x, edges) - 1, 0, len(edges) - 2)
+    bins = [b for b in range(len(edges) - 1) if (place == b).any() and apart[place == b].mean() > 0]
+    if not bins:
+        return []
+    middles = np.sqrt(edges[:-1] * edges[1:]) if logarithmic else (edges[:-1] + edges[1:]) / 2
+    means = [float(apart[place == b].mean()) for b in bins]
+    high = [max(float(np.quantile(apart[place == b], 0.95)), mean) for b, mean in zip(bins, means, strict=True)]
+    x_values = [float(middles[b]) for b in bins]
+    return [thinned({"of": number, "name": "mean", "x": x_values, "y": means, "low": means, "high": high})]
+
+
+def _tail(number: int, apart: np.ndarray) -> list[dict[str, Any]]:
+    thresholds = 10.0 ** np.arange(-6, 2.01, 0.125)
+    shares = [float((apart > t).mean()) for t in thresholds]
+    kept = [(float(t), share) for t, share in zip(thresholds, shares, strict=True) if share > 0]
+    if not kept:
+        return []
+    return [thinned({"of": number, "name": "share", "x": [t for t, _ in kept], "y": [share for _, share in kept]})]

@@ -1,0 +1,137 @@
+"""Recorded completions as a page carries them: as many as its size allows, token columns packed to nine bytes a token.
+
+Axes: n tokens of all completions laid end to end.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from learner.clip_reasons import CLIP_REASONS
+from qarl.page.figures import digits
+from qarl.report.token_files import TokenRows
+
+BUDGET = 1_500_000
+"""Bytes of the page that completions may take: 100,000 tokens, and less of short completions."""
+
+_A_TOKEN, _A_COMPLETION = 12, 50
+"""Bytes of the page, about; words not counted."""
+
+_SHOWN = {"step": "step", "group": "group", "sample": "sample", "version": "weight_version"}
+"""Columns of completions shown as they are: the page's name → the file's."""
+
+_UNKNOWN = 15
+"""In place of a reason's number."""
+
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def mismatch_columns(steps: Sequence[TokenRows]) -> Columns | None:
+    """Position in the response, sampler's log-prob and mismatch of all these tokens, [n] each, where the mismatch is
+    known; None where it is nowhere."""
+    if not steps:
+        return None
+    position = np.concatenate([np.arange(length) for rows in steps for length in rows.lengths])
+    logprob, mismatch = (
+        np.concatenate([rows.tokens[name] for rows in steps]) for name in ("sampler_logprob", "mismatch")
+    )
+    known = np.isfinite(mismatch)
+    return (position[known], logprob[known], mismatch[known]) if known.any() else None
+
+
+def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
+    """The completions the page shows of each run's steps, spread evenly over them: what each is in columns of one value
+    a completion, and their tokens in columns of packed values. recorded, shown: how many completions there are."""
+    recorded = sum(len(rows) for steps in runs for rows in steps)
+    budget = BUDGET
+    while True:
+        chosen = [(number, rows) for number, steps in enumerate(runs) for rows in _within(steps, budget // len(runs))]
+        shown = sum(len(rows) for _, rows in chosen)
+        packed = {**_packed(chosen), "recorded": recorded, "shown": shown}
+        size = len(json.dumps(packed, ensure_ascii=False).encode(errors="replace"))
+        if size <= BUDGET or shown <= len(runs):
+            return packed
+        budget = int(0.9 * budget * BUDGET / size)
+
+
+def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
+    """Every n-th step counted from the last, with the smallest n that fits; of the last alone, as many completions as
+    fit where not even that does."""
+    costs = [_cost(rows) for rows in steps]
+    for every in range(1, len(steps) + 1):
+        if sum(costs[::-1][::every]) <= budget:
+            return list(steps[::-1][::every])[::-1]
+    if not steps:
+        return []
+    sizes = np.cumsum([_A_COMPLETION + _A_TOKEN * length for length in steps[-1].lengths])
+    return [steps[-1].first(max(1, int((sizes <= budget).sum())))]
+
+
+def _cost(rows: TokenRows) -> int:
+    prompts = sum(len(prompt.encode()) for prompt in set(rows.completions["prompt"]))
+    return _A_TOKEN * sum(rows.lengths) + _A_COMPLETION * len(rows) + prompts
+
+
+def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
+    prompts: dict[str, int] = {}
+    texts: dict[tuple[int, str], int] = {}
+    words: list[int] = []
+    columns: dict[str, list[Any]] = {name: [] for name in ("run", *_SHOWN, "prompt", "reward", "length", "worst",
+                                     "truncated", "group_size", "group_reward", "advantage")}  # fmt: skip
+    for number, rows in steps:
+        about, ends = rows.completions, np.cumsum(rows.lengths)
+        pairs = zip(rows.tokens["token_id"].tolist(), rows.tokens["token"], strict=True)
+        words += (texts.setdefault(pair, len(texts)) for pair in pairs)
+        groups = about["group_rewards"]
+        for name, values in {
+            "run": [number] * len(rows),
+            **{shown: about[name] for shown, name in _SHOWN.items()},
+            "prompt": [prompts.setdefault(prompt, len(prompts)) for prompt in about["prompt"]],
+            "reward": map(digits, about["reward"]),
+            "length": rows.lengths,
+            "worst": [-1 if place is None else place for place in about["worst_token"]],
+            "truncated": [int(reason == "length") for reason in about["finish_reason"]],
+            "group_size": map(len, groups),
+            "group_reward": [digits(sum(group) / len(group)) for group in groups],
+            "advantage": map(_advantage, np.split(rows.tokens["advantage"], ends[:-1])),
+        }.items():
+            columns[name] += values
+    return {
+        "prompts": list(prompts),
+        "texts": [text for _, text in texts],
+        "ids": [token for token, _ in texts],
+        "reasons": list(CLIP_REASONS),
+        "completions": columns,
+        "wide": len(texts) > 2**16,
+        "words": _encoded(np.asarray(words, dtype="<u2" if len(texts) <= 2**16 else "<u4")),
+        **{name: _encoded(_halves(steps, name)) for name in ("sampler_logprob", "mismatch", "log_ratio")},
+        "flags": _encoded(_flags(steps)),
+    }
+
+
+def _advantage(values: np.ndarray) -> float | None:
+    """Of the completion: that of its tokens with the largest magnitude; None where not known."""
+    return None if np.isnan(values).any() or not len(values) else digits(float(values[np.abs(values).argmax()]))
+
+
+def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
+    """float16 [n], NaN where not known: three digits, which is what the page shows."""
+    parts = [rows.tokens[name] for _, rows in steps]
+    return np.concatenate(parts).clip(-6e4, 6e4).astype("<f2") if parts else np.zeros(0, "<f2")
+
+
+def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
+    """uint8 [n]: the reason's number, 15 where not known; 16 where improbable; 32 where repeated."""
+    parts = [np.zeros(0, np.uint8)]
+    for _, rows in steps:
+        reason = np.where(rows.tokens["clip"] < 0, _UNKNOWN, rows.tokens["clip"])
+        flags = reason + 16 * rows.tokens["improbable"] + 32 * rows.tokens["repeated"]
+        parts.append(flags.astype(np.uint8))
+    return np.concatenate(parts)
+
+
+def _encoded(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode()

@@ -1,0 +1,187 @@
+"""A report's first lines: what became of the runs, in words, and what asks for attention.
+
+Compared are a run's first and last tenths of steps. A difference is called one where it is beyond twice its standard
+error; thresholds are named below, and docs/report.md says which they are.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qarl.page.runs import Configuration, RecordedRun
+
+Level = Literal["good", "note", "warning"]
+Remark = tuple[Level, str]
+
+APART = 0.05
+"""Nats, mean |Δ log p|: where a usual token's ratio is 5 % off before anything was learned."""
+PHANTOM, CORRECTED = 0.01, 0.05
+TRUNCATED = 0.1
+ERRORS = 0.02
+TEACHING = 0.1
+GROWN = 3.0
+COLLAPSED = 0.1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence or two. of: the configuration it is about; "" where there is one only. headline: its outcome."""
+
+    level: Level
+    of: str
+    text: str
+    headline: bool = False
+
+
+def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
+    """The headline of each configuration, then what is remarkable, warnings first."""
+    single = len(kinds) == 1
+    headlines = [_headline(kind, "" if single else kind.label) for kind in kinds]
+    checks = (_of_mismatch, _of_shares, _of_learning, *([_of_proofs] if single else []))  # tables have the proofs too
+    remarks = [
+        Finding(level, "" if single else kind.label, text)
+        for kind in kinds
+        for check in checks
+        for level, text in check(kind.runs)
+    ]
+    return headlines + sorted(remarks, key=lambda remark: ("warning", "note", "good").index(remark.level))
+
+
+def _headline(kind: Configuration, of: str) -> Finding:
+    runs = kind.runs
+    done = [run.metrics[-1]["step"] for run in runs]
+    seeds = f" over {len(runs)} seeds" if len(runs) > 1 else ""
+    steps = _counted(max(done), "step", "steps")
+    if min(done) < max(done):
+        steps = f"{min(done):,} to {steps}"
+    unfinished = sum(not run.finished for run in runs)
+    if unfinished and len(runs) > 1:
+        seeds += f" ({unfinished} of them not finished)"
+    elif unfinished:
+        steps += f" of {min(run.config.steps for run in runs):,}; the run is not finished"
+    if all(run.metrics[-1]["weight_version"] == 0 for run in runs):
+        return Finding(
+            "warning", of, f"Learned nothing in {steps}{seeds}: the rewards of every group were equal, so nothing was "
+            "published. Look at the completions below for what the reward was given.", True,
+        )  # fmt: skip
+    level, outcome = _outcome(runs)
+    return Finding(level, of, f"{outcome} in {steps}{seeds}. {_together(runs)}", True)
+
+
+def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:
+    """By held-out accuracy where it was measured twice, else by reward."""
+    measured = [run.accuracies() for run in runs]
+    if all(len(found) > 1 for found in measured):
+        before, after = (sum(found[place][1] for found in measured) / len(runs) for place in (0, -1))
+        problems = runs[0].config.eval.problems * len(runs)
+        error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
+        words = f"held-out accuracy from {before:.1%} to {after:.1%}"
+        return _moved(before, after, error, words, f"{100 * (after - before):+.1f} points")
+    firsts, lasts = ([m["reward"] for run in runs for m in part(run)] for part in (_first, _last))
+    before, after = (sum(part) / len(part) for part in (firsts, lasts))
+    error = math.sqrt(sum(_variance(part) / len(part) for part in (firsts, lasts)))
+    return _moved(before, after, error, f"reward from {before:.3g} to {after:.3g}", f"{after - before:+.3g}")
+
+
+def _moved(before: float, after: float, error: float, words: str, difference: str) -> tuple[Level, str]:
+    if abs(after - before) <= 2 * error:
+        return "note", f"No change beyond noise: {words} ({difference})"
+    return ("good", f"Learned: {words} ({difference})") if after > before else ("warning", f"Got worse: {words}")
+
+
+def _together(runs: Sequence[RecordedRun]) -> str:
+    apart = _mean_last(runs, "learn/mismatch/mean_abs")
+    if apart is None:
+        return ""
+    return f"Learner and sampler are {_nats(apart)} a token apart at the end."
+
+
+def _of_mismatch(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    first, last = (part(runs, "learn/mismatch/mean_abs") for part in (_mean_first, _mean_last))
+    if last is None:
+        return
+    if last > APART:
+        yield (
+            "warning",
+            f"Mean |Δ log p| is {_nats(last)} at the end, above {APART}: sampler and learner are two policies.",
+        )
+    if first and last > GROWN * first:
+        level = "warning" if last > APART else "note"
+        yield level, f"Mismatch grew {last / first:.1f} times over the run, to {_nats(last)}."
+
+
+def _of_shares(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    for field, bound, what in (
+        ("learn/phantom_clipped", PHANTOM, "of tokens are clipped at the end for precision alone"),
+        ("learn/corrected", CORRECTED, "of tokens have a mismatch weight that was capped or masked at the end"),
+        ("truncated", TRUNCATED, "of completions are cut off at rollout.max_new_tokens at the end"),
+        ("error_tokens", ERRORS, "of tokens are improbable or in loops at the end"),
+    ):
+        share = _mean_last(runs, field)
+        if share is not None and share > bound:
+            yield "warning", f"{share:.1%} {what} (above {bound:.0%})."
+
+
+def _of_learning(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    teaching = _mean_last(runs, "mixed_reward_groups")
+    if teaching is not None and teaching < TEACHING:
+        why = "the task is nearly solved, or out of reach"
+        yield "note", f"Only {teaching:.1%} of groups have rewards that differ at the end: {why}."
+    first, last = (part(runs, "learn/entropy") for part in (_mean_first, _mean_last))
+    if last is not None and first and last < COLLAPSED * first:
+        yield "note", f"Entropy fell from {first:.2g} to {last:.2g} nats a token."
+    skipped = sum(m.get("learn/skipped", 0) for run in runs for m in run.metrics)
+    if skipped:
+        steps = _counted(skipped, "optimizer step was", "optimizer steps were")
+        yield "warning", f"{steps} left out because a gradient was not finite."
+    idle = sum(run.metrics[-1]["skipped_batches"] for run in runs)
+    if idle:
+        yield "note", f"{_counted(idle, 'batch', 'batches')} taught nothing: within every group all rewards were equal."
+
+
+def _of_proofs(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    canaries = [m["canary"] for run in runs for m in run.metrics if m.get("canary") is not None]
+    canaries += [run.start.canary for run in runs if run.start and run.start.canary is not None]
+    if canaries:
+        publishes = _counted(sum(run.metrics[-1]["weight_version"] for run in runs), "publish was", "publishes were")
+        measured = _counted(len(canaries), "canary", "canaries")
+        yield "good", f"{publishes} verified, with {measured}: largest mean |Δ log p| {_nats(max(canaries))}."
+    deployed = [run.deployed for run in runs if run.deployed is not None]
+    if deployed:
+        exports, mean = "The exports have" if len(deployed) > 1 else "The export has", sum(deployed) / len(deployed)
+        yield "good", f"{exports} a held-out accuracy of {mean:.1%} in a fresh engine."
+
+
+def _nats(value: float) -> str:
+    return f"{value:.2g} nats" if value >= 0.001 else f"{value:.1e} nats"
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def _first(run: RecordedRun) -> list[dict]:
+    return run.metrics[: -(-len(run.metrics) // 10)]
+
+
+def _last(run: RecordedRun) -> list[dict]:
+    return run.metrics[-len(_first(run)) :]
+
+
+def _mean_last(runs: Sequence[RecordedRun], field: str) -> float | None:
+    return _mean_of([m for run in runs for m in _last(run)], field)
+
+
+def _mean_first(runs: Sequence[RecordedRun], field: str) -> float | None:
+    return _mean_of([m for run in runs for m in _first(run)], field)
+
+
+def _mean_of(metrics: Sequence[dict], field: str) -> float | None:
+    values = [m[field] for m in metrics if m.get(field) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)

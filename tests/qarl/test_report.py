@@ -1,0 +1,305 @@
+"""`qarl report`: one page out of what runs' folders hold. Built here of small records, without an engine; what a
+browser makes of the page is not seen by these tests."""
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from configs.load import load_config
+from learner.clip_reasons import CLIP_REASONS
+from qarl.cli.main import main
+from qarl.page.build import MARK, report_page
+from qarl.page.figures import MOST_POINTS, digits
+from qarl.page.runs import configurations, read_runs
+from qarl.page.tokens import BUDGET, packed_tokens
+from qarl.page.verdict import verdict
+from qarl.report.run_folder import RunFolder
+from qarl.report.token_files import TokenRows, write_step
+
+HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
+
+
+def new_run(path: Path, steps: int = 4, of: int = 4, tokens: bool = True, fields: dict[str, str] | None = None) -> Path:
+    """A run's folder with metrics of that many steps, and two completions a step."""
+    folder = RunFolder.create(load_config(None, {"output": str(path), "steps": str(of), **(fields or {})}))
+    folder.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(1, steps + 1)))
+    if tokens:
+        for step in range(1, steps + 1):
+            write_step(folder.tokens, step, rows(step))
+    return path
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    mismatch = {"mean_abs": 1e-3, "max_abs": 0.1, "mean_log_w": 1e-4, "log_w_low": -0.01, "log_w_high": 0.02}
+    learned = {"clipped": 0.01, "phantom_clipped": None, "corrected": 0.0, "entropy": 0.5, "skipped": 0, "forward": 0.1}
+    return {
+        "step": step, "weight_version": step, "reward": step / 10, "response_tokens": 3.0, "error_tokens": 0.0,
+        "improbable_tokens": 0.0, "repeated_tokens": 0.0, "mixed_reward_groups": 0.8, "truncated": 0.0,
+        "skipped_batches": 0, "digest": f"{step:032x}", "seconds/sample": 1.0, "seconds/learn": 0.5,
+        **{f"learn/{name}": value for name, value in learned.items()},
+        **{f"learn/mismatch/{name}": value for name, value in mismatch.items()}, **more,
+    }  # fmt: skip
+
+
+def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) -> TokenRows:
+    """Two completions of one prompt; the second's log-probs and ratios are not known."""
+    count = 2 * length
+    unknown = np.arange(count) >= length
+    values = np.where(unknown, np.nan, np.linspace(-0.5, 0.25, count)).astype(np.float32)
+    about: dict[str, list[Any]] = {
+        "step": [step] * 2, "group": [0, 0], "sample": [0, 1], "prompt_id": ["a", "a"], "prompt": [HOSTILE] * 2,
+        "prompt_token_ids": [[1, 2]] * 2, "completion": list(texts), "finish_reason": ["stop", "length"],
+        "weight_version": [step - 1] * 2, "reward": [1.0, 0.0], "group_rewards": [[1.0, 0.0, 0.0]] * 2,
+        "worst_token": [0, None],
+    }  # fmt: skip
+    return TokenRows(
+        completions=about,
+        tokens={
+            "token_id": np.arange(count, dtype=np.int32) % 500,
+            "token": np.array([texts[i >= length] if i % length == 0 else "" for i in range(count)], dtype=object),
+            "sampler_logprob": np.linspace(-9, -0.1, count).astype(np.float32),
+            "learner_logprob": values, "mismatch": values, "log_ratio": values,
+            "clip": np.where(unknown, -1, np.arange(count) % len(CLIP_REASONS)),
+            "advantage": np.repeat([1.25, -1.25], length).astype(np.float32),
+            "improbable": np.arange(count) == 0, "repeated": np.arange(count) == 1,
+        },
+        lengths=[length, length],
+    )  # fmt: skip
+
+
+class Elements(HTMLParser):
+    """Tags of a page, and what its data element holds."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.data = ""
+        self._in_data = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._in_data = ("id", "data") in attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_data = False
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self._in_data else ""
+
+
+def test_equal_runs_give_equal_bytes(tmp_path: Path):
+    """Also from another place: nothing of the machine, the time or the path is in a page."""
+    run = new_run(tmp_path / "here" / "run")
+    shutil.copytree(run, tmp_path / "there" / "run")
+    page = report_page([run])
+    assert page == report_page([run]) == report_page([tmp_path / "there" / "run"])
+    assert page.startswith(MARK) and str(tmp_path) not in page
+
+
+def test_text_stays_text(tmp_path: Path):
+    """A prompt, completion, task or run name that is HTML or a placeholder of the page's own."""
+    run = new_run(tmp_path / "<b>{{data}}", fields={"task.name": "</script>"})
+    other = new_run(tmp_path / "other", fields={"scheme": "w8a8"})
+    page = report_page([run, other])
+    elements = Elements(page)
+    assert elements.tags.count("script") == 2
+    assert elements.tags.count("li") == len(verdict(configurations(read_runs([run, other]))))
+    assert "img" not in elements.tags and not any(name.startswith("on") for name, _ in elements.attributes)
+    assert not {"<", ">", "&"} & set(elements.data), "browsers end a script where this parser does not"
+    data = json.loads(elements.data)
+    assert data["tokens"]["prompts"] == [HOSTILE] and HOSTILE in data["tokens"]["texts"]
+    assert data["runs"][0]["name"] == "<b>{{data}}"
+
+
+def test_the_page_needs_no_network(tmp_path: Path):
+    elements = Elements(report_page([new_run(tmp_path / "run")]))
+    addresses = [value for name, value in elements.attributes if name in ("src", "href")]
+    assert all(value and value.startswith(("#", "data:")) for value in addresses)
+    policy = next(
+        value for name, value in elements.attributes if name == "content" and value and "default-src" in value
+    )
+    assert policy.startswith("default-src 'none'") and "http" not in policy
+
+
+def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
+    """Runs that differ in their seed alone are one configuration; the line is their mean at steps any has."""
+    runs = [new_run(tmp_path / str(seed), steps=4 - seed, fields={"seed": str(seed)}) for seed in (0, 1)]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line(s, reward=1.0)) + "\n" for s in (1, 2, 3)))
+    other = new_run(tmp_path / "other", fields={"scheme": "w8a8", "learner.aligned": "false"})
+    data = json.loads(Elements(report_page([*runs, other])).data)
+    assert data["kinds"] == ["w4a16 · aligned", "w8a8 · plain learner"]
+    reward = next(figure for figure in data["curves"] if figure["id"] == "reward")
+    assert reward["lines"][0] == {
+        "of": 0, "name": "reward", "x": [1, 2, 3, 4], "y": [0.55, 0.6, 0.65, 0.4], "low": [0.1, 0.2, 0.3, 0.4],
+        "high": [1, 1, 1, 0.4],
+    }  # fmt: skip
+    assert "low" not in reward["lines"][1]
+    weights = next(figure for figure in data["curves"] if figure["id"] == "weights")
+    assert (weights["lines"][1]["low"][0], weights["lines"][1]["high"][0]) == (-0.01, 0.02)
+    assert [row[0] for row in data["settings"]] == ["scheme", "learner.aligned"]
+
+
+def test_long_runs_are_thinned(tmp_path: Path):
+    run = new_run(tmp_path / "run", steps=2 * MOST_POINTS + 1, of=5000, tokens=False)
+    (reward,) = json.loads(Elements(report_page([run])).data)["curves"][0]["lines"]
+    assert len(reward["x"]) <= MOST_POINTS and reward["x"][-1] == 2 * MOST_POINTS + 1
+    assert reward["y"][0] == pytest.approx(0.2)
+
+
+def test_tokens_come_through_the_packing():
+    """To the three digits of float16; what is not known stays so."""
+    tokens = packed_tokens([[rows(1), rows(2)]])
+    expected = rows(1).tokens
+    for name in ("sampler_logprob", "mismatch", "log_ratio"):
+        found = np.frombuffer(base64.b64decode(tokens[name]), "<f2")
+        np.testing.assert_allclose(found, np.tile(expected[name], 2), rtol=1e-3)
+    flags = np.frombuffer(base64.b64decode(tokens["flags"]), np.uint8)
+    np.testing.assert_array_equal(
+        np.where(flags & 15 == 15, -1, (flags & 15).astype(int)), np.tile(expected["clip"], 2)
+    )
+    np.testing.assert_array_equal(flags & 16 > 0, np.tile(expected["improbable"], 2))
+    np.testing.assert_array_equal(flags & 32 > 0, np.tile(expected["repeated"], 2))
+    words = np.frombuffer(base64.b64decode(tokens["words"]), "<u2")
+    assert [tokens["texts"][word] for word in words] == [*expected["token"], *expected["token"]]
+    assert [tokens["ids"][word] for word in words] == [*expected["token_id"], *expected["token_id"]]
+    assert tokens["completions"]["advantage"] == [1.25, -1.25] * 2
+    assert tokens["completions"]["worst"] == [0, -1] * 2 and tokens["completions"]["truncated"] == [0, 1] * 2
+    assert (tokens["recorded"], tokens["shown"]) == (4, 4)
+
+
+@pytest.mark.parametrize(("steps", "length"), [(50, 1000), (60, 2000), (2, 100_000)])
+def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
+    """100,000 tokens fit; of more than fits, steps spread evenly, the last among them."""
+    run = new_run(tmp_path / "run", steps=steps, of=steps, tokens=False)
+    (run / "tokens").mkdir()
+    for step in range(1, steps + 1):
+        (run / "tokens" / f"step-{step:06d}.parquet").symlink_to(write_step(tmp_path, step % 2, rows(1, length=length)))
+    page = report_page([run]).encode()
+    assert len(page) <= 2 * 2**20
+    data = json.loads(Elements(page.decode()).data)["tokens"]
+    assert data["recorded"] == 2 * steps
+    if steps == 50:
+        assert data["shown"] == 100 and sum(data["completions"]["length"]) == 100_000
+    else:
+        assert 0 < data["shown"] < data["recorded"]
+        assert sum(data["completions"]["length"]) * 12 > BUDGET / 4
+
+
+@pytest.mark.parametrize(
+    ("metrics", "level", "said"),
+    [
+        ([line(s, reward=0.2) for s in range(1, 30)], "note", "No change beyond noise: reward from 0.2 to 0.2"),
+        ([line(s, accuracy=0.2 + 0.02 * s) for s in range(1, 30)], "good",
+         "Learned: held-out accuracy from 22.0% to 78.0"),
+        ([line(s, accuracy=0.8 - 0.02 * s) for s in range(1, 30)], "warning", "Got worse: held-out accuracy"),
+        ([line(1, accuracy=0.2), line(2, accuracy=0.21)], "note", "No change beyond noise: held-out accuracy"),
+        ([line(1, weight_version=0)], "warning", "Learned nothing in 1 step of 4; the run is not finished"),
+    ],
+)  # fmt: skip
+def test_the_headline_says_what_became_of_it(tmp_path: Path, metrics: list[Any], level: str, said: str):
+    run = new_run(tmp_path / "run", tokens=False)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    headline = verdict(configurations(read_runs([run])))[0]
+    assert headline.level == level and headline.text.startswith(said), headline
+
+
+def test_what_asks_for_attention_is_said(tmp_path: Path):
+    run = new_run(tmp_path / "run", tokens=False)
+    first = line(1, **{"learn/entropy": 2.0})
+    last = line(2, truncated=0.5, error_tokens=0.3, skipped_batches=1, canary=2e-4, mixed_reward_groups=0.01,
+                **{"learn/mismatch/mean_abs": 0.4, "learn/phantom_clipped": 0.2, "learn/corrected": 0.3,
+                   "learn/skipped": 2, "learn/entropy": 0.1})  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in (first, last)))
+    said = " ".join(finding.text for finding in verdict(configurations(read_runs([run]))))
+    for words in (
+        "0.4 nats at the end, above 0.05", "Mismatch grew 400.0 times", "20.0% of tokens are clipped",
+        "30.0% of tokens have", "50.0% of completions are cut off", "30.0% of tokens are improbable",
+        "Only 1.0% of groups", "Entropy fell from 2 to 0.1",
+        "2 optimizer steps were left out", "1 batch taught nothing", "2 publishes were verified, with 1 canary",
+    ):  # fmt: skip
+        assert words in said, said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("report", "qarl report needs RUN"),
+        ("report nope", "there is no folder 'nope'"),
+        ("report empty", "'empty' is no run folder (it has no config.yaml)"),
+        ("report begun", "run 'begun' has no steps yet; make its report once its first step is done"),
+        ("report run run", "run 'run' is given twice"),
+        ("report newer", "the run was started by another version of qarl"),
+        ("report older", "line 1, lacks 'weight_version': another version of qarl wrote it"),
+        ("report damaged", "line 2, is no JSON"),
+        ("report tokens", "has format 9, and this version of qarl reads 1"),
+        ("report start", "'start/start.json' cannot be read"),
+        ("report run -o no/such/page.html", "-o no/such/page.html: there is no folder 'no/such'"),
+        ("report run -o empty", "-o empty is a folder; name a file, such as empty/report.html"),
+        ("report run -o notes.html", "-o notes.html exists and is no report; name another file"),
+        ("report run --open", "unknown argument '--open'"),
+    ],
+)
+def test_what_is_refused(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One message, exit status 2, and no page."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "newer", "older", "damaged", "tokens", "start"):
+        if name in arguments.split()[1:2] or name == "run":
+            new_run(Path(name), steps=2)
+    new_run(Path("begun"), steps=0)
+    Path("empty").mkdir()
+    Path("notes.html").write_text("<!doctype html>mine")
+    if Path("newer").exists():
+        Path("newer/config.yaml").write_text("future_field: 1\n")
+    if Path("older").exists():
+        Path("older/metrics.jsonl").write_text('{"step": 1}\n')
+    if Path("damaged").exists():
+        Path("damaged/metrics.jsonl").write_text(json.dumps(line(1)) + "\n{\n" + json.dumps(line(3)) + "\n")
+    if Path("tokens").exists():
+        file = Path("tokens/tokens/step-000001.parquet")
+        pq.write_table(pq.read_table(file).replace_schema_metadata({"qarl.tokens": "9"}), file)
+    if Path("start").exists():
+        Path("start/start.json").write_text('{"canary": {}}')
+    assert main(arguments.split()) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("report.html").exists() and Path("notes.html").read_text() == "<!doctype html>mine"
+
+
+def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of a run that is going on: a line half written is left out."""
+    run, page = new_run(tmp_path / "run", steps=2, of=9), tmp_path / "page.html"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    assert f"wrote {page}: " in capsys.readouterr().out
+    first = page.read_bytes()
+    assert main(["report", str(run), "-o", str(page)]) == 0 and page.read_bytes() == first
+    assert "2 steps of 9; the run is not finished" in first.decode()
+
+
+def test_a_run_without_tokens_has_a_page(tmp_path: Path):
+    data = json.loads(Elements(report_page([new_run(tmp_path / "run", tokens=False)])).data)
+    assert data["where"] == [] and data["tokens"]["shown"] == 0
+
+
+def test_numbers_are_short():
+    assert [digits(value) for value in (0.123456, 12345.6, 3.0, -1e-9, 0.0)] == [0.1235, 12346, 3, -1e-9, 0]
+
+
+def test_reports_load_neither_torch_nor_transformers():
+    code = "import sys, qarl.page.build, qarl.cli.main; print({'torch', 'transformers'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
