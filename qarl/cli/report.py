@@ -1,12 +1,18 @@
 """`qarl report`: runs as one page. Loads neither torch nor vLLM."""
 
 import argparse
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from qarl.cli.options import refuse_rest
+
+_SECONDS = 10
+"""Between two looks at runs that are watched, at least."""
 
 
 def add_report(commands: Any) -> None:
@@ -22,17 +28,47 @@ def add_report(commands: Any) -> None:
         "-o", "--output", default="report.html", metavar="FILE", help="page to write (default report.html); an older "
         "report there is replaced",
     )  # fmt: skip
+    report.add_argument(
+        "--watch", action="store_true", help="write the page again as steps are done, until the runs are; a browser "
+        "that has it open follows",
+    )  # fmt: skip
     report.set_defaults(run=_report)
 
 
 def _report(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
     from qarl.page.build import check_output, report_page
+    from qarl.page.runs import RecordedRun, read_runs
 
-    output = Path(known.output)
+    output, paths = Path(known.output), [Path(run) for run in known.runs]
     check_output(output)
-    page = report_page([Path(run) for run in known.runs]).encode("utf-8", errors="replace")
-    output.write_bytes(page)
-    size = f"{len(page) / 2**20:.2f} MiB"
-    console.print(f"wrote {output}: {size}", soft_wrap=True, markup=False, highlight=False)
+
+    def write(runs: list[RecordedRun], refresh: int = 0) -> None:
+        page = report_page(runs, refresh).encode("utf-8", errors="replace")
+        building = output.with_name(f".{output.name}.part")
+        building.write_bytes(page)
+        os.replace(building, output)  # a browser loads a whole page or the one before
+        steps = ", ".join(f"{run.name} {run.metrics[-1]['step']} of {run.config.steps} steps" for run in runs)
+        size = f"{len(page) / 2**20:.2f} MiB"
+        console.print(f"wrote {output}: {size}; {steps}", soft_wrap=True, markup=False, highlight=False)
+
+    runs = read_runs(paths)
+    if known.watch:
+        _follow(runs, lambda: read_runs(paths), write)
+    else:
+        write(runs)
     return 0
+
+
+def _follow(runs: Any, read: Callable[[], Any], write: Callable[..., None]) -> None:
+    """Write while a run is going on, whenever there are further steps. Of a core's time the page takes a tenth at most:
+    the rest is the runs'."""
+    done: list[int] = []
+    while not all(run.finished for run in runs):
+        began = time.monotonic()
+        if done != [run.metrics[-1]["step"] for run in runs]:
+            done = [run.metrics[-1]["step"] for run in runs]
+            write(runs, _SECONDS)
+        time.sleep(max(_SECONDS, 9 * (time.monotonic() - began)))
+        runs = read()
+    write(runs)

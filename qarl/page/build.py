@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.errors import ConfigError
 from qarl.page.figures import curve_figures, digits, mismatch_figures, time_split
-from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing, read_runs
+from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
 from qarl.page.tokens import mismatch_columns, packed_tokens
 from qarl.page.verdict import Finding, verdict
 from qarl.report.token_files import read_step
@@ -34,15 +34,17 @@ def check_output(file: Path) -> None:
                 raise ConfigError(f"-o {file} exists and is no report; name another file, or remove it")
 
 
-def report_page(paths: Sequence[Path]) -> str:
-    """The page of these runs. Raises `ConfigError` or `TokenFileError` for what cannot be read (`read_runs`)."""
-    kinds = configurations(read_runs(paths))
+def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
+    """The page of these runs. refresh: seconds after which a browser is to load it again; 0 for never. Raises
+    `TokenFileError` for token columns that cannot be read."""
+    kinds = configurations(runs)
     findings = verdict(kinds)
     title = "QaRL: " + ", ".join(run.name for kind in kinds for run in kind.runs)
     assets = files("qarl.page")
     scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     parts = {
         "title": html.escape(title),
+        "refresh": f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
         "style": (assets / "page.css").read_text(encoding="utf-8"),
         "verdict": _verdict_html(findings),
         "data": _json(_data(kinds)),

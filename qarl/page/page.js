@@ -114,6 +114,15 @@ setup();
 const browser = new Browser(within("tokens", ".browser"));
 drawAll();
 
+if (document.querySelector('meta[http-equiv="refresh"]')) {
+  const key = `qarl-view ${location.pathname}`;
+  try {
+    const view = JSON.parse(sessionStorage.getItem(key));
+    if (view) { browser.restore(view); scrollTo({ top: view.scroll, behavior: "instant" }); }
+    addEventListener("pagehide", () => sessionStorage.setItem(key, JSON.stringify({ ...browser.view(), scroll: scrollY })));
+  } catch { /* a file without storage begins anew */ }
+}
+
 let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); browser.paintRows(); } });
 addEventListener("beforeprint", drawAll);

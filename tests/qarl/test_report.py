@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,10 @@ def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) ->
     )  # fmt: skip
 
 
+def page_of(*paths: Path) -> str:
+    return report_page(read_runs(paths))
+
+
 class Elements(HTMLParser):
     """Tags of a page, and what its data element holds."""
 
@@ -103,8 +108,8 @@ def test_equal_runs_give_equal_bytes(tmp_path: Path):
     """Also from another place: nothing of the machine, the time or the path is in a page."""
     run = new_run(tmp_path / "here" / "run")
     shutil.copytree(run, tmp_path / "there" / "run")
-    page = report_page([run])
-    assert page == report_page([run]) == report_page([tmp_path / "there" / "run"])
+    page = page_of(run)
+    assert page == page_of(run) == page_of(tmp_path / "there" / "run")
     assert page.startswith(MARK) and str(tmp_path) not in page
 
 
@@ -112,7 +117,7 @@ def test_text_stays_text(tmp_path: Path):
     """A prompt, completion, task or run name that is HTML or a placeholder of the page's own."""
     run = new_run(tmp_path / "<b>{{data}}", fields={"task.name": "</script>"})
     other = new_run(tmp_path / "other", fields={"scheme": "w8a8"})
-    page = report_page([run, other])
+    page = page_of(run, other)
     elements = Elements(page)
     assert elements.tags.count("script") == 2
     assert elements.tags.count("li") == len(verdict(configurations(read_runs([run, other]))))
@@ -124,7 +129,7 @@ def test_text_stays_text(tmp_path: Path):
 
 
 def test_the_page_needs_no_network(tmp_path: Path):
-    elements = Elements(report_page([new_run(tmp_path / "run")]))
+    elements = Elements(page_of(new_run(tmp_path / "run")))
     addresses = [value for name, value in elements.attributes if name in ("src", "href")]
     assert all(value and value.startswith(("#", "data:")) for value in addresses)
     policy = next(
@@ -138,7 +143,7 @@ def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
     runs = [new_run(tmp_path / str(seed), steps=4 - seed, fields={"seed": str(seed)}) for seed in (0, 1)]
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line(s, reward=1.0)) + "\n" for s in (1, 2, 3)))
     other = new_run(tmp_path / "other", fields={"scheme": "w8a8", "learner.aligned": "false"})
-    data = json.loads(Elements(report_page([*runs, other])).data)
+    data = json.loads(Elements(page_of(*runs, other)).data)
     assert data["kinds"] == ["w4a16 · aligned", "w8a8 · plain learner"]
     reward = next(figure for figure in data["curves"] if figure["id"] == "reward")
     assert reward["lines"][0] == {
@@ -153,7 +158,7 @@ def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
 
 def test_long_runs_are_thinned(tmp_path: Path):
     run = new_run(tmp_path / "run", steps=2 * MOST_POINTS + 1, of=5000, tokens=False)
-    (reward,) = json.loads(Elements(report_page([run])).data)["curves"][0]["lines"]
+    (reward,) = json.loads(Elements(page_of(run)).data)["curves"][0]["lines"]
     assert len(reward["x"]) <= MOST_POINTS and reward["x"][-1] == 2 * MOST_POINTS + 1
     assert reward["y"][0] == pytest.approx(0.2)
 
@@ -186,7 +191,7 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     (run / "tokens").mkdir()
     for step in range(1, steps + 1):
         (run / "tokens" / f"step-{step:06d}.parquet").symlink_to(write_step(tmp_path, step % 2, rows(1, length=length)))
-    page = report_page([run]).encode()
+    page = page_of(run).encode()
     assert len(page) <= 2 * 2**20
     data = json.loads(Elements(page.decode()).data)["tokens"]
     assert data["recorded"] == 2 * steps
@@ -290,8 +295,28 @@ def test_a_page_is_written_and_replaced(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 steps of 9; the run is not finished" in first.decode()
 
 
+def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The page is written anew when there are further steps, with an order to load it again until the run is done."""
+    run, page = new_run(tmp_path / "run", steps=1, of=3, tokens=False), tmp_path / "page.html"
+    pages: list[str] = []
+
+    def next_step(seconds: float) -> None:
+        assert seconds >= 10
+        pages.append(page.read_text())
+        if len(pages) > 1:  # the first time nothing has happened
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line(len(pages))) + "\n")
+
+    monkeypatch.setattr(time, "sleep", next_step)
+    assert main(["report", str(run), "-o", str(page), "--watch"]) == 0
+    assert pages[0] == pages[1] != pages[2] != page.read_text()
+    order = '<meta http-equiv="refresh" content="10">'
+    assert all(order in seen for seen in pages) and order not in page.read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "run"]
+
+
 def test_a_run_without_tokens_has_a_page(tmp_path: Path):
-    data = json.loads(Elements(report_page([new_run(tmp_path / "run", tokens=False)])).data)
+    data = json.loads(Elements(page_of(new_run(tmp_path / "run", tokens=False))).data)
     assert data["where"] == [] and data["tokens"]["shown"] == 0
 
 
