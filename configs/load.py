@@ -18,12 +18,15 @@ from configs.words import did_you_mean
 from configs.yaml_file import parse_value, read_yaml
 
 _EMBEDDED = "tiny-"
+_PAPER = "paper/qwen3-8b-base"
 _PATTERNS = ("layers", "learner.lora.targets")
 
 
 def shipped_names() -> list[str]:
-    """Names of the shipped YAML files."""
-    return sorted(p.name.removesuffix(".yaml") for p in files("configs").iterdir() if p.name.endswith(".yaml"))
+    """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base", …"""
+    folders = {"": files("configs"), "paper/": files("configs") / "paper"}
+    found = [f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
 
 
 def config_file(name: str) -> Path:
@@ -41,10 +44,14 @@ def config_file(name: str) -> Path:
 
 
 def default_config(model: str | None) -> Path:
-    """Where a run without --config starts: the embedded policy's own file, else the paper's settings."""
+    """Where a run without --config starts: the embedded policy's own file, else the paper's settings, of the model of
+    that name where the paper has it."""
     if model is None:
         return config_file("tiny-qwen3")
-    return config_file(model if model.startswith(_EMBEDDED) and model in shipped_names() else "paper")
+    if model.startswith(_EMBEDDED) and model in shipped_names():
+        return config_file(model)
+    own = f"paper/{model.rstrip('/').rpartition('/')[2].lower()}"
+    return config_file(own if own in shipped_names() else _PAPER)
 
 
 def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Any]:

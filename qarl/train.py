@@ -12,7 +12,7 @@ from qarl.report.start_note import write_start
 from qarl.report.startup import phase, say
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint, save_checkpoint
-from qarl.run.evaluate import heldout_accuracy
+from qarl.run.evaluate import run_accuracy
 from qarl.run.interrupt import deferred_interrupt
 from qarl.run.rollout_step import sample_step
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
@@ -90,7 +90,5 @@ def _step(session: Session, config: RunConfig, at: Position, watch: Stopwatch, r
 
 
 def _accuracy(session: Session, config: RunConfig) -> float:
-    policy, longest = session.policy, config.rollout.max_new_tokens
-    return heldout_accuracy(
-        session.engine, policy.task, policy.prompter, config.eval.problems, longest, processes=policy.processes
-    )
+    policy = session.policy
+    return run_accuracy(session.engine, policy.task, policy.prompter, config, policy.processes)

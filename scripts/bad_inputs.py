@@ -241,7 +241,7 @@ def _run_folder(rng: random.Random) -> list[str]:
     return rng.choice(
         (
             ["train", "--resume", rng.choice(("nope", "taken", "file", ""))],
-            ["train", "--resume", "taken", "--config", "paper"],
+            ["train", "--resume", "taken", "--config", "immediate-eos"],
             ["train", "--resume", "run", "--output", "else"],
             ["train", "--resume", "run", "--scheme", "w8a8"],
             ["train", "--resume", "run", "--steps", str(rng.randrange(1, 8))],

@@ -94,12 +94,28 @@ class SyncConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out greedy accuracy."""
+    """Held-out accuracy."""
 
     problems: int = Field(
         default=256, ge=0, le=_MOST_PROMPTS, description="held-out problems asked; more for finer accuracy, 0 for none"
     )
     every: int = Field(default=50, ge=1, description="steps between evaluations; the start and the last step have one")
+    temperature: float = Field(default=0.0, ge=0, le=10, description="of the answers; 0 is greedy")
+    samples: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="answers a problem, averaged over; several need a temperature",
+    )
+
+    @model_validator(mode="after")
+    def _differing(self) -> "EvalConfig":
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples {self.samples} with eval.temperature 0: greedy answers are all the same; give a "
+                "temperature, or one sample"
+            )
+        return self
 
 
 class CheckpointConfig(Section):

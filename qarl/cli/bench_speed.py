@@ -22,7 +22,7 @@ _STEP = {"prompts": 2, "samples": 4, "prompt_tokens": 64, "tokens": 128, "update
 _PLANNED_STEP = {
     "prompts": 128, "samples": 8, "prompt_tokens": 512, "tokens": 4096, "updates": 4, "optimizer": "muon",
 }  # fmt: skip
-"""The training step's, measured and predicted: the second is the paper's (configs/paper.yaml)."""
+"""The training step's, measured and predicted: the second has a quarter of the paper's prompts (configs/paper)."""
 
 
 def add_options(speed: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`qarl`: train, export, eval, bench, schemes. Heavy imports wait until a command needs them."""
+"""`qarl`: train, check, init, export, eval, bench, schemes. Heavy imports wait until a command needs them."""
 
 import argparse
 import os
@@ -88,7 +88,9 @@ def _add_train(commands: Any) -> None:
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    train.add_argument("--config", metavar="FILE", help="YAML file, or the name of a shipped one (tiny-qwen3, paper)")
+    train.add_argument(
+        "--config", metavar="FILE", help="YAML file, or a shipped name (tiny-qwen3, paper/qwen3-8b-base)"
+    )
     train.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint")
     train.add_argument(
         "--processes",
@@ -124,6 +126,8 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps",
         soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
+    if known.config is None and resumed is None:
+        _say_what_is_the_papers(config, console)
     quiet_libraries(config.learner.compile)  # before a user's reward may import one of them
     with told_to(console), phase("checking input"):
         check_files(config, new=resumed is None)
@@ -156,6 +160,18 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
             folder.discard()  # a start that fails leaves nothing behind
     leave_processes()
     return status
+
+
+def _say_what_is_the_papers(config: RunConfig, console: Console) -> None:
+    """A model alone, without a file, takes the paper's settings and task."""
+    file = default_config(config.model)
+    if file.parent.name != "paper":
+        return
+    task = "" if config.task.name != "math" else "; task math, the paper's (another: --task)"
+    console.print(
+        f"settings not given are the paper's: --config paper/{file.stem}{task}",
+        soft_wrap=True, markup=False, highlight=False,
+    )  # fmt: skip
 
 
 def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, Any]:

@@ -1,4 +1,4 @@
-"""Held-out greedy accuracy through an engine."""
+"""Held-out accuracy through an engine."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.errors import ConfigError
 from configs.load import overridden
-from configs.schema.run import RolloutConfig
+from configs.schema.run import RolloutConfig, RunConfig
 from configs.schema.task import TaskConfig
 from configs.words import did_you_mean
 from learner.processes import Processes
@@ -21,6 +21,22 @@ from quant.checkpoint.folder import check_context
 from rollout.engine import Engine
 from rollout.open import open_engine
 from rollout.types import Sampling
+
+
+def run_accuracy(
+    engine: Engine, task: Task, prompter: Prompter, config: RunConfig, processes: Processes | None = None
+) -> float:
+    """`heldout_accuracy` as a run measures it: by `eval.*`."""
+    return heldout_accuracy(
+        engine,
+        task,
+        prompter,
+        config.eval.problems,
+        config.rollout.max_new_tokens,
+        processes=processes,
+        samples=config.eval.samples,
+        temperature=config.eval.temperature,
+    )
 
 
 def heldout_accuracy(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
-from qarl.run.evaluate import heldout_accuracy
+from qarl.run.evaluate import run_accuracy
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.session import Policy, Position, Session, canary_sequences
 from rollout.open import open_engine
@@ -17,7 +17,7 @@ from sync.export import export_checkpoint
 @dataclass(frozen=True)
 class Outcome:
     """steps done; export: folder of the deployable checkpoint (None if none was asked for or the run was
-    interrupted); accuracies: held-out greedy, of the policy before training and of the export reloaded in a fresh
+    interrupted); accuracies: held-out, of the policy before training and of the export reloaded in a fresh
     engine."""
 
     steps: int
@@ -64,7 +64,6 @@ def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, s
                 "it was sampled from; do not deploy it"
             )
         if config.eval.problems:
-            longest = config.rollout.max_new_tokens
-            accuracy = heldout_accuracy(engine, policy.task, policy.prompter, config.eval.problems, longest)
+            accuracy = run_accuracy(engine, policy.task, policy.prompter, config)
             add_to_note(folder.export, heldout_accuracy=accuracy, heldout_problems=config.eval.problems)
     return Outcome(at.step, folder.export, at.first_accuracy, accuracy)

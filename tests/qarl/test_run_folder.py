@@ -68,7 +68,7 @@ def test_a_step_or_a_checkpoint_is_a_beginning(tmp_path: Path):
         ([], 0, "is finished: 8 of 8 steps are done, and {run}/export holds its export; nothing was left to do"),
         (["--steps", "4"], 2, "steps 4, but run '{run}' has done 8 already"),
         (["--output", "else"], 2, "--output else does not apply: leave it out"),
-        (["--config", "paper"], 2, "--config paper does not apply: leave it out"),
+        (["--config", "immediate-eos"], 2, "--config immediate-eos does not apply: leave it out"),
         (["--scheme", "w8a8"], 2, "started with scheme 'w4a16' and cannot be resumed with 'w8a8'"),
     ],
 )
