@@ -16,8 +16,10 @@ from configs.flags import FLAGS
 from configs.load import config_file, default_config, load_config, overridden
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
+from qarl.cli.check import add_check
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.help import EPILOG, add_flags
+from qarl.cli.init import add_init
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
 from qarl.cli.report import add_report
@@ -60,6 +62,8 @@ def _parser() -> Parser:
     parser.add_argument("-V", "--version", action=_Version, help="print versions, of QaRL and of what it computes with")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
+    add_check(commands)
+    add_init(commands)
     _add_export(commands)
     _add_eval(commands)
     add_report(commands)

@@ -70,10 +70,14 @@ class Prompter:
 
     def fits(self, problems: Sequence[Problem]) -> list[bool]:
         """Which prompts are within the limit."""
+        return [length <= self._limit for length in self.lengths(problems)]
+
+    def lengths(self, problems: Sequence[Problem]) -> list[int]:
+        """Tokens of each prompt."""
         if not problems:
             return []
         encoded = self.tokenizer([self.text(p) for p in problems], add_special_tokens=self._plain)["input_ids"]
-        return [len(ids) <= self._limit for ids in encoded]
+        return [len(ids) for ids in encoded]
 
     @property
     def _plain(self) -> bool:

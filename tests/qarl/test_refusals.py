@@ -61,7 +61,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("trian", "'trian' must be one of train, export"),
+        ("trian", "'trian' must be one of train, check, init, export"),
         ("bench kernel", "did you mean 'kernels'?"),
         ("train --lr -1e-3", "learner.optimizer.lr (--lr) -0.001 must be a number, above 0, at most 1"),
         ("train --lr .inf", "(--lr) inf must be a number"),
@@ -115,6 +115,10 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --reward raises:reward", "raised KeyError: 'score'"),
         ("train --reward exits.py:reward", "raised sys.exit(3)"),
         ("train --reward words.py:reward", "returned '1' (str); a reward must be a finite number"),
+        ("check nope.yaml", "no configuration file 'nope.yaml'"),
+        ("check twice.yaml", "key 'steps' is given twice"),
+        ("check tiny-qwen3 --task empty.jsonl", "task file empty.jsonl is empty"),
+        ("init taken", "folder 'taken' exists; give another DIR"),
         ("export nope -o out", "there is no folder 'nope'"),
         ("export taken -o taken", "folder 'taken' exists; give another --output"),
         ("export taken -o q.jsonl/out", "cannot make folder 'q.jsonl/out': Not a directory"),

@@ -8,6 +8,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from configs.schema.task import TaskConfig
 from qarl.tasks import Response, load_task
 from tests.support.runs import lines, qarl
@@ -51,6 +53,30 @@ def test_own_tasks_reward():
             near, far = int(problem.answer) + problem.metadata["tolerance"], int(problem.answer) + 3
             texts = (problem.answer, f" {near} ", str(far), "many")
             assert task.rewards([Response(problem, text) for text in texts]) == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts", "expected"),
+    [
+        (
+            {"name": "chat.jsonl", "prompt": "messages", "reward": "rewards.py:trl_format"},
+            ["<think>so</think><answer>7</answer>", "ANSWER"],
+            [1.0, 0.0],
+        ),
+        ({"reward": "rewards.py:trl_boxed"}, ["\\boxed{ANSWER}", "ANSWER"], [1.0, 0.0]),
+        ({"reward": "rewards.py:compute_score"}, ["ANSWER\n", "0"], [1.0, 0.0]),
+        ({"reward": "rewards.py:right=1,rewards.py:short=0.1"}, ["ANSWER", "0", ""], [0.8, -0.2, -0.2]),
+        ({"reward": "math", "correct": "math"}, ["\\boxed{ANSWER.0}", "\\boxed{0}"], [1.0, 0.0]),
+    ],
+)
+def test_rewards_in_every_signature(fields, texts, expected, monkeypatch):
+    """examples/tasks, each as its commands name it; two tokens a completion."""
+    monkeypatch.chdir(EXAMPLES / "tasks")
+    task = load_task(TaskConfig(**{"name": "questions.csv", **fields}))
+    for split in ("train", "heldout"):
+        (problem,) = task.problems(split, 0, 1, 0)
+        responses = [Response(problem, text.replace("ANSWER", problem.answer), (1, 2)) for text in texts]
+        assert task.rewards(responses) == pytest.approx(expected)
 
 
 def test_compare_schemes(tmp_path: Path):

@@ -1,0 +1,123 @@
+"""What `qarl check` shows of a run before it begins: the model, one prompt as the model sees it, what the reward makes
+of a right and a wrong answer, lengths, disk, kernels."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema.run import RunConfig
+from configs.words import quoted
+from qarl.report.run_folder import new_path
+from qarl.run.prompts import Prompter, open_prompter
+from qarl.tasks import Problem, Response, Task, solution_of
+from quant.checkpoint.folder import read_config, tensor_shapes
+from quant.kernels.supported import kept_support
+from quant.schemes import COMPUTE_DTYPES
+
+_LOOKED_AT = 512
+"""Problems whose lengths are measured."""
+_LONGEST_SHOWN = 2000
+"""Characters of the prompt that is shown."""
+
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a master weight. Moments are fp32."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. warning: whether it will likely spoil the run, though nothing refuses it."""
+
+    title: str
+    text: str
+    warning: bool = False
+
+
+def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
+    """All findings, in the order a person reads them. task: of the configuration. folder: the model's.
+
+    Raises what a run would: `ModelError`, `ConfigError`, `TaskError`, `RewardError`.
+    """
+    prompter = open_prompter(folder, config)
+    task = task.shortened(prompter.fits)
+    problems = task.problems("train", 0, _LOOKED_AT, config.seed)
+    yield _model(config, folder)
+    yield Finding("kernels", _kernels(config))
+    yield Finding("task", task.describe() or f"{task.name}: built in, without end")
+    yield from _prompt(prompter, problems[0])
+    yield from _judged(task, problems)
+    yield from _lengths(config, prompter, problems)
+    yield _disk(config, folder)
+
+
+def _model(config: RunConfig, folder: Path) -> Finding:
+    tree = read_config(folder)
+    asked = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    positions = tree.get("max_position_embeddings")
+    room = f"; {asked} of its {positions} positions are asked for" if isinstance(positions, int) else ""
+    parameters = f"{_parameters(folder):,} parameters"
+    return Finding("model", f"{config.model}: {tree.get('model_type')}, {parameters}{room}")
+
+
+def _parameters(folder: Path) -> int:
+    return sum(math.prod(shape) for shape in tensor_shapes(folder).values())
+
+
+def _kernels(config: RunConfig) -> str:
+    names = dict.fromkeys((config.scheme, *(rule.scheme for rule in config.layers)))
+    dtype = COMPUTE_DTYPES[config.dtype]
+    return "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype, 'vllm', False).kernel}" for name in names)
+
+
+def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
+    tokens = len(prompter.prompt(problem).token_ids)
+    text = prompter.text(problem)
+    cut = "…" if len(text) > _LONGEST_SHOWN else ""
+    yield Finding(f"problem {problem.id}, as the model sees it ({tokens} tokens)", text[:_LONGEST_SHOWN] + cut)
+
+
+def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
+    """The reward and the verdict on a right answer, bare and boxed, and on another problem's."""
+    problem = problems[0]
+    wrong = next((p.answer for p in problems if p.answer.strip() != problem.answer.strip()), f"{problem.answer}0")
+    right = [solution_of(problem), f"\\boxed{{{problem.answer}}}"]
+    responses = [Response(problem, text) for text in (*right, wrong)]
+    rewards, verdicts = task.rewards(responses), task.correct(responses)
+    for kind, response, reward, verdict in zip(
+        ("reference answer", "the same in a box", "a wrong answer"), responses, rewards, verdicts, strict=True
+    ):
+        signal = "no signal" if reward is None else f"reward {reward:g}"
+        yield Finding(kind, f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}")
+    given = [reward for reward in rewards[:-1] if reward is not None]
+    if not given or (rewards[-1] is not None and max(given) <= rewards[-1]):
+        yield Finding("reward", "gives the reference answer no more than a wrong one; look at --reward", warning=True)
+    if not any(verdicts[:-1]) or verdicts[-1]:
+        told = "does not tell the reference answer from a wrong one; look at --task.correct"
+        yield Finding("accuracy", told, warning=True)
+
+
+def _lengths(config: RunConfig, prompter: Prompter, problems: list[Problem]) -> Iterator[Finding]:
+    prompts = sorted(prompter.lengths(problems))
+    answers = sorted(len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"]) for p in problems)
+    limits = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+    for what, lengths, limit in (("prompts", prompts, limits[0]), ("reference answers", answers, limits[1])):
+        spread = f"{lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median; {limit} allowed"
+        beyond = sum(length > limit for length in lengths)
+        yield Finding(what, spread + (f", which {beyond} of {len(lengths)} exceed" if beyond else ""), bool(beyond))
+
+
+def _disk(config: RunConfig, folder: Path) -> Finding:
+    """A checkpoint holds masters and moments; the one that is written is there beside those that are kept."""
+    moments = 1 if config.learner.optimizer.name == "muon" else 2
+    checkpoint = _parameters(folder) * (_BYTES[config.learner.master_dtype] + 4 * moments)
+    needed = checkpoint * (config.checkpoint.keep + 1) + 2 * _parameters(folder) * 2
+    place = next(path for path in (new_path(config).absolute(), *new_path(config).absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    text = f"{_gib(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written, and the export; "
+    return Finding("disk", f"{text}{_gib(free)} free at {str(place)!r}", needed > free)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
