@@ -20,8 +20,7 @@ _LOOKED_AT = 512
 """Problems whose lengths are measured."""
 _LONGEST_SHOWN = 2000
 """Characters of the prompt that is shown."""
-
-
+_JUDGED = ("reference answer", "the same in a box", "a wrong answer", "that in a box")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a master weight. Moments are fp32."""
 
@@ -42,7 +41,8 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     """
     prompter = open_prompter(folder, config)
     task = task.shortened(prompter.fits)
-    problems = task.problems("train", 0, _LOOKED_AT, config.seed)
+    asked = task.problems("train", 0, _LOOKED_AT, config.seed)
+    problems = list({problem.id: problem for problem in asked}.values())  # a small table comes round again
     yield _model(config, folder)
     yield Finding("kernels", _kernels(config))
     yield Finding("task", task.describe() or f"{task.name}: built in, without end")
@@ -79,21 +79,19 @@ def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
 
 
 def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
-    """The reward and the verdict on a right answer, bare and boxed, and on another problem's."""
+    """The reward and the verdict on a right answer and on another problem's, bare and boxed."""
     problem = problems[0]
     wrong = next((p.answer for p in problems if p.answer.strip() != problem.answer.strip()), f"{problem.answer}0")
-    right = [solution_of(problem), f"\\boxed{{{problem.answer}}}"]
-    responses = [Response(problem, text) for text in (*right, wrong)]
+    texts = [solution_of(problem), f"\\boxed{{{problem.answer}}}", wrong, f"\\boxed{{{wrong}}}"]
+    responses = [Response(problem, text) for text in texts]
     rewards, verdicts = task.rewards(responses), task.correct(responses)
-    for kind, response, reward, verdict in zip(
-        ("reference answer", "the same in a box", "a wrong answer"), responses, rewards, verdicts, strict=True
-    ):
+    for kind, response, reward, verdict in zip(_JUDGED, responses, rewards, verdicts, strict=True):
         signal = "no signal" if reward is None else f"reward {reward:g}"
         yield Finding(kind, f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}")
-    given = [reward for reward in rewards[:-1] if reward is not None]
-    if not given or (rewards[-1] is not None and max(given) <= rewards[-1]):
+    right, other = ([r for r in rewards[part] if r is not None] for part in (slice(0, 2), slice(2, 4)))
+    if not right or (other and max(right) <= max(other)):
         yield Finding("reward", "gives the reference answer no more than a wrong one; look at --reward", warning=True)
-    if not any(verdicts[:-1]) or verdicts[-1]:
+    if not any(verdicts[:2]) or any(verdicts[2:]):
         told = "does not tell the reference answer from a wrong one; look at --task.correct"
         yield Finding("accuracy", told, warning=True)
 

@@ -109,7 +109,8 @@ def check_prompts(config: RunConfig) -> str | None:
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     prompter = open_prompter(folder, config)
-    task = load_task(config.task).shortened(prompter.fits)
+    problems_alone = config.task.model_copy(update={"reward": None, "correct": None})  # `check_files` tries those
+    task = load_task(problems_alone).shortened(prompter.fits)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)
     for split in splits:
         prompter.prompt(task.problems(split, 0, 1, config.seed)[0])

@@ -160,5 +160,5 @@ def _remedy(error: Exception, place: str) -> str:
         return "name another by --task.split or --task.heldout"
     return (
         "check its name and the network (HF_TOKEN for a gated one), or copy it by `hf download --repo-type dataset "
-        f"{place} --local-dir DIR` and give hf:DIR"
+        f"{place} --local-dir DIR` and give hf:DIR (of task math by --task.data)"
     )

@@ -41,6 +41,7 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
         "reference answer: ",
         "reward 1, counts as right",
         "a wrong answer: ",
+        "that in a box: ",
         "reward 0, counts as wrong",
         "64 allowed",
         " free at ",
