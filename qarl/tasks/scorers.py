@@ -84,14 +84,14 @@ def _scorer(word: str, spec: str, shipped: Mapping[str, Callable[[], Scorer]], t
             f"{near}; a function is one {TAKES}"
         )
     if spec.startswith("qarl."):
-        return _here(word, spec, task, time_limit)
+        return in_this_process(word, spec, task, time_limit)
     workers = Workers(Job(word=word, spec=spec, task=task, time_limit=time_limit, path=tuple(sys.path)))
     workers.check()
     return workers
 
 
-def _here(word: str, spec: str, task: str, time_limit: float) -> Scorer:
-    """One of ours, which needs no process of its own."""
+def in_this_process(word: str, spec: str, task: str, time_limit: float) -> Scorer:
+    """A function that needs no process of its own, as ours do not. time_limit: of async ones alone."""
     function = load_function(FunctionKind(word, TAKES, TaskError), spec)
     try:
         kind = kind_of(function)

@@ -1,6 +1,7 @@
 r"""Answers in \boxed{…}: QaRL's verdicts are math-verify's, whatever is in the box, and none hangs a run."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
 from math_verify import LatexExtractionConfig, parse, verify
@@ -10,6 +11,15 @@ from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer
 from qarl.tasks.workers import Workers
 from tests.support.math_cases import KINDS, SLOW, cases
 from tests.support.profiles import thorough
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_worker() -> Iterator[None]:
+    """Each costs seconds of imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not thorough():
+            patch.setattr("qarl.tasks.math._WORKERS", 1)
+        yield
 
 
 def response(reference: str, text: str) -> Response:
@@ -43,6 +53,7 @@ def test_no_answer_hangs_a_run():
     assert time.monotonic() - start < (TIME_LIMIT + 5) * len(SLOW)
 
 
+@pytest.mark.skipif(not thorough(), reason="seconds for another worker; in `make test-thorough`")
 def test_what_math_verify_does_not_stop_is_stopped_from_outside(monkeypatch: pytest.MonkeyPatch):
     """With limits of a tenth of a second nothing is done in time but what comes from a warm process."""
     from qarl.tasks import math

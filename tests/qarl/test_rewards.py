@@ -1,5 +1,6 @@
 """Rewards and checkers: shipped and a person's own, in every signature, and whatever those may do to a run."""
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from configs.schema.task import TaskConfig
 from qarl.tasks import Problem, Response, RewardError, TaskError, load_task
 from qarl.tasks.rewards import last_box
+from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
 
 PLAIN = Problem("p", "3 + 4 =", "7", {"style": "short"})
@@ -25,9 +27,16 @@ def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def own(folder: Path, code: str, spec: str = "mine.py:f", **fields: Any) -> Task:
-    """The task of `questions` with a reward in a file of its own."""
+    """The task of `questions` with a reward in a file of its own, run in a process of its own."""
     (folder / "mine.py").write_text(code + "\n")
     return load_task(TaskConfig(name="q.jsonl", reward=spec, **fields))
+
+
+def here(folder: Path, code: str, time_limit: float = 5.0) -> Task:
+    """The same in this process, which saves a quarter of a second a case."""
+    (folder / "mine.py").write_text(code + "\n")
+    task = load_task(TaskConfig(name="q.jsonl"))
+    return dataclasses.replace(task, reward=in_this_process("reward", "mine.py:f", "q.jsonl", time_limit))
 
 
 def rewards(task: Task, *texts: str, problem: Problem = PLAIN) -> list[float | None]:
@@ -92,7 +101,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
 def test_every_signature_rewards_alike(code: str, questions: Path):
-    assert rewards(own(questions, code), "7", "no") == [1.0, 0.0]
+    assert rewards(here(questions, code), "7", "no") == [1.0, 0.0]
 
 
 def test_trls_chats_are_messages(questions: Path):
@@ -102,7 +111,7 @@ def test_trls_chats_are_messages(questions: Path):
         "    assert prompts[0][0] == {'role': 'system', 'content': 'Add.'}\n"
         "    return [float(c[0]['content'] == '7') for c in completions]"
     )
-    assert rewards(own(questions, code), "7", "8", problem=CHAT) == [1.0, 0.0]
+    assert rewards(here(questions, code), "7", "8", problem=CHAT) == [1.0, 0.0]
 
 
 def test_several_rewards_with_weights(questions: Path):
@@ -118,15 +127,10 @@ def test_several_rewards_with_weights(questions: Path):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (
-            "def f(a, b):\n    return 1.0",
-            r"its parameters \(a, b\) are of no kind of reward that is known; name them",
-        ),
+        ("def f(a, b):\n    return 1.0", r"its parameters \(a, b\) are of no kind of reward that is known; name them"),
         ("def f(text, completions):\n    return 1.0", "are of 2 kinds of reward at once"),
         ("def f(problem, text, judge):\n    return 1.0", "have 'judge', which a reward of qarl's kind is not given"),
         ("f = 3", "has no function 'f'"),
-        ("import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", r"importing it ended its process \(signal 9\)"),
         ("import sys\nsys.exit(4)", r"sys\.exit\(4\) \(.*mine\.py, line 2, in <module>\)"),
         ("def f(:", r"SyntaxError: invalid syntax \(.*mine\.py, line 1\)"),
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
@@ -134,6 +138,20 @@ def test_several_rewards_with_weights(questions: Path):
     ],
 )
 def test_functions_that_cannot_be_used_are_refused(code: str, said: str, questions: Path):
+    with pytest.raises(TaskError, match=said):
+        here(questions, code)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(a, b):\n    return 1.0", r"reward 'mine\.py:f': its parameters \(a, b\) are of no kind"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
+        ("import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", r"importing it ended its process \(signal 9\)"),
+    ],
+)
+def test_another_process_refuses_in_the_same_words(code: str, said: str, questions: Path):
     with pytest.raises(TaskError, match=said):
         own(questions, code)
 
@@ -160,25 +178,35 @@ def test_words_that_name_no_reward(spec: str, said: str, questions: Path):
     [
         ("def f(problem, text):\n    return {}['oops']", r"raised KeyError: 'oops' \(.*mine\.py, line 2, in f\)"),
         ("def f(problem, text):\n    raise SystemExit(3)", r"raised sys\.exit\(3\)"),
-        ("def f(problem, text):\n    import os\n    os._exit(7)", r"ended its process \(exit status 7\)"),
-        ("def f(problem, text):\n    import os\n    os.kill(os.getpid(), 11)", r"ended its process \(signal 11\)"),
-        ("def f(problem, text):\n    while True:\n        pass", r"took longer than task\.time_limit 0\.2 s; raise it"),
         ("def f(completions, **kwargs):\n    return [1.0]", "returned a list of 1 for 2 completions; give a list"),
         ("def f(completions, **kwargs):\n    return 1.0", "returned a float for 2 completions; give a list"),
         ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
         ("def f(completions, style2, **kwargs):\n    return []", "asks for a column 'style2', and the task has style"),
         ("async def f(problem, text):\n    import asyncio\n    await asyncio.sleep(99)", "took longer than"),
         ("def f(problem, text):\n    return float('nan')", "returned nan"),
+    ],
+)
+def test_whatever_a_reward_does_is_an_error(code: str, said: str, questions: Path):
+    with pytest.raises(RewardError, match=said) as caught:
+        rewards(here(questions, code, time_limit=0.2), "7", "8")
+    assert "problem id: p" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(problem, text):\n    import os\n    os._exit(7)", r"ended its process \(exit status 7\)"),
+        ("def f(problem, text):\n    import os\n    os.kill(os.getpid(), 11)", r"ended its process \(signal 11\)"),
+        ("def f(problem, text):\n    while True:\n        pass", r"took longer than task\.time_limit 0\.2 s; raise it"),
         ("def f(problem, text):\n    return lambda: 1", r"returned <function .*, which is no number"),
     ],
 )
-def test_whatever_a_reward_does_is_an_error_in_bounded_time(code: str, said: str, questions: Path):
+def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(code: str, said: str, questions: Path):
     task = own(questions, code, time_limit=0.2)
     start = time.monotonic()
-    with pytest.raises(RewardError, match=said) as caught:
+    with pytest.raises(RewardError, match=said):
         rewards(task, "7", "8")
-    assert time.monotonic() - start < 8
-    assert "problem id: p" in str(caught.value)
+    assert time.monotonic() - start < 30  # of a busy machine
 
 
 def test_after_a_failure_the_next_call_has_a_process_again(questions: Path):

@@ -66,7 +66,6 @@ def test_own_tasks_reward():
         ({"reward": "rewards.py:trl_boxed"}, ["\\boxed{ANSWER}", "ANSWER"], [1.0, 0.0]),
         ({"reward": "rewards.py:compute_score"}, ["ANSWER\n", "0"], [1.0, 0.0]),
         ({"reward": "rewards.py:right=1,rewards.py:short=0.1"}, ["ANSWER", "0", ""], [0.8, -0.2, -0.2]),
-        ({"reward": "math", "correct": "math"}, ["\\boxed{ANSWER.0}", "\\boxed{0}"], [1.0, 0.0]),
     ],
 )
 def test_rewards_in_every_signature(fields, texts, expected, monkeypatch):
