@@ -117,8 +117,8 @@ def _check_trl(options: TrainOptions) -> None:
     config = config_of(options, options.schemes[0], options.seeds[0])
     if config.task.reward is None or ":" not in config.task.reward or "," in config.task.reward:
         raise ConfigError(
-            f"task.reward {config.task.reward!r}: --against trl needs one function (problem, text) that TRL can call, "
-            "such as qarl.tasks:exact_reward"
+            f"task.reward {config.task.reward!r}: --against trl needs a reward that TRL can call, one "
+            "function (problem, text) such as qarl.tasks:exact_reward"
         )
     if config.rollout.dynamic_sampling is not None:
         raise ConfigError(
