@@ -25,10 +25,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows. repeated: questions that an earlier row of their split has; contradicting: those of
-    them with another answer. too_long: prompts above the limit of tokens."""
+    """What became of the rows. unanswered: of a data set, without a reference answer. repeated: questions that an
+    earlier row of their split has; contradicting: those of them with another answer. too_long: prompts above the limit
+    of tokens."""
 
     rows: int = 0
+    unanswered: int = 0
     repeated: int = 0
     contradicting: int = 0
     too_long: int = 0
@@ -92,6 +94,8 @@ class Table:
 
     def _left_out(self) -> str:
         counts, parts = self.counts, []
+        if counts.unanswered:
+            parts.append(f"{counts.unanswered} without an answer")
         if counts.repeated:
             other = f" ({counts.contradicting} with another answer)" if counts.contradicting else ""
             parts.append(f"{counts.repeated} repeated{other}")
@@ -100,6 +104,8 @@ class Table:
         return f", left out {' and '.join(parts)}" if parts else ""
 
     def _remedy(self, split: Split) -> str:
+        if self.counts.unanswered == self.counts.rows:
+            return "name another column by --task.answer"
         if self.counts.too_long:
             return "raise --rollout.max_prompt_tokens, or give shorter questions"
         off = "switch evaluation off with --eval.problems 0"
@@ -119,8 +125,11 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
         raise TaskError(f'{kind} {name} is empty; give lines like {{"question": "1 + 1", "answer": "2"}}')
     by_split: dict[Split, list[Problem]] = {split: [] for split in get_args(Split)}
     first: dict[tuple[str, ...], tuple[Split, Problem]] = {}
-    repeated = contradicting = 0
+    unanswered = repeated = contradicting = 0
     for row in rows:
+        if name.startswith(HUB) and not _answered(row, columns.answer):
+            unanswered += 1  # whoever uses another's data set cannot mend it
+            continue
         split, problem = _problem(row, columns, name.startswith(HUB))
         key = tuple(turn for message in problem.chat for turn in (message["role"], message["content"]))
         if key not in first:
@@ -135,7 +144,13 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
             )
         repeated += 1
         contradicting += earlier.answer != problem.answer
-    return Table(name, by_split, Counts(rows=len(rows), repeated=repeated, contradicting=contradicting))
+    counts = Counts(rows=len(rows), unanswered=unanswered, repeated=repeated, contradicting=contradicting)
+    return Table(name, by_split, counts)
+
+
+def _answered(row: Row, column: str) -> bool:
+    answer = _value(row, column, "--task.answer")
+    return answer is not None and answer != ""
 
 
 def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:

@@ -63,6 +63,7 @@ def test_a_local_data_set(tmp_path: Path):
     import datasets
 
     rows = [{"problem": row["question"], "reward_model": {"ground_truth": row["answer"]}} for row in ROWS]
+    rows[7]["reward_model"]["ground_truth"] = None
     columns = {"prompt": "problem", "answer": "reward_model.ground_truth"}
     folder = write(tmp_path / "set", rows)
     task = load(f"hf:{folder}", **columns)
@@ -72,7 +73,10 @@ def test_a_local_data_set(tmp_path: Path):
     splits: Any = {"train": datasets.Dataset.from_list(rows[:60]), "test": datasets.Dataset.from_list(rows[60:])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "disk")
     task = load(f"hf:{tmp_path / 'disk'}", heldout="test", **columns)
-    assert task.describe() == f"hf:{tmp_path / 'disk'}: 100 rows; 60 to train on, 40 held out"
+    assert (
+        task.describe()
+        == f"hf:{tmp_path / 'disk'}: 100 rows, left out 1 without an answer; 59 to train on, 40 held out"
+    )
     for name, fields, said in [
         (
             f"hf:{folder}",
@@ -80,7 +84,7 @@ def test_a_local_data_set(tmp_path: Path):
             r"ValueError: Unknown split \"dev\".*--task\.split",
         ),
         (f"hf:{tmp_path / 'disk'}", {"split": "dev", **columns}, "no split 'dev'; it has train, test"),
-        (f"hf:{folder}", {}, r"no column 'question'; there are: problem, reward_model \(name it by --task\.prompt\)"),
+        (f"hf:{folder}", {}, r"no column 'answer'; there are: problem, reward_model \(name it by --task\.answer\)"),
         (f"hf:{tmp_path / 'none'}", {}, "there is no folder"),
     ]:
         with pytest.raises(TaskError, match=said):

@@ -32,15 +32,11 @@ class SkewedEngine(TransformersEngine):
         return Completion(found.token_ids, skewed, found.text, found.weight_version, found.finish_reason)
 
 
-def reward(problem: Any, text: str) -> float:
-    return float(sum(map(ord, text)) % 7)
-
-
 def config_of(model: Path, output: Path) -> RunConfig:
     return config_from_tree(
         {
             "model": str(model), "scheme": "bf16", "steps": 2, "output": str(output), "eval": {"problems": 0},
-            "task": {"name": "chain_sum", "reward": f"{__name__}:reward"},
+            "task": {"name": "chain_sum", "reward": "tests.support.rewards:reward"},
             "rollout": {"prompts": 2, "samples": 4, "max_new_tokens": 4},
             "learner": {"kernel": "reference", "operators": "transformers", "mini_batches": 2,
                         "optimizer": {"lr": 1e-3}},
