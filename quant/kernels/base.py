@@ -3,6 +3,7 @@
 Axes: N tokens, O output rows, I input columns, H hidden columns, K experts a token.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -50,6 +51,13 @@ class KernelFactory(Protocol):
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> LowBitMatmul:
         """layer: checkpoint name. bias: compute dtype [O] or None."""
+        ...
+
+    def stacked(
+        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]
+    ) -> LowBitMatmul:
+        """One product of what the engine multiplies as one, the parts' rows one after the other. name: the engine's of
+        the whole; weights, biases: of each part, as above."""
         ...
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:

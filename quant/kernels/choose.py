@@ -1,6 +1,6 @@
 """Choosing the kernel family. `auto` is vLLM where it is importable, else torch; the choice is always reported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -15,6 +15,22 @@ KERNELS = ("auto", "vllm", "torch", "reference")
 
 
 @dataclass(frozen=True)
+class OneByOne:
+    """The parts of a stack multiplied one after the other: [N, I] → [N, Σ O]."""
+
+    parts: Sequence[LowBitMatmul]
+
+    @property
+    def name(self) -> str:
+        """Of the parts' kernel."""
+        return self.parts[0].name
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `LowBitMatmul`."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+@dataclass(frozen=True)
 class TorchFactory:
     """Dense products by `linear`; experts by torch's grouped operators where `grouped` asks and they exist, else as
     dense products one after another."""
@@ -25,6 +41,10 @@ class TorchFactory:
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> LowBitMatmul:
         """See `KernelFactory`."""
         return self.linear(layer, weight, bias)
+
+    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> OneByOne:
+        """See `KernelFactory.stacked`."""
+        return OneByOne([self.linear(name, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:
         """See `KernelFactory.experts`."""

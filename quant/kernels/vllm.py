@@ -1,20 +1,20 @@
 """Products by the very layer vLLM builds: the same classes, kernel selection and weight layout as in the engine.
 
-vLLM's `ReplicatedLinear` is given the scheme's own `quantization_config`, so vLLM resolves scheme class and
-kernel from the same text it reads in a checkpoint. The layer is loaded with the low-bit tensors through its
-parameters' loaders and post-processed by its quant method: what the engine does with a checkpoint.
+vLLM's linear layers are given the scheme's own `quantization_config`, so vLLM resolves scheme class and kernel from the
+same text it reads in a checkpoint. The layer is loaded with the low-bit tensors through its parameters' loaders and
+post-processed by its quant method: what the engine does with a checkpoint.
 
 Axes: N tokens, O output rows, I input columns.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import torch
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.plugins import load_general_plugins
@@ -31,7 +31,7 @@ from quant.schemes import Scheme
 class VllmMatmul:
     """One vLLM linear layer, ready to multiply. Keeps every tensor its kernel may point to alive."""
 
-    def __init__(self, linear: ReplicatedLinear):
+    def __init__(self, linear: LinearBase):
         self._linear = linear
         self.name = kernel_name(linear)
 
@@ -53,22 +53,37 @@ class VllmFactory:
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmMatmul:
         """See `KernelFactory`."""
-        with self._loading(weight.codes.device):
-            linear = ReplicatedLinear(
-                weight.shape[1],
-                weight.shape[0],
-                bias=bias is not None,
-                params_dtype=self._dtype,
-                quant_config=self._quant_config(weight.scheme),
-                prefix=layer,
-                return_bias=False,
-                disable_tp=True,
+        return self._filled(layer, [weight], [bias])
+
+    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
+        """See `KernelFactory.stacked`."""
+        return self._filled(name, weights, biases)
+
+    def _filled(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
+        """A layer of one part, or of several as vLLM stacks them, loaded and processed."""
+        rows, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
+        with self._loading(weights[0].codes.device):
+            shared = {
+                "bias": biases[0] is not None,
+                "params_dtype": self._dtype,
+                "quant_config": self._quant_config(weights[0].scheme),
+                "prefix": name,
+                "return_bias": False,
+                "disable_tp": True,
+            }
+            stack = len(rows) > 1
+            linear = (
+                MergedColumnParallelLinear(columns, rows, **shared)
+                if stack
+                else ReplicatedLinear(columns, rows[0], **shared)
             )
-            for name, tensor in weight.tensors():
-                parameter = getattr(linear, name)
-                parameter.weight_loader(parameter, tensor)
-            if bias is not None:
-                linear.bias.weight_loader(linear.bias, bias.detach())  # pyright: ignore[reportAttributeAccessIssue]
+            for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                place = (part,) if stack else ()
+                tensors = [*weight.tensors(), *([] if bias is None else [("bias", bias.detach())])]
+                for key, tensor in tensors:
+                    parameter = getattr(linear, key)
+                    parameter.weight_loader(parameter, tensor, *place)
+            assert linear.quant_method is not None
             linear.quant_method.process_weights_after_loading(linear)
         drop_loaders(linear)
         return VllmMatmul(linear)

@@ -81,7 +81,8 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         """hidden_states: compute dtype [N, H]; top_k_index: int64 [N, K]; top_k_weights: floating [N, K] → compute
         dtype [N, H]. The signature is that of the transformers modules replaced."""
         weights = top_k_weights.to(torch.float32)
-        return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, *self.factors)
+        kept = self.kept_input(hidden_states.detach()) if torch.is_grad_enabled() else ()
+        return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, kept, *self.factors)
 
     def weights_used(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
@@ -103,10 +104,11 @@ class _StraightThrough(torch.autograd.Function):
         down: torch.Tensor,
         index: torch.Tensor,
         experts: RoutedLowBitExperts,
+        kept: tuple[torch.Tensor | None, ...],
         *factors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.experts = experts
-        ctx.save_for_backward(weights, index, *experts.kept_input(x))
+        ctx.save_for_backward(weights, index, *kept)
         return experts.product(x, weights, index)
 
     @staticmethod
@@ -135,7 +137,7 @@ class _StraightThrough(torch.autograd.Function):
                 if adapter is not None:
                     for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
                         into[expert] = gradients.unscaled(grad)
-        return dx.to(experts.context.forward_dtype), dweights, *returned, None, None, *dfactors[0], *dfactors[1]
+        return dx.to(experts.context.forward_dtype), dweights, *returned, None, None, None, *dfactors[0], *dfactors[1]
 
 
 def _master_gradients(

@@ -20,6 +20,7 @@ Axes: N tokens, O output rows, I input columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,17 @@ from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from quant.layers.straight_through import add_weight_gradient, input_gradient
 from quant.materialize import LowBitWeight, materialize
 from quant.materialize.activations import LowBitActivation
+from quant.runtime.zero3 import whole_shape
 from quant.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """A product that is done. kept: of its input, for the backward (`LowBitLayer.kept_input`); nothing where there is
+    none. output: compute dtype [N, O]."""
+
+    kept: tuple[torch.Tensor | None, ...]
+    output: torch.Tensor
 
 
 class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
@@ -83,10 +94,25 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         bias = None if self.bias is None else self.bias.detach().to(dtype, copy=True)
         return PlainMatmul(weight.to(dtype, copy=True), bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [..., I] → compute dtype [..., O]."""
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return whole_shape(self.master)[0]
+
+    @property
+    def published_weight(self) -> LowBitWeight:
+        """Codes and scales of this version."""
+        assert self.low_bit is not None, f"layer {self.layer!r} was never materialized"
+        return self.low_bit
+
+    def forward(self, x: torch.Tensor, multiplied: Multiplied | None = None) -> torch.Tensor:
+        """x: compute dtype [..., I] → compute dtype [..., O]. multiplied: by this version, where a stack did so."""
         flat = x.reshape(-1, x.shape[-1])
-        y = _StraightThrough.apply(flat, self.master, self.bias, self, *self.factors)
+        if multiplied is None:
+            kept = self.kept_input(flat.detach()) if torch.is_grad_enabled() else ()
+            with torch.no_grad():
+                multiplied = Multiplied(kept, self.product(flat))
+        y = _StraightThrough.apply(flat, self.master, self.bias, self, multiplied, *self.factors)
         return y.view(*x.shape[:-1], -1)
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -120,11 +146,12 @@ class _StraightThrough(torch.autograd.Function):
         master: torch.Tensor,
         bias: torch.Tensor | None,
         linear: LowBitLinear,
+        multiplied: Multiplied,
         *factors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.linear = linear
-        ctx.save_for_backward(*linear.kept_input(x))
-        return linear.product(x)
+        ctx.save_for_backward(*multiplied.kept)
+        return multiplied.output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
@@ -145,4 +172,4 @@ class _StraightThrough(torch.autograd.Function):
         if linear.adapter is not None:
             used = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
             dfactors = linear.adapter.gradients(dy.to(torch.float32), used)
-        return dx, None if added else dw, db, None, *(gradients.unscaled(dfactor) for dfactor in dfactors)
+        return dx, None if added else dw, db, None, None, *(gradients.unscaled(dfactor) for dfactor in dfactors)

@@ -24,8 +24,8 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     """A layer that multiplies one weight version of its masters.
 
     layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the model's. low_bit: codes
-    and scales of this version, None before the first `refresh`. keeps_scales: whether versions are made with
-    the scales of the one before (`quant.model.kept_scales`).
+    and scales of this version, None before the first `refresh`; version: how many there were. keeps_scales: whether
+    versions are made with the scales of the one before (`quant.model.kept_scales`).
     """
 
     def __init__(self, layer: str, scheme: Scheme, context: LayerContext):
@@ -34,6 +34,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self.scheme = scheme
         self.context = context
         self.low_bit: Codes | None = None
+        self.version = 0
         self.keeps_scales = False
         self._kernel: Kernel | None = None
         self._plain: Kernel | None = None
@@ -75,6 +76,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self._kernel = None
         with gathered(self._read_by_refresh()):
             self.low_bit = self._materialize()
+            self.version += 1
             if not self.context.aligned:  # now, for the masters may have moved on by the next forward
                 self._plain = None
                 self._plain = self._cast()

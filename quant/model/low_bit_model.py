@@ -122,7 +122,7 @@ class LowBitModel(nn.Module):
 
     def release_products(self) -> None:
         """Give back the kernels' own copies of this weight version, which no backward reads."""
-        for layer in self.low_bit_layers():
+        for layer in (*self.low_bit_layers(), *self._layers.stacks.values()):
             layer.release_product()
 
     def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:

@@ -51,13 +51,14 @@ def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
     """The learner's side of the audit: every linear layer and every layer's experts, with the kernel that multiplies
     them; then routers that no linear layer multiplies."""
     dtype = str(context.dtype)
+    multiplies = {part.layer: stack for stack in layers.stacks.values() for part in stack.parts}
     reports = [
         LayerReport(
             name=layer.layer,
             scheme=layer.scheme.name,
             group_size=layer.scheme.group_size,
             dtype=dtype,
-            kernel=layer.product.name,
+            kernel=multiplies.get(layer.layer, layer).product.name,
         )
         for layer in layers.low_bit()
     ]

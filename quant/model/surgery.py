@@ -17,7 +17,9 @@ from quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, 
 from quant.layers.context import LayerContext
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.linear import LowBitLinear, fuse_scales
-from quant.operators.decoder import install_engine_operators, why_not
+from quant.layers.stack import LinearStack, stack_linears
+from quant.operators.autograd import GatedMLP
+from quant.operators.decoder import EngineAttention, install_engine_operators, why_not
 from quant.runtime.zero3 import whole_shape
 from quant.schemes import SchemeError
 
@@ -25,9 +27,11 @@ from quant.schemes import SchemeError
 @dataclass(frozen=True)
 class Layers:
     """What a model is made of. linears, experts: by checkpoint name. copies: of everything else, by parameter name.
-    routers: by module name. operators: "engine" or "transformers". family: how checkpoints name all of it."""
+    routers: by module name. operators: "engine" or "transformers". family: how checkpoints name all of it. stacks: of
+    linear layers, by the engine's name of the whole; none with transformers' operators, which multiply each alone."""
 
     linears: dict[str, LowBitLinear]
+    stacks: dict[str, LinearStack]
     experts: dict[str, RoutedLowBitExperts]
     copies: dict[str, MasterCopy]
     routers: tuple[str, ...]
@@ -57,9 +61,11 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
     else:
         _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
     linears = _replace_linears(model, family, plan, context)
+    stacks = _stack(model, linears, family) if operators == "engine" else {}
     experts = _replace_experts(model, fused, family, plan, context)
     return Layers(
         linears=linears,
+        stacks=stacks,
         experts=experts,
         copies=_detach_copies(model, context),
         routers=routers,
@@ -78,6 +84,18 @@ def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: Laye
             model.set_submodule(name, replaced[layer])
     fuse_scales(replaced, family.stacked)
     return replaced
+
+
+def _stack(model: nn.Module, linears: dict[str, LowBitLinear], family: Family) -> dict[str, LinearStack]:
+    """Have the decoder's attention and MLP multiply their stacks."""
+    stacks = stack_linears(linears, family.stacked)
+    for name, module in model.named_modules():
+        layer = family.checkpoint_name(name)
+        if isinstance(module, EngineAttention):
+            module.qkv = stacks.get(f"{layer}.qkv_proj")
+        elif isinstance(module, GatedMLP):
+            module.gate_up = stacks.get(f"{layer}.gate_up_proj")
+    return stacks
 
 
 def _replace_experts(

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from quant.layers.gradients import Gradients
+from quant.layers.stack import LinearStack
 
 
 def _contiguous(like: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,8 @@ def _gate_gradients(
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) · up(x)): a dense decoder's MLP, of the submodules of transformers' own."""
+    """down(activation(gate(x)) · up(x)): a dense decoder's MLP, of the submodules of transformers' own. gate_up:
+    multiplies gate and up as one, where they are low-bit layers."""
 
     def __init__(self, mlp: nn.Module, gradients: Gradients):
         super().__init__()
@@ -141,8 +143,10 @@ class GatedMLP(nn.Module):
         self.up_proj: nn.Module = mlp.get_submodule("up_proj")
         self.down_proj: nn.Module = mlp.get_submodule("down_proj")
         self.act_fn: nn.Module = mlp.get_submodule("act_fn")
+        self.gate_up: LinearStack | None = None
         self._gradients = gradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [N, C] → the same."""
-        return self.down_proj(Gated.apply(self.gate_proj(x), self.up_proj(x), self.act_fn, self._gradients))
+        gate, up = self.gate_up(x) if self.gate_up else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(Gated.apply(gate, up, self.act_fn, self._gradients))

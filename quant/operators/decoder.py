@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from quant.checkpoint.families import FAMILIES, family_of
 from quant.layers.context import LayerContext
 from quant.layers.gradients import Gradients
+from quant.layers.stack import LinearStack
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
 from quant.operators.moe import EngineMoeBlock, OperatorError
 
@@ -50,7 +51,8 @@ class EngineRMSNorm(nn.Module):
 
 class EngineAttention(nn.Module):
     """Causal self-attention of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts: rotary embedding in fp32,
-    rounded once; on CPUs scores and probabilities in fp32 as well."""
+    rounded once; on CPUs scores and probabilities in fp32 as well. qkv: multiplies the projections as one, where they
+    are low-bit layers."""
 
     def __init__(self, attention: nn.Module, gradients: Gradients):
         super().__init__()
@@ -60,6 +62,7 @@ class EngineAttention(nn.Module):
         self.o_proj: nn.Module = attention.get_submodule("o_proj")
         self.q_norm = _norm_or_identity(attention, "q_norm", gradients)
         self.k_norm = _norm_or_identity(attention, "k_norm", gradients)
+        self.qkv: LinearStack | None = None
         self._gradients = gradients
         self.head_dim: int = attention.head_dim  # type: ignore[assignment]
         self.scaling: float = attention.scaling  # type: ignore[assignment]
@@ -72,9 +75,10 @@ class EngineAttention(nn.Module):
         lengths: of the sequences that one row (B = 1) holds; None where every row is one sequence.
         """
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q = Rotate.apply(self.q_norm(self.q_proj(x).view(heads)), cos, sin, self._gradients)
-        k = Rotate.apply(self.k_norm(self.k_proj(x).view(heads)), cos, sin, self._gradients)
-        v = self.v_proj(x).view(heads)
+        q, k, v = self.qkv(x) if self.qkv else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q = Rotate.apply(self.q_norm(q.view(heads)), cos, sin, self._gradients)
+        k = Rotate.apply(self.k_norm(k.view(heads)), cos, sin, self._gradients)
+        v = v.view(heads)
         y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scaling, lengths)
         return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
