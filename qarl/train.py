@@ -34,7 +34,7 @@ def train(
         with phase(f"calibrating codes by {config.quantization.init}"):
             start_from_ptq(policy, config)
     with open_session(config, folder, policy) as session:
-        trained = trained_part(policy, config)
+        trained = [f"learner multiplies with {session.multiplies}", *trained_part(policy, config)]
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
         published = session.publisher.publish(at.version)
         if at.first_accuracy is None and config.eval.problems:

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from configs.errors import QarlError
 from quant.types import LayerReport, LowBitTensor
 from rollout.types import Completion, Prompt, Sampling
+
+if TYPE_CHECKING:  # which imports torch; the protocol stays light
+    from quant.kernels import KernelFactory
 
 
 class EngineError(QarlError):
@@ -53,6 +56,11 @@ class Engine(Protocol):
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         """Take a published stream into the running engine; later completions carry `version`."""
+        ...
+
+    def shared_layers(self) -> "KernelFactory | None":
+        """The engine's own layers, to multiply the weight version it holds with; None where they are in another
+        process."""
         ...
 
     def close(self) -> None:

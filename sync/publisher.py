@@ -1,8 +1,12 @@
-"""One publish: the bytes the forward used go to the engine, and every claim about them is checked.
+"""Weight versions into the engine: the bytes the forward used go there, and every claim about them is checked.
+
+A learner in the engine's process multiplies with the engine's own layers (`Publisher.share_layers`). Every version is
+then written into them as it is made, and the publish admits it to sampling; elsewhere the publish writes it.
 
 (1) the stream's digest is the same on both ends; (2) nothing sent is unconsumed, nothing expected is missing;
 (3) at the first publish and every `canary_every`-th, the engine's log-probs of fixed sequences are compared with
-the learner's. Any failure raises `PublishError`: the run stops rather than train on another policy's samples.
+the learner's, by layers of its own: shared ones would agree with themselves. Any failure raises `PublishError`: the run
+stops rather than train on another policy's samples.
 """
 
 import time
@@ -16,6 +20,7 @@ from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
 from learner.processes import Processes
 from quant.digest import StreamDigest
+from quant.kernels import KernelError
 from quant.model.low_bit_model import LowBitModel
 from quant.types import LowBitTensor
 from rollout.engine import Engine
@@ -29,8 +34,8 @@ class PublishError(QarlError):
 
 @dataclass(frozen=True)
 class Publish:
-    """One publish that was verified. digest: of the stream. canary: learner against engine on the fixed
-    sequences, None where this publish had none."""
+    """One publish that was verified. digest: of the stream. seconds: of writing and verifying. canary: learner against
+    engine on the fixed sequences, None where this publish had none."""
 
     version: int
     digest: str
@@ -38,6 +43,17 @@ class Publish:
     bytes: int
     seconds: float
     canary: Mismatch | None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What the engine holds, and took `seconds` to."""
+
+    version: int
+    digest: str
+    tensors: int
+    bytes: int
+    seconds: float
 
 
 class Publisher:
@@ -64,28 +80,63 @@ class Publisher:
         self._canary_every = canary_every
         self._processes = processes or Processes()
         self._published = 0
+        self._version = 0
+        self._written: _Written | None = None
+
+    def share_layers(self) -> None:
+        """Have the learner multiply with the engine's own layers from here on: no second copy of the weights. Every
+        version is written into the engine as it is made. Raises `KernelError`, and changes nothing, where learner and
+        engine have not the same layers in one process."""
+        layers = self._engine.shared_layers()
+        if layers is None:
+            raise KernelError("the engine's layers are in another process")
+        self._model.multiply_with(layers)
+        self._model.after_refresh = self._write_ahead
+
+    def unshare(self) -> None:
+        """Let the engine's layers go; the learner makes its own again where it needs any."""
+        self._model.multiply_with(None)
+        self._model.after_refresh = None
 
     def publish(self, version: int) -> Publish:
-        """Send the model's present tensors as weight version `version` and verify them."""
+        """Let the engine sample from the model's present tensors as weight version `version`, and verify them."""
+        start = time.perf_counter()
+        ahead, self._written = self._written, None
+        written = ahead if ahead is not None and ahead.version == version else self._write(version)
+        digests = self._processes.gathered(written.digest)
+        self._check(len(set(digests)) == 1, version, f"the processes materialized different tensors: {_apart(digests)}")
+        seconds = time.perf_counter() - start + (written.seconds if written is ahead else 0.0)
+        due = self._published % self._canary_every == 0
+        self._published += 1
+        self._version = version
+        canary = self.canary(version) if due else None
+        return Publish(
+            version=version,
+            digest=written.digest,
+            tensors=written.tensors,
+            bytes=written.bytes,
+            seconds=seconds,
+            canary=canary,
+        )
+
+    def _write_ahead(self) -> None:
+        self._written = None
+        self._written = self._write(self._version + 1)
+
+    def _write(self, version: int) -> "_Written":
+        """Send the model's present tensors, and verify that they arrived."""
         start = time.perf_counter()
         digest = StreamDigest()
         report = self._engine.load(self._recorded(digest), version)
         self._check(report.digest == digest.hexdigest(), version, "the engine received other bytes than were sent")
         self._check(not report.unconsumed, version, f"no engine layer took {_some(report.unconsumed)}")
         self._check(not report.missing, version, f"the engine expected more tensors for {_some(report.missing)}")
-        digests = self._processes.gathered(digest.hexdigest())
-        self._check(len(set(digests)) == 1, version, f"the processes materialized different tensors: {_apart(digests)}")
-        seconds = time.perf_counter() - start
-        due = self._published % self._canary_every == 0
-        self._published += 1
-        canary = self.canary(version) if due else None
-        return Publish(
+        return _Written(
             version=version,
             digest=digest.hexdigest(),
             tensors=digest.tensors,
             bytes=digest.bytes,
-            seconds=seconds,
-            canary=canary,
+            seconds=time.perf_counter() - start,
         )
 
     def canary(self, version: int) -> Mismatch:
@@ -95,7 +146,7 @@ class Publisher:
         sampler = torch.zeros(response_mask.shape)
         for row, logprobs in enumerate(scored):
             sampler[row, : len(logprobs)] = torch.tensor(logprobs)
-        with torch.no_grad(), self._model.published_forward():
+        with torch.no_grad(), self._model.published_forward(), self._model.context.own_products():
             device = self._model.device
             learner, _ = token_logprobs(self._model, tokens.to(device), response_mask.to(device))
         found = measure_mismatch(learner.cpu(), sampler, response_mask)

@@ -25,6 +25,7 @@ from qarl.tasks import Split, Task, load_task
 from quant.checkpoint.folder import check_folder
 from quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
+from quant.kernels import KernelError
 from quant.kernels.supported import kept_support, require_support
 from quant.layers.context import LayerContext
 from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
@@ -192,13 +193,15 @@ class Position:
 
 @dataclass
 class Session:
-    """A policy with its running engine. audited: the layer table both sides agreed on. gate: refuses a first batch
+    """A policy with its running engine. audited: the layer table both sides agreed on. multiplies: what the learner
+    multiplies with, in words. gate: refuses a first batch
     whose mismatch is beyond the bounds; None for an unaligned learner, whose mismatch is intended."""
 
     policy: Policy
     engine: Engine
     publisher: Publisher
     audited: list[AuditRow]
+    multiplies: str
     gate: Callable[[Mismatch], None] | None
 
 
@@ -219,19 +222,31 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         with phase("starting the engine"):
             several = processes.world > 1
             engine = stack.enter_context(open_engine(folder.engine_start, config.rollout, config.dtype, several))
-        same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
-        rows = audit(policy.model.layers(), engine.layers(), same_kernels)
-        require_agreement(rows)
         bound = config.sync.canary_bound or policy.model.plan.bound
         sequences = canary_sequences(policy, config)
         publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)
+        same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
+        multiplies = _share_layers(publisher, stack) if same_kernels else "layers of its own"
+        rows = audit(policy.model.layers(), engine.layers(), same_kernels)
+        require_agreement(rows)
         yield Session(
             policy=policy,
             engine=engine,
             publisher=publisher,
             audited=rows,
+            multiplies=multiplies,
             gate=_gate(config, policy) if config.learner.aligned else None,
         )
+
+
+def _share_layers(publisher: Publisher, stack: ExitStack) -> str:
+    """Have the learner use the engine's layers, until `stack` is closed; what it multiplies with, in words."""
+    try:
+        publisher.share_layers()
+    except KernelError as reason:
+        return f"layers of its own: {reason}"
+    stack.callback(publisher.unshare)
+    return "the engine's own layers"
 
 
 def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:

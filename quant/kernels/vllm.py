@@ -10,6 +10,7 @@ Axes: N tokens, O output rows, I input columns.
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
@@ -17,6 +18,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -29,15 +31,18 @@ from quant.schemes import Scheme
 
 
 class VllmMatmul:
-    """One vLLM linear layer, ready to multiply. Keeps every tensor its kernel may point to alive."""
+    """One vLLM linear layer or output head, ready to multiply. Keeps every tensor its kernel may point to alive."""
 
-    def __init__(self, linear: LinearBase):
-        self._linear = linear
+    def __init__(self, linear: LinearBase | ParallelLMHead, rows: int):
+        """rows: O, behind which vLLM's output heads have padding."""
+        self._linear: Any = linear
+        self._rows = rows
         self.name = kernel_name(linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [N, I] → compute dtype [N, O]."""
-        return self._linear(x)
+        y = self._linear.quant_method.apply(self._linear, x, self._linear.bias)
+        return y[:, : self._rows]
 
 
 class VllmFactory:
@@ -86,7 +91,7 @@ class VllmFactory:
             assert linear.quant_method is not None
             linear.quant_method.process_weights_after_loading(linear)
         drop_loaders(linear)
-        return VllmMatmul(linear)
+        return VllmMatmul(linear, sum(rows))
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
         """See `KernelFactory.experts`."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quant.kernels import make_factory
+from quant.kernels import KernelFactory, make_factory
 from quant.layers.gradients import Gradients
 from quant.schemes import SchemeError
 
@@ -18,6 +18,8 @@ class LayerContext:
     those codes (True), or its masters cast to the compute dtype (False, the plain quantized-rollout baseline; codes are
     still made for publishing). compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the
     backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
+    engine: the running engine's own layers, to multiply with instead of `kernel`'s; they hold each version before it is
+    used.
 
     Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
     run here.
@@ -37,11 +39,19 @@ class LayerContext:
             )
         self.dtype = dtype
         self.compute_dtype = compute_dtype or dtype
-        self.factory = make_factory(kernel, dtype)
+        self.kernel = kernel
         self.aligned = aligned
         self.gradients = Gradients()
         self.checkpointing = False
+        self.engine: KernelFactory | None = None
+        self.keeps_products = True
+        self._own = make_factory(kernel, dtype)
         self._published = False
+
+    @property
+    def factory(self) -> KernelFactory:
+        """Makes the layers' products."""
+        return self.engine or self._own
 
     @property
     def multiplies_codes(self) -> bool:
@@ -61,3 +71,12 @@ class LayerContext:
             yield
         finally:
             self._published = False
+
+    @contextlib.contextmanager
+    def own_products(self) -> Iterator[None]:
+        """Within this context layers multiply with kernels of their own, not the engine's, each gone after its use."""
+        engine, self.engine, self.keeps_products = self.engine, None, False
+        try:
+            yield
+        finally:
+            self.engine, self.keeps_products = engine, True

@@ -83,17 +83,21 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
     @property
     def product(self) -> Kernel:
-        """This weight version in the kernel's own layout: a second copy of it, built at first use, so that publishing
-        and exporting alone do without. Raises `KernelError` where the kernel family has none."""
+        """This weight version in the kernel's own layout: the engine's layer where it is shared, else a second copy,
+        built at first use, so that publishing and exporting alone do without. Raises `KernelError` where the kernel
+        family has none."""
         if self.low_bit is None:
             raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
         if not self.context.multiplies_codes:
             assert self._plain is not None
             return self._plain
-        if self._kernel is None:
-            with torch.no_grad():
-                self._kernel = self._prepare(self.low_bit)
-        return self._kernel
+        if self._kernel is not None and self.context.keeps_products:
+            return self._kernel
+        with torch.no_grad():
+            kernel = self._prepare(self.low_bit)
+        if self.context.keeps_products:
+            self._kernel = kernel
+        return kernel
 
     def release_product(self) -> None:
         """Give the kernel's copy back; the next forward builds it again. An unaligned layer's cast stays: it is its

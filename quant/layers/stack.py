@@ -36,15 +36,17 @@ class LinearStack:
     @property
     def product(self) -> LowBitMatmul:
         """The parts' present weight versions in the kernel's own layout; see `LowBitLayer.product`."""
-        versions = tuple(part.version for part in self.parts)
-        if self._kernel is None or versions != self._versions:
+        context, versions = self.parts[0].context, tuple(part.version for part in self.parts)
+        if self._kernel is not None and versions == self._versions and context.keeps_products:
+            return self._kernel
+        if versions != self._versions:
             self._kernel = None  # before the next is made
-            weights = [part.published_weight for part in self.parts]
-            biases = [part.low_bit_bias for part in self.parts]
-            with torch.no_grad():
-                self._kernel = self.parts[0].context.factory.stacked(self.name, weights, biases)
-            self._versions = versions
-        return self._kernel
+        weights = [part.published_weight for part in self.parts]
+        with torch.no_grad():
+            kernel = context.factory.stacked(self.name, weights, [part.low_bit_bias for part in self.parts])
+        if context.keeps_products:
+            self._kernel, self._versions = kernel, versions
+        return kernel
 
     def release_product(self) -> None:
         """See `LowBitLayer.release_product`."""

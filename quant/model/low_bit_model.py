@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from configs.schema.run import LayerRule
 from quant.checkpoint.shapes import plan_layers, weight_shapes
 from quant.digest import parameters_digest
+from quant.kernels import KernelError, KernelFactory
 from quant.layers.context import LayerContext
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.gradients import Gradients
@@ -41,7 +42,8 @@ class LowBitModel(nn.Module):
     other schemes than `scheme`; `plan` says what each layer takes. shapes: checkpoint layer name → (O, I) of its weight
     (`quant.checkpoint.shapes.weight_shapes`). loaded: every parameter the model came with, by name; masters: those that
     are trained, all of them until `train_only`. adapted: the weights that have an adapter. router_log: logits of the
-    routers. Raises the `SchemeError`s of `plan_layers`, before anything is changed.
+    routers. after_refresh: called when a weight version is made, before any forward uses it. Raises the `SchemeError`s
+    of `plan_layers`, before anything is changed.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class LowBitModel(nn.Module):
         self.masters: dict[str, nn.Parameter] = dict(self.loaded)
         self.adapted: tuple[str, ...] = ()
         self._buffers_kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+        self.after_refresh: Callable[[], None] | None = None
         self._layers = replace_layers(model, self.plan, context, operators)
         self.module = model
         self.router_log = RouterLog(model.get_submodule(name) for name in self._layers.routers)
@@ -114,6 +117,22 @@ class LowBitModel(nn.Module):
         for name, copy in self._layers.copies.items():
             with gathered([self.loaded[name]]):
                 copy.refresh(self.loaded[name])
+        if self.after_refresh is not None:
+            self.after_refresh()
+
+    def multiply_with(self, engine: KernelFactory | None) -> None:
+        """Have the forward multiply with the running engine's own layers, or again with its own (None). Raises
+        `KernelError`, and keeps its own, where a layer of this model is not among them."""
+        if engine is not None and self.operators != "engine":
+            raise KernelError("transformers' operators multiply each layer alone, and the engine stacks them")
+        self.context.engine = engine
+        self.release_products()
+        if engine is not None:
+            try:
+                self.layers()  # asks for every layer's product
+            except KernelError:
+                self.multiply_with(None)
+                raise
 
     def forward(self, compute: "Callable[..., Result]", *args: object) -> Result:
         """`compute(self, *args)` as one call of this module, so that whatever hooks into modules (ZeRO-3) sees one

@@ -4,12 +4,15 @@ import gc
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.types import Completion, Prompt, Sampling
 from rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
+
+if TYPE_CHECKING:
+    from quant.kernels.engine_layers import EngineLayers
 
 _WORKER_EXTENSION = "rollout.vllm.worker.WorkerExtension"
 
@@ -104,6 +107,12 @@ class VllmEngine:
         self.weight_version = version
         return report
 
+    def shared_layers(self) -> "EngineLayers":
+        """See `Engine.shared_layers`."""
+        from quant.kernels.engine_layers import EngineLayers
+
+        return EngineLayers(self._call("collective_rpc", _loaded_model)[0])
+
     def close(self) -> None:
         """Free the engine's memory and torch's process group, so that another can start in this process."""
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -116,7 +125,10 @@ class VllmEngine:
 
     def _refuse_half_loaded(self) -> None:
         if self._half_loaded:
-            raise EngineError("a publish broke off half way: the engine holds parts of two weight versions; restart it")
+            raise EngineError(
+                "a publish broke off half way: the engine holds parts of two weight versions; publish again, "
+                "or restart it"
+            )
 
     def _call(self, method: str, *args, **kwargs):
         """One call into vLLM; whatever breaks there is an `EngineError` naming the call."""
@@ -126,6 +138,10 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}") from error
+
+
+def _loaded_model(worker: Any) -> Any:
+    return worker.model_runner.get_model()
 
 
 def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[str, list[int]]], list[Any]]:

@@ -27,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
 from quant.digest import ReceivedDigest
@@ -62,7 +62,11 @@ class WorkerExtension:
                 _name_w4a8_weights_once(model)
             initialize_layerwise_reload(model)
             keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
-            model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
+            try:
+                model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
+            except BaseException:
+                _abandon_reload(model)
+                raise
             partial = [name for name, module in keep if get_layerwise_info(module).can_load()]
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             if current_platform.is_cpu():
@@ -123,6 +127,17 @@ def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
             info.kernel_tensors = None
             kept.append((name, module))
     return kept
+
+
+def _abandon_reload(model: nn.Module) -> None:
+    """End a reload that broke off, so that the next can begin: layers that wait for tensors get back those that are
+    copied into; the others stay empty until then."""
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(module, info)
+            info.reset()
 
 
 def _own_parameters(module: nn.Module) -> bool:

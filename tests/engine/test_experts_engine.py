@@ -62,7 +62,7 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
         for tokens in (1, 5, 40):
             weights, index = routed(tokens, layer.shape)
             x = heavy(tokens, layer.shape.hidden, seed=tokens, rows=False).to(model.dtype)
-            with torch.no_grad():
+            with torch.no_grad(), model.context.own_products():
                 y = call(engine, forward, name, x, weights, index)
                 assert torch.equal(layer(x, index, weights), y), f"{name}, {tokens} tokens"
 
@@ -95,6 +95,8 @@ def publish_and_compare(
         check_reported_schemes(model, engine)
         check_every_layer_is_the_engines(model, engine)
         publisher = Publisher(model, engine, SEQUENCES, bound or model.plan.bound, canary_every=publishes)
+        if model.operators == "engine":
+            publisher.share_layers()
         before = engine.logprobs(SEQUENCES)
         for version in range(1, publishes + 1):
             disturb(model, version)
@@ -102,6 +104,7 @@ def publish_and_compare(
         publisher.canary(publishes)
         check_every_layer_is_the_engines(model, engine)
         after = engine.logprobs(SEQUENCES)
+        publisher.unshare()
     finally:
         engine.close()
     fresh = start_engine(model, folder, tmp_path / "fresh", dtype)

@@ -1,5 +1,6 @@
 """The publish, held against freshly loaded engines: a round trip would prove nothing."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -15,6 +16,7 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 from quant.types import LowBitTensor
 from rollout.engine import Engine, EngineError
+from rollout.types import Prompt, Sampling
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.options import VllmOptions
 from sync.audit import AuditError, audit, require_agreement
@@ -42,12 +44,14 @@ def test_fifty_publishes_equal_a_fresh_engine_bit_for_bit(
     model = make_model(folder, scheme, dtype)
     engine = start_engine(model, folder, tmp_path / "start", dtype)
     publisher = Publisher(model, engine, SEQUENCES, model.scheme.bound, canary_every=25)
+    publisher.share_layers()
     before = engine.logprobs(SEQUENCES)
     for version in range(1, 51):
         disturb(model, version)
         published = publisher.publish(version)
         assert (published.canary is not None) == (version in (1, 26))
     after = engine.logprobs(SEQUENCES)
+    publisher.unshare()
     engine.close()
     fresh = start_engine(model, folder, tmp_path / "fresh", dtype)
     reloaded = fresh.logprobs(SEQUENCES)
@@ -196,10 +200,81 @@ def make_model_like(model: LowBitModel, scheme: str) -> LowBitModel:
     return LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "vllm"))
 
 
+@pytest.fixture
+def shared(running: tuple[LowBitModel, VllmEngine]) -> Iterator[tuple[LowBitModel, VllmEngine, Publisher]]:
+    """The running engine's layers are the learner's within the test."""
+    model, engine = running
+    publisher = Publisher(model, engine, SEQUENCES, model.scheme.bound, 50)
+    publisher.share_layers()
+    yield model, engine, publisher
+    publisher.unshare()
+    model.refresh()
+    engine.load(model.low_bit_tensors(), 1)
+
+
+def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(
+    shared: tuple[LowBitModel, VllmEngine, Publisher],
+):
+    """To the bit, in every version. It arrives once, before the publish, and there is no second copy of it."""
+    model, engine, publisher = shared
+    for version in (1, 2):
+        disturb(model, version)
+        assert engine.weight_version == version
+        theirs, head = logits(model), multiplied_with(model)[-1]
+        written = [parameter.data_ptr() for parameter in head.parameters()]
+        assert publisher.publish(version).version == version
+        assert written == [parameter.data_ptr() for parameter in head.parameters()]
+        with model.context.own_products():
+            assert torch.equal(logits(model), theirs)
+    theirs = {id(module) for module in engine.shared_layers()._layers.values()}
+    assert len(multiplied_with(model)) == 2 * (2 + 2) + 1  # qkv and gate_up, o and down of two layers, the head
+    assert {id(module) for module in multiplied_with(model)} == theirs
+
+
+def logits(model: LowBitModel) -> torch.Tensor:
+    tokens = torch.tensor([SEQUENCES[2]])
+    with torch.no_grad():
+        return model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def multiplied_with(model: LowBitModel) -> list[torch.nn.Module]:
+    """vLLM's layers that the model's stacks, and then its other layers, hold."""
+    holders = [*model._layers.stacks.values(), *model.linears.values()]
+    return [holder._kernel._linear for holder in holders if holder._kernel is not None]  # type: ignore[attr-defined]
+
+
+def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: tuple[LowBitModel, VllmEngine, Publisher]):
+    """Learner and engine then agree with each other, and not with what was published."""
+    model, engine, publisher = shared
+    before = [LowBitTensor(item.name, item.tensor.clone()) for item in model.low_bit_tensors()]
+    disturb(model, 5)
+    engine.load(before, 1)
+    with pytest.raises(PublishError, match=r"canary's mean .* above the bound 0.05"):
+        publisher.canary(2)
+
+
+def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(
+    shared: tuple[LowBitModel, VllmEngine, Publisher], monkeypatch: pytest.MonkeyPatch
+):
+    model, engine, publisher = shared
+    whole = model.low_bit_tensors
+
+    def half() -> Iterator[LowBitTensor]:
+        yield from itertools.islice(whole(), 20)
+        raise OSError("the link broke")
+
+    monkeypatch.setattr(model, "low_bit_tensors", half)
+    with pytest.raises(EngineError, match="the link broke"):
+        disturb(model, 6)
+    with pytest.raises(EngineError, match="parts of two weight versions"):
+        engine.logprobs(SEQUENCES)
+    monkeypatch.undo()
+    model.refresh()
+    assert publisher.canary(7).mean_abs < 1e-3
+
+
 def test_completions_do_not_depend_on_the_cache_of_older_weights(running: tuple[LowBitModel, VllmEngine]):
     """Prefix caching reuses key/values within a weight version only, and every completion carries its version."""
-    from rollout.types import Prompt, Sampling
-
     model, engine = running
     prompt = [Prompt("0", "", tuple(SEQUENCES[2]))]
     sampling = Sampling(samples=4, max_new_tokens=8, seed=5)

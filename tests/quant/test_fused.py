@@ -227,12 +227,15 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
             built.append(layer)
             return reference(layer, weight, bias)
 
+        def stacked(self, name, weights, biases):
+            raise AssertionError
+
         def experts(self, layer, shape, weights):
             raise AssertionError
 
     parameter, bias = torch.nn.Parameter(torch.randn(32, 128)), torch.nn.Parameter(torch.randn(32))
     context = LayerContext(torch.bfloat16, "reference", aligned)
-    context.factory = Counting()
+    context.engine = Counting()
     linear = LowBitLinear("up", parameter, bias, get_scheme("w4a16"), context)
     x = torch.randn(2, 128).bfloat16()
     linear.refresh()

@@ -54,6 +54,9 @@ class TransformersEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [self._logp(s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0].tolist() for s in map(list, sequences)]
 
+    def shared_layers(self) -> None:
+        return None
+
     def layers(self) -> list[LayerReport]:
         linear = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
         return [LayerReport(name, "bf16", None, str(self._dtype), "torch") for name in linear]

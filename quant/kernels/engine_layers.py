@@ -1,0 +1,66 @@
+"""Products by the layer objects of the running engine itself: no second copy of a weight version, no second kernel.
+
+They multiply the version the engine holds; who shares them writes each version into the engine first
+(`sync.publisher.Publisher.share_layers`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from quant.checkpoint.families import ExpertsShape
+from quant.kernels.base import KernelError
+from quant.kernels.vllm import VllmMatmul
+from quant.kernels.vllm_experts import VllmExperts
+from quant.materialize import LowBitWeight
+from quant.materialize.experts import LowBitExperts
+
+
+class EngineLayers:
+    """A `KernelFactory` over a loaded vLLM model: weights it is given are not read, the engine's layer of that name
+    holds them.
+
+    Raises `KernelError` for a layer the engine does not have, or has a part of (tensor parallelism).
+    """
+
+    def __init__(self, model: nn.Module):
+        """model: vLLM's, in this process."""
+        self._layers: dict[str, Any] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, LinearBase | ParallelLMHead):
+                self._layers[name] = module
+            elif isinstance(module, RoutedExperts):
+                self._layers[module.layer_name] = module
+
+    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmMatmul:
+        """See `KernelFactory`."""
+        return self._matmul(layer, weight.shape[0])
+
+    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
+        """See `KernelFactory.stacked`."""
+        return self._matmul(name, sum(weight.shape[0] for weight in weights))
+
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
+        """See `KernelFactory.experts`."""
+        module = self._layer(layer)
+        if module.local_num_experts != shape.experts:
+            raise KernelError(
+                f"the engine holds {module.local_num_experts} of the {shape.experts} experts of {layer!r}"
+            )
+        return VllmExperts(module)
+
+    def _matmul(self, name: str, rows: int) -> VllmMatmul:
+        module = self._layer(name)
+        if module.tp_size != 1:
+            raise KernelError(f"the engine holds one of {module.tp_size} parts of {name!r} here")
+        return VllmMatmul(module, rows)
+
+    def _layer(self, name: str) -> Any:
+        if name not in self._layers:
+            raise KernelError(f"the engine has no layer {name!r} to share with the learner")
+        return self._layers[name]
