@@ -12,12 +12,14 @@ from learner.objectives.ratios import sequence_log_ratio
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over the response tokens of a batch, in nats. mean_abs, max_abs: of log π_learner - log π_sampler.
-    k3: mean of exp(d) - 1 - d with d that difference, an unbiased estimate of KL(sampler ‖ learner).
-    mean_log_w, mean_abs_log_w, log_w_low, log_w_high: of the sequences' log mismatch weights (token means)."""
+    """Over the response tokens of a batch, in nats. mean_abs, max_abs: of log π_learner - log π_sampler. equal: share
+    of the tokens where that is zero, to the last bit. k3: mean of exp(d) - 1 - d with d that difference, an unbiased
+    estimate of KL(sampler ‖ learner). mean_log_w, mean_abs_log_w, log_w_low, log_w_high: of the sequences' log mismatch
+    weights (token means)."""
 
     mean_abs: float
     max_abs: float
+    equal: float
     k3: float
     mean_log_w: float
     mean_abs_log_w: float
@@ -33,6 +35,7 @@ def measure_mismatch(learner: torch.Tensor, sampler: torch.Tensor, response_mask
     return Mismatch(
         mean_abs=float(difference.abs().mean()),
         max_abs=float(difference.abs().max()),
+        equal=float((difference == 0).double().mean()),
         k3=float(k3),
         mean_log_w=float(log_w.mean()),
         mean_abs_log_w=float(log_w.abs().mean()),

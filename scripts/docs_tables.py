@@ -34,13 +34,14 @@ def block(name: str) -> str:
 
 def mismatch(rows: list[dict[str, Any]]) -> str:
     """Of `qarl bench mismatch`."""
-    head = ("dtype", "engine", "learner", r"mean \|Δ log p\|", r"max \|Δ log p\|", "k3-KL", "× floor")
-    lines = [line(head), "|---|---|---|---:|---:|---:|---:|"]
+    head = ("dtype", "engine", "learner", r"mean \|Δ log p\|", r"max \|Δ log p\|", "equal", "k3-KL", "× floor")
+    lines = [line(head), "|---|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         found, learner = row["found"], row["learner"]
         cells = (
             row["dtype"], row["scheme"], f"**{learner}**" if learner == "aligned" else learner,
-            f"{found['mean_abs']:.2e}", f"{found['max_abs']:.2e}", f"{found['k3']:.1e}", f"{row['over_floor']:.2f}",
+            f"{found['mean_abs']:.2e}", f"{found['max_abs']:.2e}", f"{found['equal']:.1%}", f"{found['k3']:.1e}",
+            f"{row['over_floor']:.2f}",
         )  # fmt: skip
         lines.append(line(cells))
     return "\n".join(lines) + "\n"

@@ -123,15 +123,15 @@ def run(
 
 def table(rows: list[MismatchRow]) -> PlainTable:
     """Rows for a person."""
-    figures = ("mean |Δ log p|", "max |Δ log p|", "k3-KL", "sequence weight", "× floor")
+    figures = ("mean |Δ log p|", "max |Δ log p|", "equal", "k3-KL", "sequence weight", "× floor")
     title = "learner against sampler, nats"
     shown = PlainTable("dtype", "engine", "learner", *figures, figures=figures, title=title)
     for row in rows:
         m = row.found
         weights = f"{math.exp(m.log_w_low):.4f} … {math.exp(m.log_w_high):.4f}"
         shown.add_row(
-            row.dtype, row.scheme, row.learner, f"{m.mean_abs:.2e}", f"{m.max_abs:.2e}", f"{m.k3:.1e}", weights,
-            f"{row.over_floor:.2f}",
+            row.dtype, row.scheme, row.learner, f"{m.mean_abs:.2e}", f"{m.max_abs:.2e}", f"{m.equal:.1%}",
+            f"{m.k3:.1e}", weights, f"{row.over_floor:.2f}",
         )  # fmt: skip
     return shown
 

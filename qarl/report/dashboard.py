@@ -145,7 +145,9 @@ class Dashboard:
                                     f"sampled at {rate:,.0f} tokens/s")  # fmt: skip
         if last.learn:
             m = last.learn.mismatch
-            grid.add_row("mismatch", f"mean |Δ log p| {m.mean_abs:.2e}   k3 {m.k3:.1e}   max {m.max_abs:.2e} nats")
+            grid.add_row(
+                "mismatch", f"mean |Δ log p| {m.mean_abs:.2e}   max {m.max_abs:.2e} nats   {m.equal:.1%} equal"
+            )
             grid.add_row("update", f"lr {last.learn.lr:.1e}   gradient norm {last.learn.grad_norm:.3f}   "
                                    f"clipped {last.learn.clipped:.1%} of tokens")  # fmt: skip
             grid.add_row("entropy", f"{last.learn.entropy:.3f} nats a token")

@@ -6,7 +6,7 @@ compute dtype and vLLM does not:
 
 - vLLM's fused add + RMSNorm normalizes the fp32 sum of residual and branch; transformers the rounded sum;
 - vLLM's rotary kernel computes in fp32 and rounds once; transformers rounds after every operation;
-- vLLM's CPU attention keeps scores and probabilities in fp32.
+- vLLM's attention on CPUs keeps scores and probabilities in fp32, and is a kernel of its own.
 
 Here a pre-norm decoder's modules are replaced by ones that do as vLLM does, with backwards of their own that keep
 little (`quant.operators.autograd`).
@@ -17,10 +17,8 @@ Axes: B sequences, T tokens, N tokens of all sequences, H heads, D head size, C 
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -29,6 +27,7 @@ from quant.checkpoint.families import FAMILIES, family_of
 from quant.layers.context import LayerContext
 from quant.layers.gradients import Gradients
 from quant.layers.stack import LinearStack
+from quant.operators.attention import attention
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
 from quant.operators.moe import EngineMoeBlock, OperatorError
 
@@ -51,21 +50,22 @@ class EngineRMSNorm(nn.Module):
 
 class EngineAttention(nn.Module):
     """Causal self-attention of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts: rotary embedding in fp32,
-    rounded once; on CPUs scores and probabilities in fp32 as well. qkv: multiplies the projections as one, where they
-    are low-bit layers."""
+    rounded once; attention by the engine's kernel (`quant.operators.attention`). qkv: multiplies the projections as
+    one, where they are low-bit layers."""
 
-    def __init__(self, attention: nn.Module, gradients: Gradients):
+    def __init__(self, module: nn.Module, context: LayerContext):
         super().__init__()
-        self.q_proj: nn.Module = attention.get_submodule("q_proj")
-        self.k_proj: nn.Module = attention.get_submodule("k_proj")
-        self.v_proj: nn.Module = attention.get_submodule("v_proj")
-        self.o_proj: nn.Module = attention.get_submodule("o_proj")
-        self.q_norm = _norm_or_identity(attention, "q_norm", gradients)
-        self.k_norm = _norm_or_identity(attention, "k_norm", gradients)
+        self._context, gradients = context, context.gradients
+        self.q_proj: nn.Module = module.get_submodule("q_proj")
+        self.k_proj: nn.Module = module.get_submodule("k_proj")
+        self.v_proj: nn.Module = module.get_submodule("v_proj")
+        self.o_proj: nn.Module = module.get_submodule("o_proj")
+        self.q_norm = _norm_or_identity(module, "q_norm", gradients)
+        self.k_norm = _norm_or_identity(module, "k_norm", gradients)
         self.qkv: LinearStack | None = None
         self._gradients = gradients
-        self.head_dim: int = attention.head_dim  # type: ignore[assignment]
-        self.scaling: float = attention.scaling  # type: ignore[assignment]
+        self.head_dim: int = module.head_dim  # type: ignore[assignment]
+        self.scaling: float = module.scaling  # type: ignore[assignment]
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None = None
@@ -79,8 +79,8 @@ class EngineAttention(nn.Module):
         q = Rotate.apply(self.q_norm(q.view(heads)), cos, sin, self._gradients)
         k = Rotate.apply(self.k_norm(k.view(heads)), cos, sin, self._gradients)
         v = v.view(heads)
-        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.scaling, lengths)
-        return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+        y = attention(q, k, v, self.scaling, lengths, self._context.kernel)
+        return self.o_proj(y.reshape(*x.shape[:-1], -1))
 
 
 def _norm_or_identity(attention: nn.Module, name: str, gradients: Gradients) -> nn.Module:
@@ -94,7 +94,7 @@ class EngineDecoderLayer(nn.Module):
     def __init__(self, layer: nn.Module, context: LayerContext):
         super().__init__()
         self._context, gradients = context, context.gradients
-        self.self_attn = EngineAttention(layer.self_attn, gradients)  # type: ignore[arg-type]
+        self.self_attn = EngineAttention(layer.self_attn, context)  # type: ignore[arg-type]
         self.mlp: nn.Module = layer.get_submodule("mlp")
         self.input_layernorm = EngineRMSNorm(layer.input_layernorm, gradients)  # type: ignore[arg-type]
         self.post_attention_layernorm = EngineRMSNorm(layer.post_attention_layernorm, gradients)  # type: ignore[arg-type]
@@ -127,29 +127,6 @@ class EngineDecoderLayer(nn.Module):
         total = branch.to(torch.float32) + residual.to(torch.float32)
         branch = self.mlp(self.post_attention_layernorm(total))
         return branch.to(torch.float32) + total.to(dtype).to(torch.float32)
-
-
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int] | None = None
-) -> torch.Tensor:
-    """q: [B, H, T, D], k, v: [B, H/g, T, D] in the compute dtype → [B, H, T, D], rounded once on CPUs.
-
-    lengths: see `EngineAttention`; every sequence is then multiplied alone, those of one length in a row in one call.
-    """
-    compute = torch.float32 if q.device.type == "cpu" else q.dtype
-    wide = [t.to(compute) for t in (q, k, v)]
-    if lengths is None:
-        q_, k_, v_ = wide
-        return F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=True).to(q.dtype)
-    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-    parts = zip(*(t.split([length * count for length, count in runs], dim=2) for t in wide), strict=True)
-    done = []
-    for (length, count), run in zip(runs, parts, strict=True):
-        # [1, H, count · length, D] → [count, H, length, D]: each sequence's own bits, in one call.
-        queries, keys, values = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in run)
-        y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
-        done.append(y.transpose(0, 1).flatten(1, 2)[None])
-    return torch.cat(done, dim=2).to(q.dtype)
 
 
 def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The publish, held against freshly loaded engines: a round trip would prove nothing."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from learner.batching import make_batch
+from learner.logprobs import token_logprobs
+from learner.mismatch import measure_mismatch
 from quant.digest import StreamDigest
 from quant.kernels import make_factory
 from quant.layers.context import LayerContext
@@ -16,7 +20,7 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
 from quant.types import LowBitTensor
 from rollout.engine import Engine, EngineError
-from rollout.types import Prompt, Sampling
+from rollout.types import Group, Prompt, Sampling
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.options import VllmOptions
 from sync.audit import AuditError, audit, require_agreement
@@ -241,6 +245,24 @@ def multiplied_with(model: LowBitModel) -> list[torch.nn.Module]:
     """vLLM's layers that the model's stacks, and then its other layers, hold."""
     holders = [*model._layers.stacks.values(), *model.linears.values()]
     return [holder._kernel._linear for holder in holders if holder._kernel is not None]  # type: ignore[attr-defined]
+
+
+def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(
+    shared: tuple[LowBitModel, VllmEngine, Publisher],
+):
+    """Decoded a token at a time in the engine, scored at once and packed by the learner, by layers that are shared and
+    by layers of its own. Blind spot: other CPUs may choose products by the number of rows."""
+    model, engine, publisher = shared
+    disturb(model, 8)
+    publisher.publish(1)
+    prompts = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
+    completions = engine.generate(prompts, Sampling(samples=8, max_new_tokens=24, seed=7, ignore_end=True))
+    groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(prompts, completions, strict=True)]
+    batch = make_batch(groups, pad_token=0)
+    for own in (False, True):
+        with torch.no_grad(), model.context.own_products() if own else contextlib.nullcontext():
+            learner, _ = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length)
+        assert measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask).equal == 1.0
 
 
 def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: tuple[LowBitModel, VllmEngine, Publisher]):

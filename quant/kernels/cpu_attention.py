@@ -1,0 +1,85 @@
+"""Attention by the kernel vLLM's engine runs on CPUs, over whole sequences: the same bits in prefill and in decoding.
+
+The kernel reads keys and values from a paged cache, so a call fills one of its own, which lives as long as the call.
+Source: vLLM 0.32, `vllm.v1.attention.backends.cpu_attn`.
+
+Axes: N tokens of all sequences, H heads, G heads of keys and values, D head size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+_BLOCK = 32
+"""Tokens of a page: the least the kernel takes. Its size changes no bit (tests/engine/test_attention.py)."""
+
+
+def cpu_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Causal attention within each of several sequences that follow one another.
+
+    q: [N, H, D], k, v: [N, G, D], in a compute dtype. lengths: of the sequences, Σ = N. Returns [N, H, D] in that
+    dtype, rounded once.
+    """
+    from vllm import _custom_ops as ops
+
+    length = torch.tensor(lengths, dtype=torch.int32)
+    start = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    start[1:] = length.cumsum(0)
+    pages = (length + _BLOCK - 1) // _BLOCK
+    first = (pages.cumsum(0) - pages).to(torch.int32)
+    position = torch.cat([torch.arange(n) for n in lengths])
+    slots = first.to(torch.int64).repeat_interleave(length.to(torch.int64)) * _BLOCK + position
+    # Zeros: what lies behind a sequence's end is multiplied by probabilities of zero, which no NaN may meet.
+    cache = torch.zeros(int(pages.sum()), k.shape[1], 2 * _BLOCK, k.shape[2], dtype=k.dtype)
+    keys, values = cache.chunk(2, dim=2)
+    isa = cpu_isa(q.dtype, q.shape[2])
+    ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, slots, isa)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(lengths),
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        seq_lens=length,
+        dtype=q.dtype,
+        query_start_loc=start,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=False,
+    )
+    output = torch.empty(q.shape, dtype=q.dtype)
+    ops.cpu_attention_with_kv_cache(
+        query=q.contiguous(),
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        query_start_loc=start,
+        seq_lens=length,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=first[:, None] + torch.arange(int(pages.max()), dtype=torch.int32),
+        softcap=0,
+        scheduler_metadata=plan,
+        s_aux=None,
+    )
+    return output
+
+
+def takes_heads_of(size: int) -> bool:
+    """Whether the kernel is there for heads of so many columns."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return size in CPUAttentionBackend.get_supported_head_sizes()
+
+
+def cpu_isa(dtype: torch.dtype, head_size: int) -> str:
+    """The name of vLLM's kernel for a compute dtype and head size, but for AMX's, which QaRL's engines do not run
+    (`rollout.vllm.cpu_attention`)."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(dtype, _BLOCK, head_size)
+    return "vec" if isa == "amx" else isa

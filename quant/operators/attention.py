@@ -1,0 +1,93 @@
+"""Causal attention of whole sequences: by the engine's kernel where the learner can call it, else by torch's.
+
+On CPUs the engine's kernel gives the same bits for a token whether it is prefilled, decoded, or scored here. Its
+backward is torch's, which computes scores and probabilities again in fp32.
+
+Axes: B sequences, T tokens, N tokens of all sequences, H heads, G heads of keys and values, D head size.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    lengths: Sequence[int] | None = None,
+    kernel: str = "torch",
+) -> torch.Tensor:
+    """q: [B, T, H, D], k, v: [B, T, G, D] in the compute dtype → [B, T, H, D], rounded once on CPUs.
+
+    lengths: of the sequences that one row (B = 1) holds; None where every row is one sequence. kernel: the family the
+    learner multiplies with, one of `quant.kernels.KERNELS`.
+    """
+    if not uses_engine_kernel(kernel, q.device.type, q.shape[-1]):
+        y = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, lengths)
+        return y.transpose(1, 2)
+    lengths = [q.shape[1]] * q.shape[0] if lengths is None else list(lengths)
+    return _EngineAttention.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, lengths).view(q.shape)
+
+
+@cache
+def uses_engine_kernel(kernel: str, device: str, head_size: int) -> bool:
+    """Whether the forward's attention is the engine's kernel: with vLLM's products, on CPUs, for head sizes it has."""
+    if kernel not in ("auto", "vllm") or device != "cpu" or not find_spec("vllm"):
+        return False
+    from quant.kernels.cpu_attention import takes_heads_of
+
+    return takes_heads_of(head_size)
+
+
+def torch_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int] | None = None
+) -> torch.Tensor:
+    """q: [B, H, T, D], k, v: [B, H/g, T, D] in the compute dtype → [B, H, T, D], rounded once on CPUs.
+
+    lengths: see `attention`; every sequence is then multiplied alone, those of one length in a row in one call.
+    """
+    compute = torch.float32 if q.device.type == "cpu" else q.dtype
+    wide = [t.to(compute) for t in (q, k, v)]
+    if lengths is None:
+        q_, k_, v_ = wide
+        return F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=True).to(q.dtype)
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    parts = zip(*(t.split([length * count for length, count in runs], dim=2) for t in wide), strict=True)
+    done = []
+    for (length, count), run in zip(runs, parts, strict=True):
+        # [1, H, count · length, D] → [count, H, length, D]: each sequence's own bits, in one call.
+        queries, keys, values = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in run)
+        y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+        done.append(y.transpose(0, 1).flatten(1, 2)[None])
+    return torch.cat(done, dim=2).to(q.dtype)
+
+
+class _EngineAttention(torch.autograd.Function):
+    """Kept: q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: list[int]
+    ) -> torch.Tensor:
+        """q: [N, H, D], k, v: [N, G, D] → [N, H, D]."""
+        from quant.kernels.cpu_attention import cpu_attention
+
+        ctx.save_for_backward(q, k, v)
+        ctx.scale, ctx.lengths = scale, lengths
+        return cpu_attention(q, k, v, scale, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        """Through `torch_attention` of the same values."""
+        q, k, v = (t.detach()[None].transpose(1, 2).requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = torch_attention(q, k, v, ctx.scale, ctx.lengths)
+        gradients = torch.autograd.grad(y, (q, k, v), grad_outputs[0][None].transpose(1, 2))
+        return *(gradient.transpose(1, 2)[0] for gradient in gradients), None, None

@@ -1,0 +1,77 @@
+"""Attention by the engine's kernel: its values, its gradients, and that sequences stay apart. That it gives the
+engine's bits is held where an engine runs (tests/engine/test_publish.py)."""
+
+import pytest
+import torch
+
+from quant.kernels import cpu_attention as kernel
+from quant.operators.attention import attention, torch_attention, uses_engine_kernel
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
+
+LENGTHS = [1, 33, 7, 64, 7, 7]
+
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(dtype: torch.dtype, head: int = 32) -> Rows:
+    """q of four heads, k and v of two, of all sequences in one row."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(heads: int) -> torch.Tensor:
+        return torch.randn(1, sum(LENGTHS), heads, head, generator=generator).to(dtype).requires_grad_()
+
+    return drawn(4), drawn(2), drawn(2)
+
+
+def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    y = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, LENGTHS)
+    return y.transpose(1, 2)
+
+
+@pytest.mark.parametrize("head", [32, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, head: int):
+    """Both compute in fp32 and round once, vLLM's with an exponential good to 1e-5; gradients are torch's, of the same
+    inputs."""
+    ours, theirs = inputs(dtype, head), inputs(dtype, head)
+    y, expected = attention(*ours, 0.3, LENGTHS, "vllm"), by_torch(*theirs, 0.3)
+    bound = max(4 * torch.finfo(dtype).eps, 2e-5)
+    torch.testing.assert_close(y, expected, rtol=bound, atol=bound)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y.backward(dy)
+    expected.backward(dy)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None and torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_sequences_packed_together_are_as_each_alone_to_the_bit():
+    q, k, v = (t.detach() for t in inputs(torch.bfloat16))
+    together = attention(q, k, v, 0.3, LENGTHS, "vllm")
+    rows = zip(*(t.split(LENGTHS, dim=1) for t in (q, k, v)), strict=True)
+    alone = [attention(q_, k_, v_, 0.3, kernel="vllm")[0] for q_, k_, v_ in rows]
+    assert torch.equal(together[0], torch.cat(alone))
+
+
+def test_a_token_does_not_depend_on_what_follows_to_the_bit():
+    """So decoding gives what scoring the whole sequence does."""
+    q, k, v = (t.detach()[:, :64] for t in inputs(torch.bfloat16))
+    whole = attention(q, k, v, 0.3, kernel="vllm")
+    for n in (1, 31, 32, 33, 63):
+        assert torch.equal(attention(q[:, :n], k[:, :n], v[:, :n], 0.3, kernel="vllm"), whole[:, :n])
+
+
+def test_the_size_of_a_page_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
+    """The engine's pages are larger."""
+    q, k, v = inputs(torch.bfloat16)
+    small = attention(q, k, v, 0.3, LENGTHS, "vllm")
+    monkeypatch.setattr(kernel, "_BLOCK", 128)
+    assert torch.equal(attention(q, k, v, 0.3, LENGTHS, "vllm"), small)
+
+
+def test_other_families_devices_and_heads_take_torchs():
+    assert uses_engine_kernel("auto", "cpu", 64)
+    assert not any(
+        uses_engine_kernel(*case) for case in [("torch", "cpu", 64), ("auto", "cuda", 64), ("auto", "cpu", 24)]
+    )
