@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.flags import FLAGS
 from configs.load import field_paths, nearest_option
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Dotted overrides from the short flags and from what argparse left over (`--a.b VALUE` or `--a.b=VALUE`). Raises
-    `ConfigError` for an option given twice, also where once by its short flag and once by its name."""
+    """Dotted overrides from the short flags and from what argparse left over: `--a.b VALUE`, `--a.b=VALUE`, and of
+    benchmarks, whose own options go first, short flags too. Raises `ConfigError` for an option given twice, also where
+    once by its short flag and once by its name."""
     short = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
     found = dict(short)
     items = iter(rest)
@@ -20,6 +22,7 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
         if not item.startswith("--"):
             raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE")
         name, equals, value = item[2:].partition("=")
+        name = FLAGS.get(name, name)
         if not equals:
             value = next(items, None)
             if value is None or value.startswith("--"):
