@@ -13,6 +13,7 @@ from configs.errors import ModelError
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 _HEADER_LIMIT = 100 * 2**20
 """Bytes of the largest header the safetensors format allows."""
 
@@ -36,6 +37,7 @@ def check_folder(folder: Path, tokens: int) -> None:
     """Raise `ModelError` for what its files alone tell against training in it. tokens: of prompt and completion."""
     check_model(folder)
     check_context(folder, tokens)
+    check_rotary(folder)
     _check_tokenizer(folder)
     tensor_shapes(folder)
 
@@ -77,6 +79,22 @@ def check_context(folder: Path, tokens: int) -> None:
         raise ModelError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "
             f"{str(folder)!r} has {length} positions (max_position_embeddings in its config.json); lower one of the two"
+        )
+
+
+def check_rotary(folder: Path) -> None:
+    """Raise `ModelError` for a rotary embedding whose frequencies depend on the longest sequence that is computed
+    together: a token's log-prob would depend on what it is packed with, and not be the engine's."""
+    config = read_config(folder)
+    settings = [config.get("rope_scaling"), config.get("rope_parameters")]
+    settings += [inner for outer in settings if isinstance(outer, dict) for inner in outer.values()]  # a kind of layer
+    kinds = {rope.get("rope_type", rope.get("type")) for rope in settings if isinstance(rope, dict)}
+    changing = [kind for kind in _CHANGING_ROTATIONS if kind in kinds]
+    if changing:
+        raise ModelError(
+            f"model {str(folder)!r} has rotary embeddings of type {changing[0]!r}, whose frequencies depend on the "
+            "longest sequence beside a token, so that learner and engine would disagree; where sequences stay within "
+            "max_position_embeddings, remove rope_scaling (or rope_parameters' rope_type) from its config.json"
         )
 
 

@@ -1,6 +1,8 @@
 """The checkpoint's names of fused experts, and what a mixture of experts streams under them."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
 from qarl.cli.scheme_rows import _bytes
 from quant.checkpoint.families import FAMILIES
+from quant.checkpoint.folder import check_rotary
 from quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from quant.checkpoint.shapes import plan_layers, weight_shapes
 from quant.layers.context import LayerContext
@@ -201,3 +204,24 @@ def test_sizes_no_group_divides_name_the_experts_layer(tmp_path: Path):
     with pytest.raises(SchemeError, match=rf"{said}.*\(and 4 more layers\)"):
         plan_layers(model_skeleton(tmp_path), get_scheme("w4a16"))
     plan_layers(model_skeleton(tmp_path), get_scheme("w8a8"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "longrope"}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic"},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ],
+)
+def test_rotations_that_depend_on_other_sequences_are_refused(tmp_path: Path, settings: dict[str, Any]):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"rotary embeddings of type '(dynamic|longrope)'"):
+        check_rotary(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}))
+    check_rotary(tmp_path)
