@@ -1,6 +1,7 @@
 """A run's rollout section in vLLM's words: arguments of `vllm.LLM`, and what vLLM reads from the environment."""
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,12 @@ def vllm_options(rollout: RolloutConfig, dtype: str, several: bool) -> VllmOptio
 
 
 def prepare_environment() -> None:
-    """Set what vLLM takes from the environment alone, read when an engine starts. Values the user set are kept."""
+    """Set what vLLM takes from the environment alone, read when an engine starts, and mend what would keep it from
+    starting. Values the user set are kept."""
+    if "llvmlite" in sys.modules:
+        from quant.runtime.llvmlite_repair import repair
+
+        repair()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
