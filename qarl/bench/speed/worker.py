@@ -125,6 +125,8 @@ def _steps(
     draw = random.Random(job.seed + 1)
     sequences = [list(prompt.token_ids) for prompt in _prompts(2, 16, draw, vocabulary)]
     publisher = Publisher(model, engine, sequences, get_scheme(job.scheme).bound, canary_every=10**9)
+    if model.context.aligned and job.kernel in ("auto", "vllm"):  # as a run does
+        publisher.share_layers()
 
     def step(number: int) -> dict[str, float]:
         return _step(engine, learner, publisher, number, job, draw, vocabulary)
@@ -137,6 +139,7 @@ def _steps(
         step(1 + job.steps)
         memory.end()
         peak = memory.total
+    publisher.unshare()
     return seconds, Memory(
         masters=sum(master.nbytes for master in model.masters.values()),
         optimizer=_tensor_bytes(learner.backend.state_dict()["optimizer"]),
