@@ -54,6 +54,10 @@ UPSTREAM = {
         "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
         "requires native AMX-FP8 hardware (Diamond Rapids); falls back ",
     ),
+    "int4 widened": (
+        "vllm/model_executor/kernels/linear/mixed_precision/cpu.py",
+        "weight = pack_quantized_values_into_int32(weight, self.config.weight_type, 1)",
+    ),
     "attention by AMX": (
         "vllm/v1/attention/backends/cpu_attn.py",
         "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",

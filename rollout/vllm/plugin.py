@@ -1,5 +1,5 @@
 """What runs inside vLLM's processes: the publish (`worker`), and what vLLM lacks on a CPU or rounds otherwise there
-(`cpu_experts`, `cpu_fp8`, `cpu_int8`, `cpu_attention`).
+(`cpu_experts`, `cpu_fp8`, `cpu_int4`, `cpu_int8`, `cpu_attention`).
 
 `register` is this package's entry point in vLLM's plugin group `vllm.general_plugins`.
 """
@@ -21,9 +21,11 @@ def register() -> None:
         return
     from rollout.vllm.cpu_experts import register_per_expert_products
     from rollout.vllm.cpu_fp8 import register_fp8_kernel
+    from rollout.vllm.cpu_int4 import register_int4_kernel
 
     register_per_expert_products()
     register_fp8_kernel()
+    register_int4_kernel()
     if torch.cpu._is_amx_tile_supported():
         from rollout.vllm.cpu_attention import register_fp32_attention
         from rollout.vllm.cpu_int8 import register_int8_kernel

@@ -119,6 +119,23 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
 
 
+@no_cuda
+@pytest.mark.parametrize("shape", [(16, 8), (48, 64), (528, 72)], ids=str)
+def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
+    """Byte for byte, of every bit pattern; also of more rows than one block has."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+    from vllm.scalar_type import scalar_types
+
+    from rollout.vllm.cpu_int4 import repacked
+
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(rows)
+    words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).to(torch.int32)
+    wide = quant_utils.unpack_quantized_values_into_int32(words.t(), scalar_types.uint4b8, 0)
+    theirs = quant_utils.pack_quantized_values_into_int32(wide, scalar_types.uint4b8, 1)
+    assert torch.equal(repacked(words), theirs.view(columns, -1, 2).permute(1, 0, 2).reshape(-1, columns * 2))
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "bf16"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (17, 200), (5, 1000)])
 @dtypes
