@@ -37,16 +37,19 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
     assert [m["weight_version"] for m in metrics] == [1, 2, 3, 4]
     assert len({m["digest"] for m in metrics}) == 4
     aligned = "false" not in more
+    # Products in float32 sum in an order that depends on the number of rows, and on GPUs attention is torch's.
+    exact = aligned and "torch" not in more and dtype != "float32" and not torch.cuda.is_available()
     for m in metrics:
         assert m["learn/updates"] in (1, 2)  # a mini-batch of equal rewards teaches nothing
         assert (m["learn/mismatch/mean_abs"] < 0.005) or not aligned
+        assert (m["learn/mismatch/equal"] == 1) or not exact
         assert (m["learn/lost_updates"] is None) == (m["step"] != 1)  # every tenth step from the first
     assert sum(m["learn/updates"] for m in metrics) > 4
     written = json.loads((run / "export" / "config.json").read_text())
     assert ("quantization_config" in written) == (scheme != "bf16")
     assert (run / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "servers run under other users"
     note = json.loads((run / "export" / "qarl.json").read_text())
-    assert (note["run"], note["step"], note["scheme"], note["task"]) == ("run", 4, scheme, "chain_sum")
+    assert (note["run"], note["step"], note["scheme"], note["task"]["name"]) == ("run", 4, scheme, "chain_sum")
     assert note["digest"] == metrics[-1]["digest"] and note["heldout_accuracy"] is not None
     for name in (
         "config.yaml",
