@@ -296,7 +296,7 @@ def test_the_export_command(run: Path, tmp_path: Path):
     assert theirs.pop("quantization_config") == get_scheme("w4a16").quantization_config(["lm_head"])
     assert ours == theirs
     note = json.loads((tmp_path / "cwd" / "out" / "qarl.json").read_text())
-    assert (note["scheme"], note["ptq"], note["step"], note["task"]) == ("w4a16", "gptq", 2, "chain_sum")
+    assert (note["scheme"], note["ptq"], note["step"], note["task"]["name"]) == ("w4a16", "gptq", 2, "chain_sum")
 
 
 @pytest.mark.slow
@@ -333,8 +333,11 @@ def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
     ],
 )
 def test_what_the_benchmark_refuses(random_policy, tmp_path: Path, change: dict, overrides: dict, message: str):
-    model = {"model": str(random_policy(True)), "rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"}
-    options = PtqOptions(tmp_path, (0,), "w4a16", (), None, {**model, **overrides})
+    shared = {
+        "model": str(random_policy(True)), "task.name": "chain_sum", "rollout.max_prompt_tokens": "64",
+        "rollout.max_new_tokens": "8",
+    }  # fmt: skip
+    options = PtqOptions(tmp_path, (0,), "w4a16", (), None, {**shared, **overrides})
     with pytest.raises(ConfigError, match=message):
         measure(dataclasses.replace(options, **change), Console())
     assert not list(tmp_path.iterdir())

@@ -167,24 +167,23 @@ FAULT = """
 import sys, importlib.abc, importlib.util
 class Break(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "rollout.vllm.worker":
+        if name != "rollout.vllm.engine":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         run = spec.loader.exec_module
         def exec_module(module):
             run(module)
-            load = module.WorkerExtension.qarl_load
-            def broken(self, stream):
-                broken.loads += 1
-                report = load(self, stream)
-                if broken.loads == 3:
-                    def fail(*a, **k):
-                        raise RuntimeError("the device fell off")
-                    self.model_runner.execute_model = fail
-                return report
-            broken.loads = 0
-            module.WorkerExtension.qarl_load = broken
+            generate = module.VllmEngine.generate
+            def broken(self, *args):
+                def fail(*a, **k):
+                    raise RuntimeError("the device fell off")
+                broken.calls += 1
+                if broken.calls == 3:
+                    self._llm.collective_rpc(lambda worker: setattr(worker.model_runner, "execute_model", fail))
+                return generate(self, *args)
+            broken.calls = 0
+            module.VllmEngine.generate = broken
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Break())
