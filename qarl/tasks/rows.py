@@ -32,7 +32,10 @@ def is_table(name: str) -> bool:
 def file_rows(path: Path) -> list[Row]:
     """All rows of a file. Raises `TaskError` for one that is missing, empty or not in the format of its ending."""
     if not path.is_file():
-        raise TaskError(f"task file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+        if path.is_dir():
+            raise TaskError(f"task file {path} is a folder")
+        here = "" if path.is_absolute() else f" in {Path.cwd()}, where relative paths begin; change to its folder, or"
+        raise TaskError(f"task file {path} does not exist{here or ';'} give its whole path")
     try:
         return list(_READERS[path.suffix](path))
     except OSError as error:
