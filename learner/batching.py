@@ -22,7 +22,8 @@ class Batch:
     response_mask: bool [B, T-1], True where tokens[:, 1:] is a token to learn from: the response's.
     sampler_logprobs: fp32 [B, T-1], the sampler's, and advantages: fp32 [B, T-1]; both zero outside the mask.
     group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed each
-    token to in each decoder layer, -1 where it did not tell; None where routing is not replayed.
+    token to in each decoder layer, -1 where it did not tell; None where routing is not replayed. ended: bool [B], whose
+    last token is the end token, none of them where it was cut off; None where that is not known.
     """
 
     tokens: torch.Tensor
@@ -32,6 +33,7 @@ class Batch:
     advantages: torch.Tensor
     group: torch.Tensor
     experts: torch.Tensor | None = None
+    ended: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
@@ -74,6 +76,7 @@ def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo")
     return Batch(
         tokens=tokens, length=length, response_mask=response_mask, sampler_logprobs=sampler, advantages=advantages,
         group=torch.tensor([i for i, _, _ in pairs]), experts=experts,
+        ended=torch.tensor([c.finish_reason == "stop" for _, _, c in pairs]),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from configs.schema.objectives import KlConfig
 from configs.seeds import step_seed
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
+from learner.decomposition import Decomposition, ShadowForwards
 from learner.gradients import compiles, rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
@@ -45,7 +46,7 @@ class LearnStats(LossMetrics):
     left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
     what they mean on CUDA. lost_updates, flipped_codes: see `learner.lost_updates`, None where they were not
-    measured."""
+    measured; log_ratio: see `learner.decomposition`, measured in the same steps."""
 
     mismatch: Mismatch
     lr: float
@@ -57,6 +58,7 @@ class LearnStats(LossMetrics):
     seconds: dict[str, float] = field(compare=False)
     lost_updates: float | None = None
     flipped_codes: float | None = None
+    log_ratio: Decomposition = field(default_factory=Decomposition)
 
 
 class Learner:
@@ -183,6 +185,11 @@ class Learner:
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
+        shadow = None
+        if self._diagnosis is not None and trained:
+            shadow = ShadowForwards(batch, trained[-1], self.model, self._add_logprobs)
+            with self.stopwatch("shadow"):
+                shadow.before_updates()
         old, reference = RowLogprobs(batch), None
         with self.stopwatch("old"):
             self._add_published(old, self._beforehand(batch, trained, gate is not None))
@@ -191,7 +198,10 @@ class Learner:
         if self._reference is not None:
             reference = RowLogprobs(batch)
             self._add_logprobs(reference, self._reference, torch.arange(len(batch.tokens)))
-        updates = [self._update(batch, old, reference, index, n == 0, log) for n, index in enumerate(trained)]
+        updates = []
+        for n, index in enumerate(trained):
+            measured = shadow if n == len(trained) - 1 else None
+            updates.append(self._update(batch, old, reference, index, n == 0, log, measured))
         if log is not None:
             log.complete(old, self.processes)
         taken = sum(update.taken for update in updates)
@@ -208,6 +218,7 @@ class Learner:
             seconds=self.stopwatch.take(),
             lost_updates=self._diagnosis.lost_updates if self._diagnosis else None,
             flipped_codes=self._diagnosis.flipped_codes if self._diagnosis else None,
+            log_ratio=shadow.decomposition(old.values, self.config) if shadow else Decomposition(),
         )
 
     def _beforehand(self, batch: Batch, trained: list[torch.Tensor], all_of_them: bool) -> torch.Tensor:
@@ -226,8 +237,13 @@ class Learner:
         index: torch.Tensor,
         first: bool,
         log: TokenLog | None,
+        measured: ShadowForwards | None,
     ) -> "_Update":
-        """first: no update was taken since the batch was sampled, so that what this one's forward gives is old."""
+        """first: no update was taken since the batch was sampled, so that what this one's forward gives is old.
+        measured: to be given this update's log-probs before and after."""
+        if measured is not None:
+            with self.stopwatch("shadow"):
+                measured.before_last_update()
         self.model.context.gradients.scale = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response_mask[index].sum()))
         known = bool(old.known[index].all())
@@ -245,6 +261,8 @@ class Learner:
                 current, entropies = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=adds)
             if adds and part.counts:
                 old.add(micro, current.detach(), entropies)
+            if measured is not None and part.counts:
+                measured.own.add(micro, current.detach(), entropies)
             if shadow is not None:
                 current = shadowed(current, shadow.rows_like(current, micro))
             given = LossInput(
@@ -269,6 +287,9 @@ class Learner:
         if adds:
             self._complete(old, self.model, index)
         norm, taken = self._apply()
+        if measured is not None:
+            with self.stopwatch("shadow"):
+                measured.after_last_update(self.processes)
         return _Update(metrics.total(self.processes), norm, taken)
 
     def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, float]:

@@ -5,6 +5,8 @@ its low-bit code did not.
 
     lost_updates    of the weights the optimizer meant to move, the share whose stored master did not change
     flipped_codes   of all low-bit codes, the share that a materialization changed
+
+`learner.decomposition` measures in the same steps what of it the sampler's policy does.
 """
 
 from quant.materialize.code_changes import FlipCount

@@ -39,8 +39,14 @@ class RowLogprobs:
 
     def mismatch(self) -> Mismatch:
         """To the sampler, of the known rows."""
-        rows = self.known
-        return measure_mismatch(self.values[rows], self.batch.sampler_logprobs[rows], self.batch.response_mask[rows])
+        rows, batch = self.known, self.batch
+        return measure_mismatch(
+            self.values[rows],
+            batch.sampler_logprobs[rows],
+            batch.response_mask[rows],
+            batch.advantages[rows],
+            None if batch.ended is None else batch.ended[rows],
+        )
 
     def rows_like(self, current: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The rows at `rows`, cut to the padding and moved to the device of `current`."""

@@ -6,10 +6,7 @@ Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
 import torch
 
 from learner.batching import Batch
-from learner.clip_reasons import CLIP_REASONS
-from learner.loss.aggregation import is_shared
-from learner.loss.loss import LossTokens
-from learner.objectives.ratios import sequence_mean
+from learner.loss.tokens import LossTokens
 from learner.processes import Processes
 from learner.row_logprobs import RowLogprobs
 
@@ -33,11 +30,9 @@ class TokenLog:
 
     def add(self, index: torch.Tensor, tokens: LossTokens) -> None:
         """One micro-batch: the rows at `index`, int64 [n]."""
-        wide = tokens.log_ratio.shape[1]
-        rows = (self.batch.advantages[index, :wide], self.batch.response_mask[index, :wide])
-        tokens = tokens.to_cpu()
+        wide, tokens = tokens.log_ratio.shape[1], tokens.to_cpu()
         self.log_ratio[index, :wide] = tokens.log_ratio
-        self.clip[index, :wide] = clip_reasons(tokens, *rows)
+        self.clip[index, :wide] = tokens.clip
         self.updated[index] = True
 
     def complete(self, old: RowLogprobs, processes: Processes) -> None:
@@ -48,14 +43,3 @@ class TokenLog:
             processes.total(self.log_ratio)
             processes.total(self.clip)
             self.updated = updated > 0
-
-
-def clip_reasons(tokens: LossTokens, advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Places in `CLIP_REASONS`, int32 [n, t]. advantages: fp32 [n, t]; response_mask: bool [n, t]. A token without
-    advantage has no gradient to lose: none."""
-    sequence = is_shared(tokens.clipped, response_mask)
-    log_ratio = sequence_mean(tokens.log_ratio, response_mask)[:, None] if sequence else tokens.log_ratio
-    place = 1 + 4 * int(sequence) + 2 * (advantages < 0).int() + (log_ratio < 0).int()
-    corrected = torch.where(tokens.corrected, len(CLIP_REASONS) - 1, 0)
-    reasons = torch.where(tokens.clipped & (advantages != 0), place, corrected)
-    return (reasons * response_mask).int()

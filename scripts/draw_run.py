@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from learner.decomposition import Decomposition
 from learner.learner import LearnStats
 from learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard
@@ -22,7 +23,8 @@ def restored(flat: dict[str, Any]) -> StepMetrics:
         return {k: v for k, v in found.items() if "/" not in k}
 
     learn = part("learn/")
-    stats = LearnStats(mismatch=Mismatch(**part("learn/mismatch/")), seconds={}, **learn) if learn else None
+    parts = {"mismatch": Mismatch(**part("learn/mismatch/")), "log_ratio": Decomposition(**part("learn/log_ratio/"))}
+    stats = LearnStats(**parts, seconds={}, **learn) if learn else None
     unmeasured = ("accuracy", "digest", "error_tokens_negative", "error_tokens_positive")
     optional: dict[str, Any] = dict.fromkeys(unmeasured)
     return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))

@@ -13,6 +13,7 @@ from learner.loss.aggregation import Totals, aggregate, over_tokens
 from learner.loss.corrections import correction
 from learner.loss.kl import kl_estimate
 from learner.loss.metrics import LossMetrics
+from learner.loss.tokens import LossTokens, clip_reasons, clipped_sides
 from learner.objectives import ObjectiveInput, find_objective
 from learner.objectives.ratios import sequence_log_ratio
 
@@ -29,21 +30,6 @@ class LossInput:
     reference: torch.Tensor | None
     response_mask: torch.Tensor
     advantages: torch.Tensor
-
-
-@dataclass(frozen=True)
-class LossTokens:
-    """What the loss made of each token, without gradient. log_ratio: log π_cur - log π_proximal, fp32 [B, T-1].
-    clipped, corrected: the objective's bound was reached, the mismatch weight was capped or masked; bool, of each token
-    [B, T-1] or of each sequence [B, 1]."""
-
-    log_ratio: torch.Tensor
-    clipped: torch.Tensor
-    corrected: torch.Tensor
-
-    def to_cpu(self) -> "LossTokens":
-        """The same in the host's memory."""
-        return LossTokens(self.log_ratio.cpu(), self.clipped.cpu(), self.corrected.cpu())
 
 
 @dataclass(frozen=True)
@@ -82,14 +68,18 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     def share(flags: torch.Tensor) -> float:
         return float(over_tokens(flags.float(), response_mask).sum()) / totals.sequences
 
+    log_ratio = (given.current - proximal).detach()
+    reasons = clip_reasons(log_ratio, result.clipped, weights.truncated, given.advantages, response_mask)
     phantom_clipped = update_log_ratio = None
+    sides: tuple[float | None, ...] = (None, None, None)
     if given.old is not None:
         with torch.no_grad():
             phantom = torch.zeros_like(result.clipped)
             if bypass:  # log r = α + β here; with the learner's denominator β is gone
                 phantom = result.clipped & ~objective(replace(inputs, proximal=given.old), section).clipped
-            log_ratio = sequence_log_ratio(given.current, given.old, response_mask).abs().sum()
-        phantom_clipped, update_log_ratio = share(phantom), float(log_ratio) / totals.sequences
+            update = sequence_log_ratio(given.current, given.old, response_mask).abs().sum()
+        phantom_clipped, update_log_ratio = share(phantom), float(update) / totals.sequences
+        sides = tuple(share(side & ~phantom) for side in clipped_sides(reasons))
     kl = 0.0
     if isinstance(config.kl, KlConfig):
         assert given.reference is not None
@@ -100,9 +90,12 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
         loss=float(loss.detach()),
         clipped=share(result.clipped),
         phantom_clipped=phantom_clipped,
+        clipped_positive_above=sides[0],
+        clipped_negative_above=sides[1],
+        clipped_negative_below=sides[2],
         corrected=share(weights.truncated),
+        ratio_mean=share(log_ratio.exp()),
         update_log_ratio=update_log_ratio,
         kl=kl,
     )
-    tokens = LossTokens((given.current - proximal).detach(), result.clipped, weights.truncated)
-    return LossShare(loss, metrics, tokens)
+    return LossShare(loss, metrics, LossTokens(log_ratio, reasons))

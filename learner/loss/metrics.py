@@ -15,16 +15,21 @@ class LossMetrics:
     sequences. So shares add up, over micro-batches with `+`, over processes with `total`. None: not measured.
 
     loss: what is descended, KL penalty and load-balance loss included. Shares of tokens: clipped, whose ratio reached a
-    bound; phantom_clipped, of those the ones that only the precision gap put there; corrected, whose correction weight
-    was capped or masked. update_log_ratio: mean |log π_cur/π_old| of the sequences. (It and phantom_clipped are None
-    where old log-probs were not needed, `LossInput`.) kl: to the reference, nats a token. load_balance: the routers'
-    auxiliary loss, 0 without.
+    bound; phantom_clipped, of those the ones that only the precision gap put there; of the others that have an
+    advantage, clipped_positive_above (A > 0, ratio above 1), clipped_negative_above and clipped_negative_below (A < 0);
+    corrected, whose correction weight was capped or masked. ratio_mean: of π_cur/π_proximal. update_log_ratio: mean
+    |log π_cur/π_old| of the sequences. (It, phantom_clipped and the sides are None where old log-probs were not needed,
+    `LossInput`.) kl: to the reference, nats a token. load_balance: the routers' auxiliary loss, 0 without.
     """
 
     loss: float = 0.0
     clipped: float = 0.0
     phantom_clipped: float | None = 0.0
+    clipped_positive_above: float | None = 0.0
+    clipped_negative_above: float | None = 0.0
+    clipped_negative_below: float | None = 0.0
     corrected: float = 0.0
+    ratio_mean: float = 0.0
     update_log_ratio: float | None = 0.0
     kl: float = 0.0
     load_balance: float = 0.0

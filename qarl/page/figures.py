@@ -59,6 +59,29 @@ CURVES = (
         lines={"clipped": "learn/clipped", "phantom": "learn/phantom_clipped", "corrected": "learn/corrected"},
     ),
     Curve(
+        id="sides", title="Clipped tokens by side", unit="share",
+        help="Not for precision alone: by the sign of the advantage A, and the side of the bound.",
+        lines={
+            "A > 0 above": "learn/clipped_positive_above", "A < 0 above": "learn/clipped_negative_above",
+            "A < 0 below": "learn/clipped_negative_below",
+        },
+    ),
+    Curve(
+        id="parts", title="Where the log-ratio comes from", unit="nats a token",
+        help="Mean |part| of log π_learner − log π_sampler at the weights stepped last.",
+        lines={name: f"learn/log_ratio/{name}" for name in ("dtype", "scheme", "staleness", "kernel")},
+        logarithmic=True,
+    ),
+    Curve(
+        id="deployed", title="Deployed efficiency", unit="",
+        help="1 where an update moves every token of the low-bit policy as its advantage asks, 0 where at random.",
+        lines={"efficiency": "learn/log_ratio/deployed_efficiency"},
+    ),
+    Curve(
+        id="deviation", title="Deviation of rewards", unit="", help="Within a group, mean over groups.",
+        lines={"deviation": "reward_deviation"},
+    ),
+    Curve(
         id="entropy", title="Entropy", unit="nats a token", help="Of the policy, before the update.",
         lines={"entropy": "learn/entropy"},
     ),
@@ -159,7 +182,7 @@ def digits(value: float, count: int = 4) -> float:
 
 
 PHASES = ("sample", "score", "learn", "publish", "record", "evaluate")
-LEARN_PHASES = ("old", "forward", "backward", "optimizer", "materialize")
+LEARN_PHASES = ("old", "shadow", "forward", "backward", "optimizer", "materialize")
 """Of a step, and within learning, in the order in which they come."""
 
 

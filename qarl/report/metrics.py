@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 from learner.learner import LearnStats
@@ -16,12 +17,12 @@ from rollout.types import Group
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step. prompts: sampled; reward, response_tokens: means over all their completions. unscored: completions left
-    out, for which the reward gave no signal. mixed_reward_groups: share of groups whose rewards differ (the others
-    teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy: held-out greedy,
-    where evaluated. learn: None where every group's rewards were equal. digest: of the version that was published;
-    canary: mean |Δ log p| of the publish's, where it had one, nats. seconds: wall time by phase, the only fields that
-    two equal runs differ in.
+    """One step. prompts: sampled; reward, response_tokens: means over all their completions. reward_deviation: of the
+    rewards within a group, mean over groups. unscored: completions left out, for which the reward gave no signal.
+    mixed_reward_groups: share of groups whose rewards differ (the others teach nothing). error_tokens and the four that
+    split it: `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's
+    rewards were equal. digest: of the version that was published; canary: mean |Δ log p| of the publish's, where it had
+    one, nats. seconds: wall time by phase, the only fields that two equal runs differ in.
     """
 
     step: int
@@ -29,6 +30,7 @@ class StepMetrics:
     prompts: int
     unscored: int
     reward: float
+    reward_deviation: float
     response_tokens: float
     truncated: float
     mixed_reward_groups: float
@@ -59,6 +61,7 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "prompts": len(groups),
         "unscored": sum(g.unscored for g in groups),
         "reward": sum(rewards) / len(rewards),
+        "reward_deviation": sum(pstdev(g.rewards) for g in groups if g.rewards) / len(groups),
         "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
         "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
         "mixed_reward_groups": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
@@ -118,8 +121,17 @@ def json_lines(file: Path) -> list[str]:
     return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
+def read_until(file: Path, step: int) -> list[dict[str, Any]]:
+    """The complete lines up to `step`, of a metrics.jsonl that need not exist."""
+    return [json.loads(line) for line in _until(file, step)] if file.exists() else []
+
+
 def _drop_after(file: Path, step: int) -> None:
-    """Keep the complete lines up to `step`; a line cut short by a crash goes too."""
+    file.write_text("".join(line + "\n" for line in _until(file, step)), encoding="utf-8")
+
+
+def _until(file: Path, step: int) -> list[str]:
+    """The complete lines up to `step`; one cut short by a crash is none."""
     kept = []
     for line in json_lines(file):
         try:
@@ -127,7 +139,7 @@ def _drop_after(file: Path, step: int) -> None:
                 kept.append(line)
         except ValueError:
             continue
-    file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    return kept
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

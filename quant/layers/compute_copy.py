@@ -29,7 +29,7 @@ class MasterCopy:
     @property
     def read(self) -> torch.Tensor:
         """What the forward takes."""
-        return self.published if self.context.multiplies_codes else self.computed
+        return self.published if self.context.forward_dtype == self.context.dtype else self.computed
 
     def refresh(self, master: torch.Tensor) -> None:
         """Take over the master's present values."""

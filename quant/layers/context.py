@@ -73,6 +73,15 @@ class LayerContext:
             self._published = False
 
     @contextlib.contextmanager
+    def engine_dtype(self) -> Iterator[None]:
+        """Within this context an unaligned learner computes in the engine's dtype."""
+        own, self.compute_dtype = self.compute_dtype, self.dtype
+        try:
+            yield
+        finally:
+            self.compute_dtype = own
+
+    @contextlib.contextmanager
     def own_products(self) -> Iterator[None]:
         """Within this context layers multiply with kernels of their own, not the engine's, each gone after its use."""
         engine, self.engine, self.keeps_products = self.engine, None, False

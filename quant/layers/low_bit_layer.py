@@ -77,9 +77,18 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         with gathered(self._read_by_refresh()):
             self.low_bit = self._materialize()
             self.version += 1
-            if not self.context.aligned:  # now, for the masters may have moved on by the next forward
-                self._plain = None
-                self._plain = self._cast()
+            self._recast()  # now, for the masters may have moved on by the next forward
+
+    @torch.no_grad()
+    def recast(self) -> None:
+        """Cast an unaligned layer's masters anew, to a compute dtype that has changed."""
+        with gathered(self._read_by_refresh()):
+            self._recast()
+
+    def _recast(self) -> None:
+        if not self.context.aligned:
+            self._plain = None
+            self._plain = self._cast()
 
     @property
     def product(self) -> Kernel:

@@ -210,6 +210,21 @@ class LowBitModel(nn.Module):
             if not self.context.aligned:
                 self.release_products()
 
+    @contextlib.contextmanager
+    def cast_forward(self) -> Iterator[None]:
+        """Within this context an unaligned model computes in the engine's dtype, unquantized still. The masters are
+        those of the last `refresh`."""
+        try:
+            with self.context.engine_dtype():
+                self._recast()
+                yield
+        finally:
+            self._recast()
+
+    def _recast(self) -> None:
+        for layer in self.low_bit_layers():
+            layer.recast()
+
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
         """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
 

@@ -136,7 +136,7 @@ def test_measured_steps(every: int, due: list[int]):
 def test_steps_without_a_measurement_log_null(tmp_path: Path):
     """The learner's missing figures are null in metrics.jsonl; other missing fields are left out, as before."""
     stats = make_learner().learn(batch_of(), step=0)
-    numbers = dict.fromkeys(("reward", "response_tokens", "truncated", "mixed_reward_groups"), 0.5)
+    numbers = dict.fromkeys(("reward", "reward_deviation", "response_tokens", "truncated", "mixed_reward_groups"), 0.5)
     shares = dict.fromkeys(("error_tokens", "improbable_tokens", "repeated_tokens"), 0.0)
     step = StepMetrics(
         step=1, weight_version=1, prompts=2, **numbers, **shares, error_tokens_negative=None,

@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -158,6 +159,28 @@ def test_mismatch_by_hand():
         found.log_w_low,
         found.log_w_high,
     ) == pytest.approx(expected, abs=1e-6)
+    assert (found.mean, found.std, found.off_10, found.off_50) == pytest.approx(
+        (0, math.sqrt(0.14 / 3), 1, 0), abs=1e-6
+    )
+    assert (found.advantage_correlation, found.end_mean_abs) == (None, None)
+
+
+def test_where_a_mismatch_is_by_hand():
+    """Two responses, d = 0, 0.1, 0.2, 0.3 and 0.4, 0.3: |d| over the places 1 2 3 4 | 1 2, of which the first ends with
+    its end token and one token is rare. Sums 0.6 and 0.7 over the lengths 4 and 2; d with A = 1 and -1."""
+    response_mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    difference = torch.tensor([[0.0, 0.1, 0.2, 0.3], [0.4, 0.3, 9.0, 9.0]])
+    sampler = torch.tensor([[-1.0, -2.0, -4.7, -1.0], [-4.5, -1.0, -9.0, -9.0]])
+    advantages = torch.tensor([[1.0] * 4, [-1.0, -1.0, 0.0, 0.0]])
+    ended = torch.tensor([True, False])
+    found = measure_mismatch(sampler + difference, sampler, response_mask, advantages, ended)
+    d, position, a = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.3]), [1, 2, 3, 4, 1, 2], [1, 1, 1, 1, -1, -1]
+    assert found.advantage_correlation == pytest.approx(np.corrcoef(d, a)[0, 1], abs=1e-6)
+    assert (found.rare_mean_abs, found.end_mean_abs) == pytest.approx((0.2, 0.3), abs=1e-6)
+    assert found.position_slope == pytest.approx(np.polyfit(position, d, 1)[0], abs=1e-6)
+    assert found.length_slope == pytest.approx(-0.05, abs=1e-6)
+    same = measure_mismatch(sampler, sampler, response_mask, advantages, ended)
+    assert same.advantage_correlation is None and (same.position_slope, same.length_slope) == (0.0, 0.0)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.floats(0, 3), st.integers(0, 2**32 - 1))

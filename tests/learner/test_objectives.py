@@ -440,6 +440,8 @@ def test_bypass_takes_the_ratio_from_the_sampler_and_counts_phantom_clipping():
     assert clipped.tolist() == [0.5, 1.0, 0.0]
     share = policy_loss(given_, config, totals(given_))
     assert share.metrics.clipped == pytest.approx(1.5 / 3) and share.metrics.phantom_clipped == pytest.approx(0.5 / 3)
+    assert share.metrics.clipped_positive_above == pytest.approx(1 / 3)
+    assert share.metrics.ratio_mean == pytest.approx(((math.exp(0.5) + math.exp(0.1)) / 2 + math.exp(0.5) + 1) / 3)
     decoupled = policy_loss(given_, learner_config("grpo"), totals(given_))
     assert decoupled.metrics.clipped == pytest.approx(2 / 3) and decoupled.metrics.phantom_clipped == 0.0
 
@@ -607,6 +609,27 @@ def test_a_ratio_of_the_whole_response_takes_one_advantage(name: str):
     uneven[1, 2] = uneven[1, 1] + 0.5
     with pytest.raises(ConfigError, match=r"differ within a response \(.*\).*such as grpo"):
         policy_loss(replace(gapped, advantages=uneven), config, totals(gapped))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", (0.375, 0.0, 0.25)),
+        ("dual_clip", (0.375, 0.25, 0.25)),
+        ("tbpo", (0.25, 0.25, 0.25)),
+        ("sapo", (0.0, 0.0, 0.0)),
+    ],
+)
+def test_clipped_shares_by_side(name: str, expected: tuple[float, float, float]):
+    """Rows of A = 1 and ratios above, A = -1 above all bounds, A = -1 below, and A = 1 with one token above and one as
+    far below, whose sequence ratio is 1. An advantage of 0 is clipped by no side."""
+    moved = [[2.0, 2.0], [2.0, 2.0], [-2.0, -2.0], [2.0, -2.0]]
+    given_ = loss_input(moved, [[0.0, 0.0]] * 4, [1.0, -1.0, -1.0, 1.0])
+    found = policy_loss(given_, learner_config(name), totals(given_)).metrics
+    assert (found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below) == expected
+    idle = replace(given_, advantages=given_.advantages * 0)
+    found = policy_loss(idle, learner_config(name), totals(idle)).metrics
+    assert (found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below) == (0, 0, 0)
 
 
 def test_metrics_add_up_by_field():

@@ -15,13 +15,14 @@ from qarl.report.metrics import StepMetrics
 
 def stats(lr: float) -> LearnStats:
     mismatch = Mismatch(**{field.name: 1e-3 for field in fields(Mismatch)})
-    numbers = {f.name: 0.25 for f in fields(LearnStats) if f.name not in ("mismatch", "seconds", "lr")}
+    numbers = {f.name: 0.25 for f in fields(LearnStats) if f.name not in ("mismatch", "seconds", "lr", "log_ratio")}
     return LearnStats(**numbers, mismatch=mismatch, seconds={}, lr=lr)  # pyright: ignore[reportArgumentType]
 
 
 def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
     return StepMetrics(
-        step=number, weight_version=number, prompts=4, unscored=0, reward=reward, response_tokens=5.25, truncated=0.125,
+        step=number, weight_version=number, prompts=4, unscored=0, reward=reward, reward_deviation=0.4,
+        response_tokens=5.25, truncated=0.125,
         mixed_reward_groups=1.0, error_tokens=0.0, improbable_tokens=0.0, repeated_tokens=0.0,
         error_tokens_negative=None, error_tokens_positive=None, skipped_batches=0,
         learn=stats(5e-4) if learned else None, accuracy=0.5 if number == 2 else None, digest=None, canary=None,

@@ -1,0 +1,184 @@
+"""The log-ratio's parts: what is planted is recovered, each under its own name. The models are tiny and the engine is a
+tensor of log-probs, so what a real engine does is not seen here (docs/mismatch.md has those figures)."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from configs.schema.learner import LearnerConfig
+from learner.batching import Batch, micro_batches
+from learner.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
+from learner.learner import Learner
+from quant.layers.context import LayerContext
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import get_scheme
+from tests.support.learners import all_equal, batch_of, masters_of, random_model
+
+PARTS = ("dtype", "scheme", "staleness", "kernel")
+NOISE = 0.05
+
+
+def learner_of(scheme: str, aligned: bool, compute: torch.dtype | None = None, **config: Any) -> Learner:
+    context = LayerContext(torch.bfloat16, "reference", aligned, compute)
+    model = LowBitModel(random_model(tied=False), get_scheme(scheme), context, "transformers")
+    settings = {"aligned": aligned, "diagnostics_every": 1, "mini_batches": 1, "optimizer": {"lr": 1e-2}, **config}
+    return Learner(model, LearnerConfig.model_validate(settings))
+
+
+def scored(model: PreTrainedModel, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+    """By transformers' own forward, fp32 [B, T-1]; of the rows, in the order in which the learner has them: the last
+    bit of a bfloat16 product may depend on where its row is."""
+    found = torch.zeros(batch.response_mask.shape)
+    for part in micro_batches(batch, rows, 16384):
+        some = batch.rows(part)
+        with torch.no_grad():
+            logp = model(input_ids=some.tokens).logits.float().log_softmax(-1)[:, :-1]
+        picked = logp.gather(-1, some.tokens[:, 1:, None])[..., 0] * some.response_mask
+        found[part, : picked.shape[1]] = picked
+    return found
+
+
+def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
+    """A plain bfloat16 model whose linear weights are the values that the masters' codes stand for."""
+    model = random_model(tied=False)
+    model.load_state_dict(masters)
+    low_bit = LowBitModel(copy.deepcopy(model), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+    for name, linear in low_bit.linears.items():
+        model.get_parameter(f"{name}.weight").data = linear.published_weight.dequantized(torch.bfloat16)
+    return cast_to(model, torch.bfloat16)
+
+
+def cast_to(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy with the parameters in `dtype`, and the rotary frequencies in fp32 as they are in every engine."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def watched(learner: Learner) -> list[dict[str, torch.Tensor]]:
+    """A list that is given the masters before every update."""
+    seen: list[dict[str, torch.Tensor]] = []
+    step = learner.backend.step
+
+    def record(diagnose: bool = False) -> Any:
+        seen.append(masters_of(learner))
+        return step(diagnose)
+
+    learner.backend.step = record  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("planted", [*PARTS, "all"])
+def test_planted_parts_are_recovered_and_named(planted: str):
+    """Contract: each part is, within 5 %, what transformers' own models differ by, and what was not planted is less
+    than 5 % of what was. The sampler multiplies the first weights' codes as the learner does, with noise of 0.05 nats
+    where a kernel error is planted; the study's α and β are sums of parts."""
+    every = planted == "all"
+    scheme = "w4a16" if every or planted == "scheme" else "bf16"
+    compute = torch.float32 if every or planted == "dtype" else None
+    mini_batches = 2 if every or planted == "staleness" else 1
+    learner, batch = learner_of(scheme, False, compute, mini_batches=mini_batches), batch_of()
+    with learner.model.published_forward():
+        sampler, _ = learner.logprobs(batch)
+    signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    noise = NOISE * signs * batch.response_mask * (every or planted == "kernel")
+    batch = dataclasses.replace(batch, sampler_logprobs=sampler + noise)
+    seen, samples = watched(learner), sampled_rows(learner)
+    found = learner.learn(batch, 0).log_ratio
+    (rows,) = samples
+    stepped = random_model(tied=False)
+    stepped.load_state_dict(seen[-1])
+    own = scored(cast_to(stepped, compute or torch.bfloat16), batch, rows)
+    cast, codes = (scored(m, batch, rows) for m in (cast_to(stepped, torch.bfloat16), of_codes(seen[-1], scheme)))
+    true = {"dtype": own - cast, "scheme": cast - codes, "staleness": codes - sampler, "kernel": -noise}
+    true |= {"alpha": codes - sampler - noise, "beta": own - codes}
+    mask = batch.response_mask[rows]
+    sizes = {name: float(part[rows][mask].abs().mean()) for name, part in true.items()}
+    largest = max(sizes[name] for name in PARTS)
+    for name, size in sizes.items():
+        assert getattr(found, name) == pytest.approx(size, rel=0.05, abs=0.05 * largest * (not every)), name
+    assert largest > 0.005
+    if not every:
+        assert max(PARTS, key=lambda name: getattr(found, name)) == planted
+
+
+def sampled_rows(learner: Learner) -> list[torch.Tensor]:
+    """A list that is given the rows of the last mini-batch, all of which fit the sample."""
+    rows: list[torch.Tensor] = []
+    update = learner._update
+
+    def record(*arguments: Any) -> Any:
+        if arguments[-1] is not None:
+            rows.append(arguments[-1].sample)
+            assert torch.equal(arguments[-1].sample, arguments[3])
+        return update(*arguments)
+
+    learner._update = record  # type: ignore[method-assign]
+    return rows
+
+
+def test_an_aligned_learner_has_neither_dtype_nor_scheme_in_its_ratio():
+    """The parts of an aligned learner come from the forwards it does anyway."""
+    learner, batch = learner_of("w4a16", True, mini_batches=2), batch_of()
+    old, _ = learner.logprobs(batch)
+    found = learner.learn(dataclasses.replace(batch, sampler_logprobs=old), 0).log_ratio
+    assert (found.dtype, found.scheme, found.beta, found.signal_to_noise) == (0.0, 0.0, 0.0, None)
+    assert found.kernel is not None and found.kernel < 0.02  # rows of other micro-batches round otherwise
+    assert found.staleness is not None and found.staleness > 10 * found.kernel
+    assert found.phantom_clipped == 0.0
+
+
+def by_hand(**config: Any) -> Decomposition:
+    """Four tokens with A = 1: β = 0.5 at W_k and 0 at W_j; none; α = 0.5; α = 0.5 with β = -0.5. The update moves the
+    low-bit policy by 0.1, 0.1, -0.1 and 0.1."""
+    beta, alpha = torch.tensor([[0.5, 0.0, 0.0, -0.5]]), torch.tensor([[0.0, 0.0, 0.5, 0.5]])
+    zeros = torch.zeros(1, 4)
+    after = alpha + torch.tensor([[0.1, 0.1, -0.1, 0.1]])
+    forwards = Forwards(own=alpha + beta, cast=alpha, published=alpha, before=zeros, after=after, sampler=zeros)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    batch = Batch(tokens, torch.tensor([5]), mask, zeros, torch.ones(1, 4), torch.tensor([0]))
+    return decompose(forwards, zeros, batch, LearnerConfig.model_validate({"objective": {"name": "grpo"}, **config}))
+
+
+@pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
+def test_phantom_clipping_is_that_of_the_study(ratio_from: str):
+    """Outside the bounds by α + β, inside by α alone: the first token, whatever the denominator; the third is clipped
+    by right, and the last is not clipped. A shadowed ratio has none."""
+    found = by_hand(correction={"name": "none", "ratio_from": ratio_from})
+    assert found.phantom_clipped == 0.25
+    assert (found.alpha, found.beta, found.signal_to_noise) == (0.25, 0.25, 1.0)
+    assert by_hand(aligned=False, ratio_fix="shadow_forward").phantom_clipped == 0.0
+
+
+def test_deployed_improvement_by_hand():
+    found = by_hand()
+    assert found.deployed_improvement == pytest.approx(0.05) and found.deployed_efficiency == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("aligned", "compute"), [(True, None), (False, None), (False, torch.float32)])
+def test_measuring_leaves_no_trace(aligned: bool, compute: torch.dtype | None):
+    """Contract: masters after two batches, and all statistics else, are bit for bit those of a learner that measures
+    nothing."""
+    measured, plain = (
+        learner_of("w4a16", aligned, compute, mini_batches=2, diagnostics_every=every) for every in (1, 0)
+    )
+    for step in range(2):
+        found, expected = (learner.learn(batch_of(step), step) for learner in (measured, plain))
+        assert expected.log_ratio == Decomposition() and found.log_ratio.scheme is not None
+        assert (found.loss, found.grad_norm, found.mismatch) == (expected.loss, expected.grad_norm, expected.mismatch)
+    assert all_equal(masters_of(measured), masters_of(plain))
+
+
+def test_the_sample_stays_within_its_budget():
+    batch = batch_of()
+    rows = torch.arange(len(batch.tokens))
+    assert torch.equal(sample_rows(batch, rows), rows)
+    long = dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS // 3)
+    assert sample_rows(long, rows[4:]).tolist() == [4, 5]
+    assert sample_rows(dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS), rows[4:]).tolist() == [4]
