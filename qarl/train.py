@@ -6,7 +6,8 @@ from learner.processes import Processes
 from learner.stopwatch import Stopwatch
 from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
-from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer
+from qarl.report.early_warning import RunWatch
+from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer, read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
 from qarl.report.startup import phase, say
@@ -45,11 +46,12 @@ def train(
             write_start(folder, session.audited, published, at.first_accuracy)
         resume_step, tokenizer = at.step if resume else None, policy.prompter.tokenizer
         recorder = TokenRecorder(folder.tokens, config.record, tokenizer, resume_step, processes.first)
+        signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
         with metrics_writer(folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
                 metrics = _step(session, config, at, Stopwatch(dashboard.entered), recorder)
                 write(metrics)
-                dashboard.stepped(metrics)
+                dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
                 if at.step % config.checkpoint.every == 0 or at.step == config.steps or stopping:
                     state = {"learner": policy.learner.state_dict(), "position": vars(at)}

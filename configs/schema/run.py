@@ -196,6 +196,10 @@ class RunConfig(Section):
         description="completions of least and of most reward whose tokens each step records for `qarl report`; all, or "
         "0 for none",
     )
+    early_warning: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="at the first sign that a run goes wrong (docs/report.md): warn, or stop",
+    )
     output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")
     quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())

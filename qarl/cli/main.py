@@ -209,6 +209,7 @@ def _nothing_left(config: RunConfig, folder: Any) -> bool:
 
 
 def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:
+    from qarl.cli.outcome import say_outcome
     from qarl.report.dashboard import Dashboard
     from qarl.run.checkpoint import intact_checkpoint
     from qarl.train import train
@@ -233,31 +234,9 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
             markup=False,
         )
         return 130
-    if _learned_nothing(folder):
-        console.print(
-            "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
-            f"with; to see what the reward was given: qarl report {shlex.quote(str(folder.path))} -o report.html",
-            soft_wrap=True,
-        )
-    if outcome.first_accuracy is not None and outcome.export_accuracy is not None:
-        gain = outcome.export_accuracy - outcome.first_accuracy
-        console.print(
-            f"held-out accuracy, {config.scheme}: {outcome.first_accuracy:.1%} before, "
-            f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)",
-            soft_wrap=True,
-        )
-    if outcome.export is not None:
-        run = shlex.quote(str(folder.path))
-        console.print(f"deployable checkpoint: {outcome.export}", soft_wrap=True, markup=False)
-        console.print(f"serve it: qarl serve {run}", soft_wrap=True, markup=False, highlight=False)
-        console.print(f"see how it went: qarl report {run}", soft_wrap=True, markup=False, highlight=False)
+    if processes.first:
+        say_outcome(config, folder, outcome, console)
     return 0
-
-
-def _learned_nothing(folder: Any) -> bool:
-    from qarl.report.metrics import read_metrics
-
-    return read_metrics(folder.metrics)[-1]["weight_version"] == 0
 
 
 def _add_export(commands: Any) -> None:

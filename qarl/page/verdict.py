@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qarl.page.runs import Configuration, RecordedRun
+from qarl.report.early_warning import early_warnings
 
 Level = Literal["good", "note", "warning"]
 Remark = tuple[Level, str]
@@ -21,6 +22,9 @@ TRUNCATED = 0.1
 ERRORS = 0.02
 TEACHING = 0.1
 GROWN = 3.0
+SMALL = 1e-4
+"""Nats: a part of the log-ratio that is not worth a word."""
+PARTS = {"dtype": "the compute dtype", "scheme": "the scheme", "staleness": "staleness", "kernel": "the kernels"}
 COLLAPSED = 0.1
 
 
@@ -38,7 +42,14 @@ def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
     """The headline of each configuration, then what is remarkable, warnings first."""
     single = len(kinds) == 1
     headlines = [_headline(kind, "" if single else kind.label) for kind in kinds]
-    checks = (_of_mismatch, _of_shares, _of_learning, *([_of_proofs] if single else []))  # tables have the proofs too
+    checks = (
+        _of_early_warnings,
+        _of_mismatch,
+        _of_parts,
+        _of_shares,
+        _of_learning,
+        *([_of_proofs] if single else []),
+    )  # tables have the proofs too
     remarks = [
         Finding(level, "" if single else kind.label, text)
         for kind in kinds
@@ -109,6 +120,27 @@ def _of_mismatch(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     if first and last > GROWN * first:
         level = "warning" if last > APART else "note"
         yield level, f"Mismatch grew {last / first:.1f} times over the run, to {_nats(last)}."
+
+
+def _of_parts(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    """Where the log-ratio comes from, the largest part first."""
+    parts = {name: _mean_last(runs, f"learn/log_ratio/{name}") for name in PARTS}
+    known = {name: value for name, value in parts.items() if value is not None and value >= SMALL}
+    if known:
+        first, *others = sorted(known, key=lambda name: -known[name])
+        rest = "".join(f", {PARTS[name]} {_nats(known[name])}" for name in others)
+        yield (
+            "note",
+            f"Of what learner and sampler are apart at the end of a batch's updates, most is {PARTS[first]}: "
+            f"{_nats(known[first])} a token{rest}.",
+        )
+
+
+def _of_early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    for run in runs:
+        of = f" of {run.name}" if len(runs) > 1 else ""
+        for warning in early_warnings(run.metrics):
+            yield "warning", f"At step {warning.step}{of}: {warning.text}."
 
 
 def _of_shares(runs: Sequence[RecordedRun]) -> Iterator[Remark]:

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel in a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import TracebackType
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from configs.schema.run import RunConfig
 from learner.learner import LearnStats
 from qarl.report.audit_table import audit_table
+from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
 from sync.audit import AuditRow
 
@@ -97,8 +98,8 @@ class Dashboard:
         self._accuracies.append((0, accuracy))
         self._console.print(f"before training: held-out accuracy {accuracy:.1%}")
 
-    def stepped(self, metrics: StepMetrics) -> None:
-        """Take in one step's metrics."""
+    def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
+        """Take in one step's metrics. warnings: what it showed, printed at once."""
         self._last = metrics
         self._rewards.append(metrics.reward)
         if metrics.accuracy is not None:
@@ -114,6 +115,8 @@ class Dashboard:
             self.finished()
         if self._live is None and (due or metrics.accuracy is not None):
             self._console.print(self._line(metrics), soft_wrap=True)
+        for warning in warnings:
+            self._console.print(f"[yellow]warning[/], step {warning.step}: {escape(warning.text)}", soft_wrap=True)
 
     def panel(self) -> RenderableType:
         """The live view."""

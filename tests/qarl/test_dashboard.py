@@ -10,6 +10,7 @@ from configs.load import config_file, load_config
 from learner.learner import LearnStats
 from learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard, sparkline
+from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
 
 
@@ -88,3 +89,11 @@ def test_sparklines_are_scaled_from_the_smallest_to_the_largest():
     assert sparkline([-3.0, -1.0]) == "▁█"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert len(sparkline(list(range(1000)))) == 48
+
+
+def test_early_warnings_are_printed_with_their_step():
+    console = Console(file=io.StringIO(), width=200)
+    with Dashboard(load_config(config_file("tiny-qwen3"), {}), console) as dashboard:
+        dashboard.stepped(step(2, 0.0), [EarlyWarning("reward", 2, "the reward fell from 1 to 0 [sic]")])
+    assert isinstance(console.file, io.StringIO)
+    assert "warning, step 2: the reward fell from 1 to 0 [sic]" in console.file.getvalue()

@@ -328,3 +328,19 @@ def test_reports_load_neither_torch_nor_transformers():
     code = "import sys, qarl.page.build, qarl.cli.main; print({'torch', 'transformers'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_signs_and_parts_are_named(tmp_path: Path):
+    """What warned while it ran, with its step; the parts of the log-ratio, the largest by name; nothing of parts that
+    are as good as zero."""
+    run, parts = (
+        new_run(tmp_path / "run", 40, 40, tokens=False),
+        {"scheme": 0.2, "kernel": 0.03, "dtype": 0, "staleness": 0},
+    )
+    of_parts = {f"learn/log_ratio/{name}": value for name, value in parts.items()}
+    rewards = [0.9] * 20 + [0.1] * 20
+    lines = [line(n, **of_parts | {"reward": r + 0.001 * (n % 3)}) for n, r in enumerate(rewards, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    texts = [finding.text for finding in verdict(configurations(read_runs([run])))]
+    assert any(text.startswith("At step 2") and "the reward fell from 0.9" in text for text in texts)
+    assert any("most is the scheme: 0.2 nats a token, the kernels 0.03 nats." in text for text in texts)

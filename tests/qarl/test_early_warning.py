@@ -1,0 +1,105 @@
+"""Early warnings: silent on runs that learn or do nothing, and one for each collapse. Runs are generated, step by step,
+as smooth curves with noise; what a real collapse looks like beyond that is not seen here."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qarl.report.early_warning import EarlyWarningError, RunWatch, early_warnings
+
+Curve = Callable[[float], float]
+HEALTHY: dict[str, Curve] = {
+    "flat": lambda x: 0.3,
+    "learns": lambda x: 0.2 + 0.4 * x,
+    "saturates": lambda x: 0.2 + 0.7 * (1 - math.exp(-6 * x)),
+    "forgets a little": lambda x: 0.2 + 0.4 * math.sin(math.pi * x / 1.6),
+}
+
+
+def lines_of(steps: int, seed: int, reward: Curve = HEALTHY["learns"], **curves: Curve) -> list[dict[str, Any]]:
+    """Metrics with a tenth of noise on all but the reward, whose noise is 0.01 to 0.1 a step."""
+    generator = random.Random(seed)
+    noise = generator.choice((0.01, 0.03, 0.1))
+    fields: dict[str, Curve] = {
+        "reward_deviation": lambda x: math.sqrt(max(reward(x) * (1 - reward(x)), 0.01)),
+        "response_tokens": lambda x: 80 * (1 + 0.2 * x),
+        "truncated": lambda x: 0.01,
+        "learn/mismatch/mean_abs": lambda x: 0.12,
+        "learn/entropy": lambda x: 0.7 * math.exp(-1.2 * x),
+    }
+    fields |= {name.replace("__", "/"): curve for name, curve in curves.items()}
+    found = []
+    for number in range(steps):
+        x = number / steps
+        values = {name: curve(x) * (1 + generator.gauss(0, 0.1)) for name, curve in fields.items()}
+        drawn = min(1.0, max(0.0, reward(x) + generator.gauss(0, noise)))
+        found.append({"step": number + 1, "reward": drawn, **values})
+    return found
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_runs_are_silent(kind: str):
+    """100 runs of 150 steps, and 4 of 1,000."""
+    for seed in range(104):
+        lines = lines_of(150 if seed < 100 else 1000, seed, HEALTHY[kind])
+        assert early_warnings(lines) == [], seed
+
+
+def late(before: float, after: float) -> Curve:
+    """Changes over the third quarter of a run."""
+    return lambda x: before + (after - before) * min(1.0, max(0.0, 4 * (x - 0.5)))
+
+
+COLLAPSES: dict[str, tuple[Curve, dict[str, Curve], set[str]]] = {
+    "mismatch grows": (HEALTHY["learns"], {"learn__mismatch__mean_abs": late(0.01, 0.4)}, {"mismatch"}),
+    "one answer, no gain": (HEALTHY["flat"], {"learn__entropy": late(0.7, 0.01)}, {"entropy"}),
+    "noise": (late(0.6, 0.0), {"learn__entropy": late(0.7, 3.0)}, {"entropy", "reward"}),
+    "loops": (
+        late(0.6, 0.1),
+        {"response_tokens": late(80, 400), "truncated": late(0.01, 0.9)},
+        {"length", "reward"},
+    ),
+    "nothing said": (late(0.6, 0.0), {"response_tokens": late(80, 3)}, {"length", "reward"}),
+    "rewards are noise": (late(0.8, 0.3), {"reward_deviation": late(0.07, 0.28)}, {"deviation", "reward"}),
+    "falls below its start": (late(0.6, 0.2), {"reward_deviation": lambda x: 0.4}, {"reward"}),
+}
+
+
+@pytest.mark.parametrize("kind", COLLAPSES)
+def test_collapses_are_seen_once_and_named(kind: str):
+    """Each sign no sooner than it is there, and by the end of the run; once."""
+    reward, curves, signs = COLLAPSES[kind]
+    for seed in range(20):
+        found = early_warnings(lines_of(200, seed, reward, **curves))
+        assert sorted(warning.sign for warning in found) == sorted(signs), seed
+        assert all(100 < warning.step <= 170 for warning in found)
+
+
+def test_a_resumed_run_is_not_warned_again():
+    lines = lines_of(200, 0, late(0.6, 0.0))
+    assert [w.sign for w in early_warnings(lines)] == ["reward"]
+    assert [w for line in lines[180:] for w in RunWatch(lines[:180]).add(line)] == []
+
+
+def test_steps_that_learned_nothing_are_stepped_over():
+    """Without the learner's fields, and with values that are not finite."""
+    lines = [{"step": n, "reward": 0.0, "learn/entropy": math.inf} for n in range(1, 100)]
+    assert early_warnings(lines) == []
+
+
+def test_a_warning_stops_a_run_that_asks_for_it():
+    """An error before the last step, with the sign and what to do; on the last step, where the run is done, none."""
+    lines = lines_of(200, 0, late(0.6, 0.0))
+    (warning,) = early_warnings(lines)
+    for stop_before, stopped in ((200, True), (warning.step, False)):
+        watch = RunWatch(lines[: warning.step - 1], stop_before)
+        if stopped:
+            with pytest.raises(
+                EarlyWarningError, match=rf"stopped at step {warning.step}: the reward fell .*--early_w"
+            ):
+                watch.add(lines[warning.step - 1])
+        else:
+            assert watch.add(lines[warning.step - 1]) == [warning]
