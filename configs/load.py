@@ -23,8 +23,8 @@ _PATTERNS = ("layers", "learner.lora.targets")
 
 
 def shipped_names() -> list[str]:
-    """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base", …"""
-    folders = {"": files("configs"), "paper/": files("configs") / "paper"}
+    """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base", "recipes/qwen3-4b-80gb", …"""
+    folders = {"": files("configs")} | {f"{name}/": files("configs") / name for name in ("paper", "recipes")}
     found = [f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()]
     return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
 

@@ -94,7 +94,7 @@ class Learner:
         model.router_log.enabled = self._balance > 0
         self._reference = reference
         self.packed = packs(model, config.packing)
-        model.checkpoint_layers(config.gradient_checkpointing)
+        model.checkpoint_layers(config.gradient_checkpointing is True)
         model.context.gradients.fp32_input_grad = not rounds_weights(model, config.input_gradients)
         model.context.gradients.compiled = compiles(model, config.compile)
         self.stopwatch = Stopwatch()
@@ -278,7 +278,7 @@ class Learner:
                 if log is not None and part.counts:
                     log.add(micro, share.tokens)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))
-            if number == len(parts) - 1 and not self.config.gradient_checkpointing:
+            if number == len(parts) - 1 and self.config.gradient_checkpointing is not True:
                 self.model.release_products()  # the step makes another version, when all gradients are there
             with self.stopwatch("backward"):
                 self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))

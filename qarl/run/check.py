@@ -25,16 +25,21 @@ def check_files(config: RunConfig, new: bool = True) -> Task:
     the task is one of its. What needs the model's architecture or the machine's kernels is checked by
     `qarl.run.session.check_input`.
     """
+    check_schemes(config)
+    if new:
+        check_new_folder(new_path(config), "run folder", "--output")
+    _check_model(config)
+    return check_task(config)
+
+
+def check_schemes(config: RunConfig) -> None:
+    """Raise `SchemeError` for the name of a scheme that there is none of."""
     check_scheme_name(config.scheme)
     for rule in config.layers:
         try:
             check_scheme_name(rule.scheme)
         except SchemeError as error:
             raise SchemeError(f"layer rule '{rule}': {error}") from error
-    if new:
-        check_new_folder(new_path(config), "run folder", "--output")
-    _check_model(config)
-    return check_task(config)
 
 
 def check_new_folder(path: Path, what: str, option: str) -> None:

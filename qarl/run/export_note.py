@@ -10,7 +10,7 @@ from configs.errors import ConfigError
 from configs.schema.run import RunConfig
 
 NAME = "qarl.json"
-LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_num_seqs", "kv_cache_gib", "memory_share")
+LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_num_seqs", "kv_cache_gib")
 """Fields of `rollout` that an engine is started with for the same figures."""
 
 

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.errors import ConfigError
 from configs.schema.run import RunConfig
 from configs.words import quoted
+from qarl.plan.machine import this_machine
+from qarl.plan.model import sizes_of
+from qarl.plan.plan import make_plan
+from qarl.plan.words import one_line
 from qarl.report.run_folder import new_path
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Task, solution_of
@@ -49,6 +54,7 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     yield from _prompt(prompter, problems[0])
     yield from _judged(task, problems)
     yield from _lengths(config, prompter, problems)
+    yield _memory(config)
     yield _disk(config, folder)
 
 
@@ -104,6 +110,15 @@ def _lengths(config: RunConfig, prompter: Prompter, problems: list[Problem]) -> 
         spread = f"{lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median; {limit} allowed"
         beyond = sum(length > limit for length in lengths)
         yield Finding(what, spread + (f", which {beyond} of {len(lengths)} exceed" if beyond else ""), bool(beyond))
+
+
+def _memory(config: RunConfig) -> Finding:
+    """Of one process; `qarl plan` has the parts, and several processes."""
+    try:
+        plan = make_plan(config, *sizes_of(config.model), this_machine(), 1)
+    except ConfigError as error:
+        return Finding("memory", f"not planned: {error}")
+    return Finding("memory", one_line(plan), warning=not plan.fits)
 
 
 def _disk(config: RunConfig, folder: Path) -> Finding:

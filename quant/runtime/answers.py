@@ -64,7 +64,7 @@ def surroundings() -> dict[str, Any]:
     return {
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET},
         "python": platform.python_version(),
-        "libraries": {name: found for name in _LIBRARIES if (found := _version(name))},
+        "libraries": {name: found for name in _LIBRARIES if (found := installed(name))},
         "code": _code(),
         "cpu": _cpu(),
         "gpus": [_text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
@@ -72,7 +72,8 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

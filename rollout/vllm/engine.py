@@ -44,8 +44,8 @@ class VllmEngine:
             self._llm = LLM(str(checkpoint), worker_extension_cls=_WORKER_EXTENSION, **llm_arguments(options))
         except Exception as error:
             raise EngineError(
-                f"vLLM could not start on {str(checkpoint)!r}: {error}; check rollout.kv_cache_gib, "
-                "rollout.memory_share and the scheme's support on this machine"
+                f"vLLM could not start on {str(checkpoint)!r}: {error}; check rollout.kv_cache_gib "
+                "and the scheme's support on this machine"
             ) from error
 
         VllmEngine._open = True

@@ -9,20 +9,20 @@ from configs.errors import InputError
 from configs.schema.run import RolloutConfig
 from rollout.engine import EngineError
 
+_SMALLEST_SHARE = 0.01
+
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib: CPU
-    key/value cache size in GiB. memory_share: of the device's memory vLLM may plan with. router_replay: return the
-    experts that each token was routed to. several: this process is one of several, each with an engine of its own, and
-    torch's process group is open.
+    """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib:
+    size of the key/value cache in GiB. router_replay: return the experts that each token was routed to. several: this
+    process is one of several, each with an engine of its own, and torch's process group is open.
     """
 
     dtype: str = "bfloat16"
     max_model_len: int = 2048
     max_num_seqs: int = 256
     kv_cache_gib: int = 1
-    memory_share: float = 0.2
     prefix_caching: bool = True
     enforce_eager: bool = True
     router_replay: bool = False
@@ -35,8 +35,7 @@ def vllm_options(rollout: RolloutConfig, dtype: str, several: bool) -> VllmOptio
         dtype=dtype,
         max_model_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
         max_num_seqs=rollout.max_num_seqs,
-        kv_cache_gib=rollout.kv_cache_gib,
-        memory_share=rollout.memory_share,
+        kv_cache_gib=rollout.kv_cache_gib or 1,
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager,
         router_replay=rollout.router_replay,
@@ -80,7 +79,9 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "enforce_eager": options.enforce_eager,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
-        "gpu_memory_utilization": options.memory_share,
+        # Bytes, not a share of the device, which the learner needs too: the share is only compared with what is free.
+        "kv_cache_memory_bytes": options.kv_cache_gib * 2**30,
+        "gpu_memory_utilization": _SMALLEST_SHARE,
         "enable_prefix_caching": options.prefix_caching,
         # Each engine is whole: tensor parallelism is 1. vLLM takes its place in the open group, no more.
         "distributed_executor_backend": "external_launcher" if options.several else "uni",
@@ -92,15 +93,13 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
 
 
 def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
-    """On CPUs the key/value cache has a size of its own, and prompts are scheduled whole: vLLM 0.32 rewinds a seeded
-    request's generator when a prompt is cut in chunks, which torch's CPU generator cannot do ("CPU Generator does not
-    use offset")."""
+    """On CPUs prompts are scheduled whole: vLLM 0.32 rewinds a seeded request's generator when a prompt is cut in
+    chunks, which torch's CPU generator cannot do ("CPU Generator does not use offset")."""
     import torch
 
     if torch.cuda.is_available():
         return {}
     return {
-        "kv_cache_memory_bytes": options.kv_cache_gib * 2**30,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, options.max_model_len),
     }

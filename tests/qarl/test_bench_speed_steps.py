@@ -17,13 +17,14 @@ from qarl.bench.speed import plan as planning
 from qarl.bench.speed.figures import Spread, engine_rows, kept, step_rows
 from qarl.bench.speed.job import PHASES, Answer, Cell, Memory
 from qarl.bench.speed.plot import draw_figures, draw_plan
-from qarl.bench.speed.rates import GPUS, Assumptions, parse_cluster, why_not_on
+from qarl.bench.speed.rates import Assumptions, parse_cluster, why_not_on
 from qarl.bench.speed.roofline import Machine, Work, decode_work, prefill_work, product_kind
-from qarl.bench.speed.shapes import NAMED, Shapes, shapes_of
 from qarl.bench.speed.table import plan_tables, tables
 from qarl.bench.speed.worker import run
 from qarl.cli.main import main
 from qarl.embedded.recipe import RECIPES, recipe_config
+from qarl.plan.gpus import GPUS
+from qarl.plan.shapes import NAMED, Shapes, shapes_of
 from quant.checkpoint.load import empty_model
 from quant.checkpoint.shapes import plan_layers
 from quant.schemes import SchemeError, get_scheme
@@ -49,7 +50,7 @@ def test_parameters_and_bytes_are_those_of_the_model():
         assert count == shapes.layers * (4 + 3 * max(shapes.experts, 1))
     assert SMALL.quantized == SMALL.active == 2 * (ATTENTION + MLP) and SMALL.head == 512 * 128
     assert EXPERTS.quantized == 2 * (ATTENTION + 4 * MLP) and EXPERTS.active == 2 * (ATTENTION + 2 * MLP)
-    assert SMALL.checkpoint_bytes(get_scheme("bf16"), BF16) == 2 * (SMALL.quantized + 512 * 128)
+    assert SMALL.checkpoint_bytes("bf16", BF16.itemsize) == 2 * (SMALL.quantized + 512 * 128)
     assert {round(shapes.parameters / 1e9, 1) for shapes in NAMED.values()} == {
         1.5, 7.6, 0.6, 1.7, 4.0, 8.2, 14.8, 32.8, 30.5, 235.1,
     }  # fmt: skip
@@ -78,7 +79,7 @@ def test_a_forward_s_least_work_by_hand():
 
 def test_experts_that_get_no_token_are_not_read():
     """Of 4 experts one token reads 2; many read all."""
-    one, many = (EXPERTS.bytes_read(get_scheme("bf16"), BF16, tokens) for tokens in (1, 1000))
+    one, many = (EXPERTS.bytes_read("bf16", BF16.itemsize, tokens) for tokens in (1, 1000))
     shared = 2 * (2 * ATTENTION + 2 * 4 * 128 + 512 * 128)
     assert one == pytest.approx(shared + 2 * 2 * 2 * MLP) and many == pytest.approx(shared + 2 * 2 * 4 * MLP)
 
@@ -132,7 +133,7 @@ def options(**changes) -> speed.Options:
     found = speed.Options(
         model="tiny", schemes=(), dtype="bfloat16", batches=(1, 4), contexts=(10,), decode_tokens=8, prompts=2,
         samples=4, prompt_tokens=16, tokens=16, updates=2, optimizer="adamw", steps=1, rounds=2,
-        memory_share=0.3, kernel="auto",
+        kernel="auto",
         seed=0,
     )  # fmt: skip
     return dataclasses.replace(found, **changes)
@@ -170,7 +171,6 @@ def test_figures_become_tables_pictures_and_json(tmp_path: Path):
         ({"rounds": 0}, ConfigError, "--rounds 0 must be at least 1"),
         ({"samples": 1}, ConfigError, "--samples 1 must be at least 2"),
         ({"updates": 3}, ConfigError, "--updates 3 does not divide the 2 prompts"),
-        ({"memory_share": 1.5}, ConfigError, "--memory-share 1.5 must lie between 0 and 1"),
     ],
 )
 def test_unusable_values_are_refused_before_anything_is_started(changes: dict, error: type[Exception], message: str):
@@ -265,7 +265,7 @@ def test_a_prediction_by_hand():
     assert low.phases["backward"] - bf16.phases["backward"] == pytest.approx(extra)
     faster = product / (0.5 * 989e12) - product / (0.5 * 1979e12)
     assert bf16.phases["forward"] - low.phases["forward"] == pytest.approx(faster)
-    assert low.memory == pytest.approx(2 * shapes.checkpoint_bytes(get_scheme("w8a8"), BF16) + 2 * shapes.parameters)
+    assert low.memory == pytest.approx(2 * shapes.checkpoint_bytes("w8a8", BF16.itemsize) + 2 * shapes.parameters)
     assert low.over_plain is not None and low.over_plain == pytest.approx(
         low.seconds / rows["w8a8", "plain"].seconds - 1
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qarl.bench.speed.job import PHASES, Answer, Cell
 from qarl.bench.speed.roofline import Machine, Work, decode_work, prefill_work
-from qarl.bench.speed.shapes import Shapes
+from qarl.plan.shapes import Shapes
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 
 SAMPLING_SHARE = 0.7

@@ -26,7 +26,7 @@ class Job:
     model: folder. batches, contexts: sequences at once, and tokens of each before what is timed. decode_tokens: decoded
     a sequence and cell. step: prompts, samples a prompt, tokens a prompt and a completion of the training step.
     updates: optimizer steps a batch. steps: timed ones of each kind. kinds: of `KINDS`, in the order to measure them.
-    memory: whether to take the memory of one more step. cache_gib: keys and values on CPUs; memory_share: of a GPU.
+    memory: whether to take the memory of one more step. cache_gib: keys and values.
     clock: of `CLOCKS`.
     """
 
@@ -46,7 +46,6 @@ class Job:
     kinds: tuple[str, ...]
     memory: bool
     cache_gib: int
-    memory_share: float
     kernel: str = "auto"
     seed: int = 0
     clock: str = "wall"

@@ -20,7 +20,7 @@ from qarl.bench.learner.process import run_worker
 from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, median_machine, step_rows
 from qarl.bench.speed.job import Answer, Job, Memory
 from qarl.bench.speed.roofline import Machine
-from qarl.bench.speed.shapes import Shapes, shapes_of
+from qarl.plan.shapes import Shapes, shapes_of
 from qarl.run.session import model_folder
 from quant.checkpoint.load import model_skeleton
 from quant.checkpoint.shapes import expert_modules, plan_layers
@@ -50,7 +50,6 @@ class Options:
     optimizer: str
     steps: int
     rounds: int
-    memory_share: float
     kernel: str
     seed: int
     clock: str = "wall"
@@ -85,8 +84,6 @@ def check(options: Options) -> None:
         raise ConfigError(f"--samples {options.samples} must be at least 2: a group's rewards are compared")
     if options.prompts % options.updates:
         raise ConfigError(f"--updates {options.updates} does not divide the {options.prompts} prompts of --prompts")
-    if not 0 < options.memory_share < 1:
-        raise ConfigError(f"--memory-share {options.memory_share:g} must lie between 0 and 1")
     if options.clock != "wall" and torch.cuda.is_available():
         raise ConfigError(f"--clock {options.clock} counts this CPU's seconds, and a GPU works here; leave it out")
     for name in options.schemes:
@@ -172,7 +169,7 @@ def _cache_gib(options: Options, shapes: Shapes) -> int:
     cells = [(batch, context + options.decode_tokens) for batch in options.batches for context in options.contexts]
     cells.append((options.prompts * options.samples, options.prompt_tokens + options.tokens))
     tokens = max(sequences * _CACHE_BLOCK * (2 + length // _CACHE_BLOCK) for sequences, length in cells)
-    return -(-tokens * shapes.key_value_bytes(COMPUTE_DTYPES[options.dtype]) // 2**30)
+    return -(-tokens * shapes.key_value_bytes(COMPUTE_DTYPES[options.dtype].itemsize) // 2**30)
 
 
 def _answer(asked: Job) -> Answer:

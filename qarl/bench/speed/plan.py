@@ -18,7 +18,8 @@ from qarl.bench.speed.figures import kept
 from qarl.bench.speed.job import PHASES
 from qarl.bench.speed.rates import Assumptions, Cluster, parse_cluster, why_not_on
 from qarl.bench.speed.roofline import Work, decode_work, prefill_work, product_kind
-from qarl.bench.speed.shapes import NAMED, Shapes, shapes_of
+from qarl.plan.model import sizes_of
+from qarl.plan.shapes import EMBEDDED, NAMED, Shapes
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
 
 _ADAMW_PASSES = 7
@@ -112,18 +113,12 @@ def plan(options: PlanOptions) -> Plan:
 
 def model_shapes(model: str) -> Shapes:
     """Of a name in `NAMED`, an embedded policy, a folder or a hub id. Raises `ConfigError` or `ModelError`."""
-    if model.lower() in NAMED:
-        return NAMED[model.lower()]
-    from qarl.embedded.recipe import RECIPES, recipe_config, tiny_names
-    from quant.checkpoint.load import load_config
-
-    if "/" not in model and model not in tiny_names() and not Path(model).expanduser().exists():
+    if "/" not in model and model.lower() not in (*NAMED, *EMBEDDED) and not Path(model).expanduser().exists():
         raise ConfigError(
-            f"--plan {model!r} is neither a folder, nor an embedded policy ({', '.join(tiny_names())}), nor a "
-            f"published size: {', '.join(NAMED)}"
+            f"--plan {model!r} is neither a folder, nor an embedded policy ({', '.join(EMBEDDED)}), nor a published "
+            f"size: {', '.join(NAMED)}"
         )
-    config = recipe_config(RECIPES[model]) if model in tiny_names() else load_config(model)
-    return shapes_of(config.to_dict(), model)
+    return sizes_of(model)[0]
 
 
 def _misfit(scheme: Scheme, shapes: Shapes) -> str:
@@ -171,7 +166,7 @@ class _Step:
                     over_plain=None if plain is None else total / plain - 1,
                     decode=self.options.tokens * self.sequences / phases["sample"],
                     memory=self.memory(scheme),
-                    cache_a_token=self.shapes.key_value_bytes(self.dtype),
+                    cache_a_token=self.shapes.key_value_bytes(self.dtype.itemsize),
                 )
             )
         return rows
@@ -179,7 +174,7 @@ class _Step:
     def phases(self, scheme: Scheme, kind: str) -> dict[str, float]:
         """Seconds; old where more than one update is taken of a batch."""
         forward, updates = self.forward(scheme, kind), self.options.updates
-        codes = self.shapes.checkpoint_bytes(scheme, self.dtype)
+        codes = self.shapes.checkpoint_bytes(scheme.name, self.dtype.itemsize)
         seconds = {
             "sample": self.sample(scheme),
             "old": forward if updates > 1 else 0.0,
@@ -271,7 +266,7 @@ class _Step:
         """Engine's weights, the learner's codes, and this GPU's part of masters, gradients and moments."""
         parts = 4 if self.options.optimizer == "adamw" else 3
         state = parts * self.assumed.master_bytes * self.shapes.parameters / self.cluster.count
-        return 2 * self.shapes.checkpoint_bytes(scheme, self.dtype) + state
+        return 2 * self.shapes.checkpoint_bytes(scheme.name, self.dtype.itemsize) + state
 
 
 def _newton_schulz(shape: tuple[int, int]) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qarl.bench.speed.shapes import Shapes
+from qarl.plan.shapes import Shapes
 from quant.schemes import Scheme, is_integer
 
 _COPIED_BYTES = 1 << 27
@@ -58,10 +58,10 @@ def product_kind(scheme: Scheme, dtype: torch.dtype) -> str:
 
 def decode_work(shapes: Shapes, scheme: Scheme, dtype: torch.dtype, batch: int, context: float) -> Work:
     """One decoding step: one more token for each of `batch` sequences of `context` tokens, on average."""
-    cache = batch * (context + 1) * shapes.key_value_bytes(dtype)
+    cache = batch * (context + 1) * shapes.key_value_bytes(dtype.itemsize)
     attention = 4 * batch * context * shapes.layers * shapes.heads * shapes.head_dim
     return Work(
-        shapes.bytes_read(scheme, dtype, batch) + cache,
+        shapes.bytes_read(scheme.name, dtype.itemsize, batch) + cache,
         _operations(shapes, scheme, dtype, batch, batch, attention),
     )
 
@@ -71,7 +71,7 @@ def prefill_work(shapes: Shapes, scheme: Scheme, dtype: torch.dtype, batch: int,
     tokens = batch * context
     attention = 4 * batch * context * (context + 1) / 2 * shapes.layers * shapes.heads * shapes.head_dim
     return Work(
-        shapes.bytes_read(scheme, dtype, tokens) + tokens * shapes.key_value_bytes(dtype),
+        shapes.bytes_read(scheme.name, dtype.itemsize, tokens) + tokens * shapes.key_value_bytes(dtype.itemsize),
         _operations(shapes, scheme, dtype, tokens, batch, attention),
     )
 

@@ -76,7 +76,6 @@ def _rollout(job: Job) -> RolloutConfig:
         max_new_tokens=max(job.decode_tokens + 1, job.tokens),
         max_num_seqs=max(*job.batches, job.prompts * job.samples),
         kv_cache_gib=job.cache_gib,
-        memory_share=job.memory_share,
     )
 
 
@@ -106,7 +105,7 @@ def _cell(engine: Engine, context: int, batch: int, job: Job, draw: random.Rando
         if len(whole) < _LEAST_STEPS:
             raise WorkerError(
                 f"the engine decoded {batch} sequences of {context} tokens at once in {len(whole)} of {len(ends)} "
-                "steps: its key/value cache is too small; lower --batches or --contexts, or raise --memory-share"
+                "steps: its key/value cache is too small; lower --batches or --contexts"
             )
         prefills.append(whole[0] - start)
         decodes.append(statistics.median(after - before for before, after in itertools.pairwise(whole)))

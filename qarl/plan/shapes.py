@@ -1,17 +1,14 @@
-"""A decoder's sizes, as its config.json has them, and what a forward of it must move and compute at least.
+"""A decoder's sizes, as its config.json has them, and the bytes of its weights. Imports neither torch nor transformers.
 
 Axes of a weight: O output rows, I input columns.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from configs.errors import ConfigError
-from quant.materialize.size import stored_bytes
-from quant.schemes import Scheme
+from quant.checkpoint.stored import STORED
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -70,27 +67,30 @@ class Shapes:
         """All but norms and biases."""
         return self.quantized + self.router + self.head * (1 if self.tied else 2)
 
-    def key_value_bytes(self, dtype: torch.dtype) -> int:
-        """Of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+    def key_value_bytes(self, itemsize: int) -> int:
+        """Of one token's keys and values in all layers. itemsize: of the compute dtype, as below."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
-    def checkpoint_bytes(self, scheme: Scheme, dtype: torch.dtype) -> int:
-        """Of all tensors as published, norms and biases left out."""
-        mlp = self._stored(self.mlp_matrices, scheme, dtype) * max(self.experts, 1)
-        low_bit = self.layers * (self._stored(self.attention_matrices, scheme, dtype) + mlp)
-        return low_bit + (self.parameters - self.quantized) * dtype.itemsize
+    def checkpoint_bytes(self, scheme: str, itemsize: int) -> int:
+        """Of all tensors as published, norms and biases left out. scheme: its name."""
+        return self.quantized_bytes(scheme, itemsize) + (self.parameters - self.quantized) * itemsize
 
-    def bytes_read(self, scheme: Scheme, dtype: torch.dtype, tokens: int) -> float:
+    def quantized_bytes(self, scheme: str, itemsize: int) -> int:
+        """Of the matrices that a low-bit scheme quantizes, as published."""
+        mlp = self._stored(self.mlp_matrices, scheme, itemsize) * max(self.experts, 1)
+        return self.layers * (self._stored(self.attention_matrices, scheme, itemsize) + mlp)
+
+    def bytes_read(self, scheme: str, itemsize: int, tokens: int) -> float:
         """Of weights, in a forward of so many tokens: every matrix once, and of the experts those that are expected to
         get a token, each token choosing evenly. The embedding's rows are too few to count."""
-        mlp: float = self._stored(self.mlp_matrices, scheme, dtype)
+        mlp: float = self._stored(self.mlp_matrices, scheme, itemsize)
         if self.experts:
             mlp *= self.experts * (1 - (1 - self.experts_a_token / self.experts) ** tokens)
-        low_bit = self.layers * (self._stored(self.attention_matrices, scheme, dtype) + mlp)
-        return low_bit + (self.router + self.head) * dtype.itemsize
+        low_bit = self.layers * (self._stored(self.attention_matrices, scheme, itemsize) + mlp)
+        return low_bit + (self.router + self.head) * itemsize
 
-    def _stored(self, matrices: tuple[tuple[int, int], ...], scheme: Scheme, dtype: torch.dtype) -> int:
-        return sum(stored_bytes(scheme, shape, dtype) for shape in matrices)
+    def _stored(self, matrices: tuple[tuple[int, int], ...], scheme: str, itemsize: int) -> int:
+        return sum(STORED[scheme].weight(shape, itemsize) for shape in matrices)
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
@@ -101,7 +101,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
     """
     missing = [field for field in _NEEDED if not config.get(field)]
     if missing:
-        raise ConfigError(f"model {name!r}: its config.json has no {', '.join(missing)}; its speed cannot be counted")
+        raise ConfigError(f"model {name!r}: its config.json has no {', '.join(missing)}; its sizes cannot be counted")
     odd = next(_unusual(config), "")
     if odd:
         raise ConfigError(f"model {name!r}: {odd}, which is not counted here; give a model whose layers are all alike")
@@ -172,3 +172,11 @@ NAMED = {
     "qwen3-235b-a22b": _named(4096, 94, 64, 4, 1536, experts=128),
 }
 """Published sizes by name, for predictions without a checkpoint at hand."""
+
+_TINY = Shapes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512, tied=True)
+EMBEDDED = {
+    "tiny-qwen3": _TINY,
+    "tiny-qwen3-long": _TINY,
+    "tiny-qwen3-moe": replace(_TINY, intermediate=128, experts=8, experts_a_token=2),
+}
+"""The embedded policies', whose recipes (`qarl.embedded.recipe`) take torch to read."""

@@ -1,0 +1,120 @@
+"""The devices a run is planned for: this machine's, as the driver has them, or those of `--gpus`. Without torch."""
+
+import csv
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from qarl.plan.gpus import GPUS, parse_gpus
+from quant.runtime.answers import installed
+
+_QUERY = ("index", "uuid", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """name: in words. device: "cuda" or "cpu". count: devices; 1 of CPUs, which all processes share. memory: bytes of
+    each; of a CPU's what is available now, swap included. host: bytes available beside GPUs; None where unknown. taken:
+    bytes that other processes have of a GPU now."""
+
+    name: str
+    device: str
+    count: int
+    memory: int
+    host: int | None = None
+    taken: int = 0
+
+    def a_process(self, processes: int) -> int:
+        """Bytes each of so many processes may take."""
+        return self.memory if self.device == "cuda" else self.memory // processes
+
+
+@dataclass(frozen=True)
+class DriverGpu:
+    """A GPU as its driver reports it. memory, free: bytes. capability: of CUDA."""
+
+    index: str
+    uuid: str
+    name: str
+    memory: int
+    free: int
+    capability: float
+    driver: str
+
+
+def parse_machine(text: str) -> Machine:
+    """`8xH100`, or `8x80GB` for any GPU of that memory (10⁹ bytes each, as data sheets count). Raises `ConfigError`."""
+    sized = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)gb", text.lower())
+    if sized:
+        return Machine(f"{sized[1]} × {sized[2]} GB", "cuda", int(sized[1]), int(sized[2]) * 10**9)
+    count, kind = parse_gpus(text)
+    return Machine(f"{count} × {kind.upper()}", "cuda", count, int(GPUS[kind].memory))
+
+
+def this_machine() -> Machine:
+    """GPUs that torch would use, the smallest one's memory; else the CPU."""
+    available = available_memory()
+    gpus = visible_gpus() if not torch_is_for_cpus() else []
+    if gpus:
+        smallest = min(gpus, key=lambda gpu: gpu.memory)
+        taken = max(gpu.memory - gpu.free for gpu in gpus)
+        name = f"{len(gpus)} × {smallest.name}"
+        return Machine(name, "cuda", len(gpus), smallest.memory, host=available, taken=taken)
+    return Machine("this machine's CPUs", "cpu", 1, available)
+
+
+def available_memory() -> int:
+    """Bytes of the host's memory that processes can still take, swap included, within the limits of control groups."""
+    memory = psutil.virtual_memory().available + psutil.swap_memory().free
+    return min([memory, *_group_limits()])
+
+
+def _group_limits() -> list[int]:
+    """What the control group leaves, page cache counted as free; nothing where there is no limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        return [int(limit) - int(used) + (int(cached[1]) if cached else 0)]
+    except (OSError, ValueError):  # no control groups of version 2, or "max"
+        return []
+
+
+def visible_gpus() -> list[DriverGpu]:
+    """Those CUDA_VISIBLE_DEVICES leaves, all without it; none where there is no driver."""
+    gpus, chosen = driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return gpus
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    return [gpu for gpu in gpus if any(name == gpu.index or gpu.uuid.startswith(name) for name in names)]
+
+
+def driver_gpus() -> list[DriverGpu]:
+    """Every GPU `nvidia-smi` names; none where there is none, or it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == len(_QUERY)]
+    return [
+        DriverGpu(
+            index=row[0],
+            uuid=row[1],
+            name=row[2],
+            memory=int(row[3]) * 2**20,
+            free=int(row[4]) * 2**20,
+            capability=float(row[5]),
+            driver=row[6],
+        )
+        for row in rows
+    ]
+
+
+def torch_is_for_cpus() -> bool:
+    """Whether the torch that is installed can use no GPU."""
+    return (installed("torch") or "+cpu").endswith("+cpu")

@@ -1,0 +1,329 @@
+"""What one process of a run holds in memory, part by part, from a model's sizes and the configuration alone.
+
+Most parts are there all the time. Activations come and go with micro-batches; beside them one more thing is in the
+making at any time: a layer's backward, an optimizer step, or what the engine computes; the largest counts. docs/plan.md
+says how far this is from what was measured, and that nothing was measured on a GPU.
+
+Symbols: C hidden columns, Q and K columns of queries and of keys, I columns of the MLP or of an expert, V vocabulary,
+E experts, N tokens of a micro-batch.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from configs.schema.lora import LoraConfig
+from configs.schema.run import RunConfig
+from qarl.plan.names import schemes_of, targeted
+from qarl.plan.shapes import Shapes
+from quant.checkpoint.stored import STORED
+
+GIB = 2**30
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP32 = 4
+
+LIBRARIES = {"cpu": 0.9 * GIB, "cuda": 1.5 * GIB}
+"""Code and tables of torch, vLLM and transformers, measured; CUDA's context, cuBLAS's and NCCL's buffers, assumed."""
+
+_BUCKET = 5 * 10**8
+_GATHERED = 10**9
+"""Elements, DeepSpeed's defaults: `reduce_bucket_size`, and `stage3_max_reuse_distance`, within which stage 3 keeps
+masters that it gathered."""
+
+_WIDE_ON_CPUS = ("fp8",)
+"""Schemes whose kernel holds weights in fp32 on CPUs (`rollout.vllm.cpu_fp8`)."""
+
+_ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
+"""That vLLM computes at once at most, and sizes its buffers for."""
+
+_TRANSFORMERS_FACTOR = 2.0
+"""What a layer keeps with transformers' operators, over the engine's: autograd's own intermediates. An estimate."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """bytes: of one process, on its device. note: of what it is made."""
+
+    name: str
+    bytes: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one process. parts: on its device. host: bytes in the host's memory beside them, while the model is loaded and
+    for offloaded moments; 0 on CPUs, where all of it is the host's."""
+
+    parts: tuple[Part, ...]
+    host: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(part.bytes for part in self.parts)
+
+    def of(self, name: str) -> int:
+        """Bytes of the part of that name."""
+        return next(part.bytes for part in self.parts if part.name == name)
+
+
+def counted(parameters: int) -> str:
+    """A number of parameters in words."""
+    large = parameters >= 1e9
+    return f"{parameters / (1e9 if large else 1e6):.3g} {'billion' if large else 'million'}"
+
+
+def count_memory(shapes: Shapes, config: RunConfig, device: str, processes: int) -> Memory:
+    """config: with `rollout.kv_cache_gib` and `learner.gradient_checkpointing` decided. device: "cpu" or "cuda"."""
+    return _Count(shapes, config, device, processes).memory()
+
+
+@dataclass(frozen=True)
+class _Count:
+    shapes: Shapes
+    config: RunConfig
+    device: str
+    processes: int
+
+    def memory(self) -> Memory:
+        learner, shapes = self.config.learner, self.shapes
+        trained = counted(self.trained)
+        shared = f", 1/{self.shares} of them" if self.shares > 1 else ""
+        kept, working = self.activations(), self.working()
+        checkpointing = "layers computed again" if learner.gradient_checkpointing is True else "all layers' kept"
+        parts = (
+            Part("masters", self.masters(), f"{counted(shapes.parameters)} in {learner.master_dtype}{shared}"),
+            Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
+            Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
+            Part("codes", self.codes(), f"the learner's weights in {self.config.scheme}"),
+            Part("kernel layout", self.kernels(), "the engine's own" if self.shares_layers else "the learner's own"),
+            Part("reference", self.reference(), "of the KL penalty"),
+            Part("ZeRO buffers", self.buffers(), "gathered masters, gradients on their way"),
+            Part("engine", self.engine(), "its weights"),
+            Part("KV cache", self.cache(), f"{self.cache() // self.cache_a_token:,} tokens"),
+            Part("activations", kept, f"{self.tokens:,} tokens, {checkpointing}"),
+            Part("working", max(0, working - kept), "a layer's backward, a step, or the engine"),
+            Part("libraries", int(LIBRARIES[self.device]), "measured" if self.device == "cpu" else "assumed"),
+        )
+        return Memory(tuple(part for part in parts if part.bytes), self.host())
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Of the compute dtype."""
+        return ITEMSIZE[self.config.dtype]
+
+    @property
+    def stage(self) -> int | None:
+        """DeepSpeed's ZeRO stage; None without DeepSpeed."""
+        stage = self.config.learner.zero_stage
+        return stage if stage is not None or self.processes == 1 else 0
+
+    @property
+    def shares(self) -> int:
+        """Processes that moments are divided over."""
+        return self.processes if self.stage else 1
+
+    @cached_property
+    def adapters(self) -> int:
+        """Parameters of LoRA's factors, 0 without."""
+        lora = self.config.learner.lora
+        if not isinstance(lora, LoraConfig):
+            return 0
+        return sum(lora.rank * (rows + columns) for rows, columns in targeted(self.shapes, lora.targets))
+
+    @property
+    def trained(self) -> int:
+        return self.adapters or self.shapes.parameters
+
+    def masters(self) -> int:
+        base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
+        if self.stage == 3:
+            return (base + self.adapters * _FP32) // self.processes
+        stepped = self.trained * _FP32 // self.processes if self.stage in (1, 2) else 0
+        return base + self.adapters * _FP32 + stepped
+
+    def gradients(self) -> int:
+        whole, share = self.trained * _FP32, self.trained * _FP32 // self.processes
+        return {1: whole + share, 2: 2 * share, 3: share}.get(self.stage or 0, whole)
+
+    def moments(self, offloaded: bool = False) -> int:
+        """On the device, or in the host's memory."""
+        optimizer = self.config.learner.optimizer
+        if (optimizer.offload == "cpu") != offloaded:
+            return 0
+        matrices = self.adapters or self.shapes.quantized
+        one = matrices if optimizer.name == "muon" else 0
+        return (2 * self.trained - one) * _FP32 // self.shares
+
+    @cached_property
+    def low_bit(self) -> int:
+        """Of all quantized matrices as they are published."""
+        if not self.config.layers:
+            return self.shapes.quantized_bytes(self.config.scheme, self.itemsize)
+        schemes = schemes_of(self.shapes, self.config.scheme, self.config.layers)
+        return sum(STORED[scheme].weight(shape, self.itemsize) for scheme, shape in schemes)
+
+    @property
+    def in_kernels(self) -> int:
+        """The same in the layout that is multiplied."""
+        wide = self.device == "cpu" and self.config.scheme in _WIDE_ON_CPUS
+        return self.shapes.quantized * _FP32 if wide else self.low_bit
+
+    @property
+    def outside(self) -> int:
+        """Of embedding, output head and routers in the compute dtype. Learner, and the engine on CPUs, hold a tied one
+        twice: to be looked up, and to be multiplied."""
+        return (2 * self.shapes.head + self.shapes.router) * self.itemsize
+
+    def codes(self) -> int:
+        learner = self.config.learner
+        casts = 0
+        if not learner.aligned:
+            casts = self.shapes.parameters * ITEMSIZE[learner.compute_dtype or self.config.dtype]
+        return self.low_bit + self.outside + casts
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether the learner multiplies with the engine's layers, or with its masters' casts: no copy of its own."""
+        learner = self.config.learner
+        return not learner.aligned or (learner.kernel in ("auto", "vllm") and learner.operators != "transformers")
+
+    def kernels(self) -> int:
+        return 0 if self.shares_layers else self.in_kernels + self.shapes.head * self.itemsize
+
+    def reference(self) -> int:
+        if self.config.learner.kl.name == "none":
+            return 0
+        shares = self.processes if self.stage == 3 else 1
+        base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype] // shares
+        return base + self.codes() + self.in_kernels + self.shapes.head * self.itemsize
+
+    def buffers(self) -> int:
+        """Of DeepSpeed. Without one, and at stage 0 with its own buckets, gradients are added in place."""
+        if self.stage is None:
+            return 0
+        if self.stage < 3:
+            return (_BUCKET if self.stage else min(_BUCKET, self.trained)) * _FP32
+        gathered = min(self.shapes.parameters, max(_GATHERED, self.largest_module))
+        return (_BUCKET + gathered + min(self.trained, self.largest_module)) * _FP32
+
+    def engine(self) -> int:
+        tied = self.shapes.tied and self.device == "cuda"
+        return self.in_kernels + self.outside - (self.shapes.head * self.itemsize if tied else 0)
+
+    @property
+    def cache_a_token(self) -> int:
+        return self.shapes.key_value_bytes(self.itemsize)
+
+    def cache(self) -> int:
+        return (self.config.rollout.kv_cache_gib or 1) * GIB
+
+    @property
+    def largest_matrix(self) -> int:
+        matrices = (*self.shapes.attention_matrices, *self.shapes.mlp_matrices)
+        return max(rows * columns for rows, columns in matrices)
+
+    @property
+    def largest_module(self) -> int:
+        """Parameters of the largest module that has masters of its own."""
+        s = self.shapes
+        return max(s.head, self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden)
+
+    @cached_property
+    def tokens(self) -> int:
+        """N: of a micro-batch, at most all of a mini-batch."""
+        rollout, learner = self.config.rollout, self.config.learner
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        mini_batch = -(-rollout.prompts // learner.mini_batches) * rollout.samples * longest
+        return min(learner.micro_batch_tokens, mini_batch)
+
+    @property
+    def engine_operators(self) -> bool:
+        return self.config.learner.operators != "transformers" and self.config.learner.aligned
+
+    @cached_property
+    def kept_a_layer(self) -> float:
+        """Bytes a token that one decoder layer keeps for its backward (`quant.operators`): of both norms their fp32
+        input, of every product its input as multiplied, queries, keys and values before and after their rotation, gate
+        and up."""
+        s, b = self.shapes, self.itemsize
+        a = STORED[self.config.scheme].input(b) if self.config.learner.aligned else b
+        c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
+        attention = _FP32 * c + a * c + b * (q + 2 * k) + b * (q + k) + a * q + _FP32 * (2 + s.heads + s.kv_heads)
+        if self.device == "cuda":
+            attention += b * q  # scaled_dot_product_attention keeps its output too
+        routed = s.experts_a_token * (8 + 8 + _FP32 + b)
+        mlp = b * c + (a * c if a < b else 0) + routed if s.experts else a * c + 2 * b * i + a * i
+        return (attention + _FP32 * c + mlp) * (1.0 if self.engine_operators else _TRANSFORMERS_FACTOR)
+
+    def activations(self) -> int:
+        """What is kept between forward and backward."""
+        s = self.shapes
+        if self.config.learner.gradient_checkpointing is True:
+            a_token = s.layers * _FP32 * s.hidden + self.kept_a_layer
+        else:
+            a_token = s.layers * self.kept_a_layer
+        return int(self.tokens * (a_token + (_FP32 + self.itemsize) * s.hidden))
+
+    def working(self) -> int:
+        """The most that is there at once of what is not there all the time, activations included."""
+        learning = self.activations() + max(self.head_backward(), self.layer_backward())
+        return int(max(learning, self.step(), self.sampling()))
+
+    def head_backward(self) -> float:
+        """Logits and their gradient, in fp32 as well on GPUs, and the head's weight gradient there."""
+        chunk = min(self.config.learner.logprob_chunk_tokens, self.tokens)
+        wide = 2 * _FP32 if self.device == "cuda" else 0
+        head = _FP32 * self.shapes.head if self.device == "cuda" else 0
+        return chunk * self.shapes.vocabulary * (2 * self.itemsize + wide) + head
+
+    def layer_backward(self) -> float:
+        """The larger of the MLP's, with the weight it dequantizes, and the attention's, in fp32 on CPUs."""
+        s, b, n = self.shapes, self.itemsize, self.tokens
+        c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
+        stream = (_FP32 + b) * c
+        if s.experts:
+            mlp = n * 3 * _FP32 * c + n * s.experts_a_token / s.experts * _FP32 * (6 * i + 2 * c)
+        else:
+            mlp = n * (3 * b * i + b * c)
+        weight = (2 * _FP32 + b) * self.largest_matrix
+        if self.device == "cuda":
+            weight += _FP32 * self.largest_matrix  # dW before it is added
+        wide = _FP32 if self.device == "cpu" else b
+        attention = n * wide * (4 * q + 2 * (q + 2 * k))
+        return n * stream + max(mlp + weight, attention)
+
+    def step(self) -> float:
+        """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and, where lost updates are
+        counted, the values before; of ZeRO's flat partitions the update."""
+        learner = self.config.learner
+        if self.stage:
+            return max(2 * _FP32 * min(self.trained // self.shares, _GATHERED), self.merging())
+        largest = min(self.trained, self.largest_module)
+        matrix = min(self.trained, self.largest_matrix)
+        wide = 3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
+        muon = (_FP32 + 3 * 2) * matrix if learner.optimizer.name == "muon" else 0
+        lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0
+        fetched = 2 * _FP32 * largest if learner.optimizer.offload == "cpu" else 0
+        return max(wide + max(muon, lost) + fetched, self.merging())
+
+    def merging(self) -> float:
+        """Weights with their adapters added, of one module: all its experts', and once more to stack them."""
+        return 2 * self.largest_module * ITEMSIZE[self.config.learner.master_dtype] if self.adapters else 0
+
+    def sampling(self) -> float:
+        """The engine's own activations: of the tokens it computes at once, and of the logits it samples from."""
+        s, b, rollout = self.shapes, self.itemsize, self.config.rollout
+        sequences = min(rollout.max_num_seqs, -(-rollout.prompts // self.processes) * rollout.samples)
+        tokens = _ENGINE_TOKENS[self.device]
+        if self.device == "cpu":
+            tokens = min(tokens, sequences * rollout.max_prompt_tokens)
+        i = s.intermediate * (s.experts_a_token if s.experts else 1)
+        routed = s.experts_a_token * s.hidden if s.experts else 0
+        a_token = b * (4 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 3 * i + routed)
+        return tokens * a_token + 3 * _FP32 * sequences * s.vocabulary
+
+    def host(self) -> int:
+        if self.device == "cpu":
+            return 0
+        masters = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
+        return max(masters if self.stage != 3 else 0, self.moments(offloaded=True))

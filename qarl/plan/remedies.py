@@ -1,0 +1,128 @@
+"""What would make a run that does not fit its machine do so: single changes, and the least that together suffice."""
+
+from dataclasses import dataclass
+from itertools import product
+
+from configs.flags import FLAGS
+from configs.schema.run import RunConfig
+from qarl.plan.machine import Machine, parse_machine
+from qarl.plan.plan import SPARE, Plan, changed_config, make_plan
+
+_SHORT_ANSWERS = 4096
+_LISTED = ("1xL40S", "1xH100", "1xH200", "2xH100", "2xH200", "4xH100", "4xH200", "8xH100", "8xH200", "8xB200")
+"""Machines to propose, in order of memory."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Fields to set, by dotted path. cost: to the person, more for what changes the run than for what takes time.
+    spreads: over all GPUs, a process each."""
+
+    fields: dict[str, object]
+    cost: int
+    spreads: bool = False
+
+    def words(self, processes: int) -> str:
+        """As options of `qarl train`."""
+        return " ".join([*([f"--processes {processes}"] if self.spreads else []), *map(option, self.fields.items())])
+
+
+def option(field: tuple[str, object]) -> str:
+    """`--flag value` of a field, by its short flag where it has one."""
+    path, value = field
+    flag = next((flag for flag, known in FLAGS.items() if known == path), path)
+    return f"--{flag} {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change]:
+    """What could be changed, from the least to the most that it asks of a person."""
+    learner, rollout = config.learner, config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    changes = []
+    if learner.gradient_checkpointing is not True:
+        changes.append(Change({"learner.gradient_checkpointing": True}, 1))
+    if learner.micro_batch_tokens > longest:
+        changes.append(Change({"learner.micro_batch_tokens": longest}, 1))
+    if machine.device == "cuda" and machine.count > 1 and (processes < machine.count or learner.zero_stage != 3):
+        changes.append(Change({"learner.zero_stage": 3}, 2, spreads=processes < machine.count))
+    if machine.device == "cuda" and learner.optimizer.offload == "none" and not learner.zero_stage:
+        changes.append(Change({"learner.optimizer.offload": "cpu"}, 4))
+    if learner.master_dtype == "float32" and not learner.zero_stage:
+        changes.append(Change({"learner.master_dtype": "bfloat16"}, 5))
+    if rollout.max_new_tokens > _SHORT_ANSWERS:
+        short = rollout.max_prompt_tokens + _SHORT_ANSWERS
+        changes.append(Change({"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}, 8))
+    if learner.lora.name == "none":
+        changes.append(Change({"learner.lora.name": "lora"}, 9))
+    return changes
+
+
+def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int) -> Plan | None:
+    """The plan with changes, or None where they do not go together."""
+    fields = {path: value for change in changes for path, value in change.fields.items()}
+    spreads = any(change.spreads for change in changes)
+    processes = machine.count if spreads else processes
+    zero = fields.get("learner.zero_stage")
+    if zero and (fields.get("learner.optimizer.offload") or fields.get("learner.master_dtype")):
+        return None  # ZeRO 1-3 refuse both (`learner.backends.zero_config`)
+    if plan.config.rollout.prompts % processes:
+        return None
+    try:
+        return make_plan(changed_config(plan.asked, fields), plan.shapes, plan.source, machine, processes)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Help:
+    """options: to add to the command. saves: bytes a process takes less of its device."""
+
+    options: str
+    saves: int
+
+
+def helping(plan: Plan) -> list[Help]:
+    """Every single change that would make it smaller on its machine, and what it would save."""
+    helps = []
+    for change in _changes(plan.config, plan.machine, plan.processes):
+        changed = _changed(plan, [change], plan.machine, plan.processes)
+        if changed is not None and changed.memory.total < plan.memory.total:
+            helps.append(Help(change.words(changed.processes), plan.memory.total - changed.memory.total))
+    return helps
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A plan that fits and leaves `SPARE`, and the fields that make it one."""
+
+    plan: Plan
+    fields: dict[str, object]
+
+
+def fitting(plan: Plan) -> list[Fitting]:
+    """The least changes that make the run fit its own machine, else the smallest of `_LISTED` that it fits with some;
+    where they change what is trained, also the smallest that it fits without. Nothing where there is none."""
+    machines = [plan.machine, *(m for m in map(parse_machine, _LISTED) if _beyond(m, plan.machine))]
+    found = next(filter(None, (_fitting_on(plan, machine, lora=True) for machine in machines)), None)
+    if found is None or "learner.lora.name" not in found.fields:
+        return [found] if found else []
+    whole = next(filter(None, (_fitting_on(plan, machine, lora=False) for machine in machines)), None)
+    return [found, whole] if whole else [found]
+
+
+def _beyond(machine: Machine, other: Machine) -> bool:
+    if other.device == "cpu":
+        return True
+    return machine.count * machine.memory > other.count * other.memory
+
+
+def _fitting_on(plan: Plan, machine: Machine, lora: bool) -> Fitting | None:
+    processes = plan.processes if machine.device == "cpu" else min(plan.processes, machine.count)
+    changes = [c for c in _changes(plan.config, machine, processes) if lora or "learner.lora.name" not in c.fields]
+    masks = product((False, True), repeat=len(changes))
+    subsets = [[change for change, taken in zip(changes, mask, strict=True) if taken] for mask in masks]
+    for subset in sorted(subsets, key=lambda subset: sum(change.cost for change in subset)):
+        found = _changed(plan, subset, machine, processes)
+        if found is not None and found.share <= 1 - SPARE and not found.lacks_host:
+            return Fitting(found, {path: value for change in subset for path, value in change.fields.items()})
+    return None

@@ -1,0 +1,236 @@
+"""`qarl plan`: the formula against arithmetic done by hand, what it decides, refuses and proposes."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from configs.errors import ConfigError
+from configs.load import config_file, default_config, load_config
+from configs.schema.lora import LoraConfig
+from configs.schema.run import RunConfig
+from qarl.cli.main import main
+from qarl.embedded.recipe import RECIPES, recipe_config
+from qarl.plan import machine as machines
+from qarl.plan.machine import Machine, parse_machine, this_machine
+from qarl.plan.memory import GIB, count_memory
+from qarl.plan.model import sizes_of
+from qarl.plan.plan import make_plan
+from qarl.plan.remedies import fitting, helping
+from qarl.plan.shapes import EMBEDDED, NAMED, shapes_of
+from qarl.run.session import check_processes
+from quant.checkpoint.load import empty_model
+from quant.checkpoint.shapes import plan_layers, weight_shapes
+from quant.model.add_lora import adapted_weights
+from quant.schemes import get_scheme
+
+PAPER = config_file("paper/qwen3-8b-base")
+H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, 580.65.06"
+
+
+def qwen3(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool) -> dict:
+    """Fields of a published Qwen3's config.json."""
+    return {
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": intermediate, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": tied, "max_position_embeddings": 32768,
+    }  # fmt: skip
+
+
+PUBLISHED = {
+    "qwen3-0.6b": qwen3(1024, 28, 16, 8, 3072, True),
+    "qwen3-1.7b": qwen3(2048, 28, 16, 8, 6144, True),
+    "qwen3-4b": qwen3(2560, 36, 32, 8, 9728, True),
+    "qwen3-8b": qwen3(4096, 36, 32, 8, 12288, False),
+    "qwen3-30b-a3b": {
+        **qwen3(2048, 48, 32, 4, 6144, False),
+        "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+
+
+def folder(place: Path, name: str) -> Path:
+    model = place / name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return model
+
+
+def config(**overrides: object) -> RunConfig:
+    """The paper's settings but for some fields, `__` for a dot."""
+    return load_config(PAPER, {key.replace("__", "."): str(value) for key, value in overrides.items()})
+
+
+@pytest.fixture
+def one_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose driver tells of an H100, for an environment whose torch would use it."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\necho '{H100}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+    monkeypatch.setattr(machines, "torch_is_for_cpus", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
+    for name, shapes in NAMED.items():
+        if name in PUBLISHED:
+            assert sizes_of(str(folder(tmp_path, name))) == (shapes, "its config.json")
+    assert sizes_of("Qwen/Qwen3-30B-A3B-Base")[0] == sizes_of("qwen3-30b-a3b")[0] == NAMED["qwen3-30b-a3b"]
+    assert sizes_of("Qwen/Qwen2.5-Math-7B")[0] == NAMED["qwen2.5-7b"]
+    assert {name: shapes_of(recipe_config(recipe).to_dict(), name) for name, recipe in RECIPES.items()} == EMBEDDED
+
+
+def gib(name: str, processes: int, **overrides: object) -> dict[str, float]:
+    memory = count_memory(NAMED[name], config(**overrides), "cuda", processes)
+    return {part.name: round(part.bytes / GIB, 1) for part in memory.parts}
+
+
+def test_parts_are_those_of_arithmetic_by_hand():
+    """fp32 masters and gradients, Muon's one moment of matrices and AdamW's two of the rest; codes, output head and
+    embedding; ZeRO-3 over 8. Of 1.7B a layer keeps 82 KiB a token: C = Q = 2048, K = 1024, I = 6144, in bytes 8 C of
+    norms' inputs, 4 C of theirs as multiplied, 2 (Q + 2 K) and 2 (Q + K) of queries, keys and values, 4 Q of
+    attention's output, 6 I of the MLP."""
+    small = gib("qwen3-1.7b", 1, learner__gradient_checkpointing="false", learner__micro_batch_tokens=18432)
+    assert (small["masters"], small["gradients"], small["moments"]) == (6.4, 6.4, 7.6)
+    assert small["codes"] == pytest.approx(0.7 + 0.6 + 0.6, abs=0.1)
+    assert small["activations"] == pytest.approx(28 * 18432 * 82 * 1024 / GIB, rel=0.01)
+    assert "kernel layout" not in small and "kernel layout" in gib("qwen3-1.7b", 1, learner__kernel="torch")
+    large = gib("qwen3-8b", 1)
+    assert (large["masters"], large["gradients"], large["moments"]) == (30.5, 30.5, 35.1)
+    assert large["activations"] == pytest.approx(22528 * (36 * 4 * 4096 + 82e3 * 2) / GIB, rel=0.1)
+    experts = gib("qwen3-30b-a3b", 8, learner__zero_stage=3)
+    assert (experts["masters"], experts["gradients"], experts["moments"]) == (14.2, 14.2, 14.5)
+    assert experts["codes"] == pytest.approx(15.6, abs=0.1) == experts["engine"]
+    half = gib("qwen3-8b", 1, learner__master_dtype="bfloat16", learner__optimizer__offload="cpu")
+    assert half["masters"] == 15.3 and "moments" not in half
+    adapted = gib("qwen3-8b", 1, learner__lora__name="lora", learner__optimizer__name="adamw")
+    rank_16 = 36 * 16 * (2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (4096 + 12288))
+    assert adapted["moments"] == round(2 * 4 * rank_16 / GIB, 1)
+
+
+def test_layer_rules_and_targets_count_by_name():
+    down = 36 * 4096 * 12288
+    plain, mixed = (gib("qwen3-8b", 1, layers=rule)["codes"] for rule in ("nothing=w8a8", "*.down_proj=bf16"))
+    assert mixed - plain == pytest.approx(down * (2 - 0.516) / GIB, abs=0.1)
+    assert gib("qwen3-8b", 1, learner__lora__name="lora", learner__lora__targets="*.q_proj")["gradients"] == 0.0
+
+
+def test_what_is_open_is_decided_and_what_is_given_is_kept():
+    gpu, shapes = parse_machine("1xH100"), NAMED["qwen3-1.7b"]
+    open_ = load_config(None, {"model": "m"})
+    decided = make_plan(open_, shapes, "", parse_machine("1xB200"), 1)
+    assert decided.config.learner.gradient_checkpointing is False and decided.share <= 0.9
+    assert decided.config.rollout.kv_cache_gib == decided.memory.of("KV cache") / GIB == 56  # all 256 sequences
+    small = make_plan(open_, shapes, "", parse_machine("1x48GB"), 1)
+    assert small.config.learner.gradient_checkpointing is True and small.fits
+    cpu = make_plan(open_, shapes, "", Machine("cpu", "cpu", 1, 400 * GIB), 1)
+    assert (cpu.config.learner.gradient_checkpointing, cpu.config.rollout.kv_cache_gib) == (False, 1)
+    given = load_config(None, {"rollout.kv_cache_gib": "7", "learner.gradient_checkpointing": "false"})
+    assert make_plan(given, shapes, "", parse_machine("1x24GB"), 1).config == given
+    with pytest.raises(ConfigError, match="1 × H100 has 1; one process takes one GPU"):
+        make_plan(open_, shapes, "", gpu, 2)
+
+
+def test_every_help_saves_and_the_command_fits(tmp_path: Path):
+    for gpus in ("1xH100", "4x80GB", "8x80GB", "8xH200"):
+        machine = parse_machine(gpus)
+        plan = make_plan(config(model="m"), NAMED["qwen3-30b-a3b"], "", machine, machine.count)
+        assert not plan.fits and all(found.saves > 0 for found in helping(plan))
+        works = fitting(plan)
+        assert works and all(found.plan.fits and found.plan.share <= 0.9 for found in works)
+        assert works[-1].plan.config.learner.lora.name == "none"
+
+
+def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
+    model = folder(tmp_path, "qwen3-30b-a3b")
+    code = (
+        "import sys; from qarl.cli.main import main; s = main(sys.argv[1:]); sys.exit(s + 9 * ('torch' in sys.modules))"
+    )
+    file = tmp_path / "plan.json"
+    arguments = ["plan", "--model", str(model), "--scheme", "w4a16", "--gpus", "8x80GB", "--json", str(file)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
+    written = json.loads(file.read_text())
+    assert sum(written["parts"].values()) == written["total"] > written["there"] and not written["fits"]
+    start = next(number for number, line in enumerate(lines) if line.startswith("  qarl train"))
+    works = shlex.split(" ".join(line.rstrip("\\") for line in lines[start:]).split("fits ")[0])
+    assert main(["plan", "--gpus", "8x80GB", *works[2:]]) == 0
+
+
+def test_train_is_refused_before_anything_is_loaded(one_h100: None, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base"]) == 2
+    said = capsys.readouterr().err
+    assert "GiB too much on 1 × NVIDIA H100 80GB HBM3; nothing was loaded" in said
+    assert "fits 1 × H200" in said and "--learner.lora.name lora" in said and "fits 8 × H200" in said
+
+
+def test_cpus_refuse_beyond_a_quarter_more_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model = folder(tmp_path, "qwen3-0.6b")
+    given = load_config(default_config(str(model)), {"model": str(model)})
+    shapes = NAMED["qwen3-0.6b"]
+    needed = make_plan(given, shapes, "", Machine("cpu", "cpu", 1, 10**15), 1).memory.total
+    for share, refused, fits in ((1.3, True, False), (1.2, False, False), (0.99, False, True)):
+        plan = make_plan(given, shapes, "", Machine("cpu", "cpu", 1, int(needed / share)), 1)
+        assert (plan.refused, plan.fits) == (refused, fits)
+    monkeypatch.setattr(machines, "available_memory", lambda: GIB)
+    assert main(["train", "--model", str(model)]) == 2
+    assert "GiB too much on this machine's CPUs; nothing was loaded" in capsys.readouterr().err
+
+
+def test_the_machine_is_what_the_driver_tells(one_h100: None, monkeypatch: pytest.MonkeyPatch):
+    found = this_machine()
+    assert (found.name, found.device, found.count) == ("1 × NVIDIA H100 80GB HBM3", "cuda", 1)
+    assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20) and found.host
+    for chosen, count in (("0", 1), ("GPU-aa", 1), ("1", 0), ("", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert len(machines.visible_gpus()) == count
+    assert this_machine().device == "cpu"
+    monkeypatch.setenv("PATH", "")
+    assert machines.driver_gpus() == []
+    for text in ("80GB", "0xH100", "8xP100", "8 H100"):
+        with pytest.raises(ConfigError, match="known are A100"):
+            parse_machine(text)
+
+
+def test_an_uncounted_decoder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["qwen3-8b"], "kv_lora_rank": 512}))
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    assert "it has latent attention (kv_lora_rank 512), which is not counted" in capsys.readouterr().err
+
+
+RECIPES_ON = {
+    "qwen3-0.6b-24gb": "1x24GB", "qwen3-1.7b-80gb": "1x80GB", "qwen3-4b-80gb": "1x80GB", "qwen3-8b-8x80gb": "8x80GB",
+    "qwen3-30b-a3b-8x80gb": "8x80GB",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES_ON)
+def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.CaptureFixture[str]):
+    """Contract: a dry run accepts the file, rules and adapters suit the model's true dimensions on the meta device,
+    its processes and ZeRO stage go together, and it fits with a tenth to spare. Blind spot: none was run."""
+    file, machine = f"recipes/{name}", parse_machine(RECIPES_ON[name])
+    assert f"--gpus {RECIPES_ON[name]}\n" in config_file(file).read_text()
+    assert main(["train", "--config", file, "--task", "chain_sum", "--dry-run"]) == 0
+    assert "scheme: w4a16" in capsys.readouterr().out
+    recipe = load_config(config_file(file), {})
+    check_processes(recipe, machine.count)
+    size = next(size for size in PUBLISHED if name.startswith(size))
+    kind = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}[PUBLISHED[size]["model_type"]]
+    model = empty_model(kind(**PUBLISHED[size]))
+    plan_layers(model, get_scheme(recipe.scheme), recipe.layers)
+    if isinstance(recipe.learner.lora, LoraConfig):
+        assert adapted_weights(weight_shapes(model), model.config.model_type, recipe.learner.lora)
+    plan = make_plan(recipe, *sizes_of(recipe.model), machine, machine.count)
+    assert plan.shapes.parameters == sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert plan.share <= 0.9, plan.memory
