@@ -18,6 +18,7 @@ from learner.learner import Learner
 from learner.mismatch import Mismatch
 from learner.objectives import find_objective
 from learner.processes import Processes
+from learner.reserve import reserved
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
 from qarl.run.prompts import Prompter, open_prompter
@@ -219,7 +220,8 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
 
     processes.first_does(export)
     with ExitStack() as stack:
-        with phase("starting the engine"):
+        room = reserved(policy.model, config.learner, processes.world)
+        with phase("starting the engine"), room:
             several = processes.world > 1
             engine = stack.enter_context(open_engine(folder.engine_start, config.rollout, config.dtype, several))
         bound = config.sync.canary_bound or policy.model.plan.bound

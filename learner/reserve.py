@@ -1,0 +1,61 @@
+"""Room for gradients and moments, held while the engine starts.
+
+Both are made at the first step. On a GPU the engine would be up by then, and a run that is too large would end in that
+step, minutes after its start; so their bytes are taken before the engine takes its own, and given back to torch's
+allocator, which keeps them for this process, once it has. Not run on a GPU yet.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from configs.errors import QarlError
+from configs.schema.learner import LearnerConfig
+from quant.model.low_bit_model import LowBitModel
+from quant.runtime.zero3 import whole_shape
+
+_FP32 = 4
+
+
+class OutOfMemoryError(QarlError):
+    """A GPU without room for what a step needs."""
+
+    heading = "memory"
+
+
+def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int:
+    """What the first step adds to one process's device: fp32 gradients and moments of the masters that are trained, or
+    its share of them; DeepSpeed's stage 3 has its gradients from the start."""
+    matrices = model.matrices() if config.optimizer.name == "muon" else set()
+    sizes = {name: whole_shape(master).numel() for name, master in model.masters.items()}
+    by_muon = {name for name in matrices if len(whole_shape(model.masters[name])) > 1}
+    moments = sum(size * (1 if name in by_muon else 2) for name, size in sizes.items())
+    if config.optimizer.offload == "cpu":
+        moments = 0
+    trained, stage = sum(sizes.values()), config.zero_stage or 0
+    shares = processes if stage else 1
+    gradients = {2: trained // shares, 3: 0}.get(stage, trained)
+    return (gradients + moments // shares) * _FP32
+
+
+@contextmanager
+def reserved(model: LowBitModel, config: LearnerConfig, processes: int) -> Iterator[None]:
+    """Hold `step_bytes` on the masters' GPU within this context; nothing on CPUs. Raises `OutOfMemoryError` where there
+    are not as many."""
+    if model.device.type == "cpu":
+        yield
+        return
+    count = step_bytes(model, config, processes)
+    try:
+        held = torch.empty(count, dtype=torch.uint8, device=model.device)
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info(model.device)[0]
+        raise OutOfMemoryError(
+            f"gradients and moments take {count / 2**30:.1f} GiB, and {model.device} has {free / 2**30:.1f} GiB free "
+            "with the model on it; `qarl plan` with this command's options names what would help"
+        ) from error
+    try:
+        yield
+    finally:
+        del held
