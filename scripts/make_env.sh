@@ -5,7 +5,8 @@
 #   scripts/make_env.sh --trl [--venv FOLDER]              TRL's, for `qarl bench learner` and `train`; default: .venv-trl
 #   scripts/make_env.sh --lock [--upgrade ...]             compile all locks again; the rest goes to uv
 #
-# PYTHON names the interpreter (default python3). No compiler is needed: nothing is built from C or C++ here.
+# PYTHON names the interpreter (default python3). Nothing is built from C or C++ here; on GPUs Triton builds at run time,
+# and what a machine lacks for that is told (scripts/env/check_cuda.sh).
 #
 # The folder holds two files of ours. `.qarl-env` is written first and says "this folder is QaRL's, made
 # at this path"; `.qarl-stamp` is written last and holds a hash of everything the environment is made from.
@@ -15,7 +16,7 @@ set -euo pipefail
 UV_VERSION=0.13.8                # installed where PATH has no uv
 MIN_PYTHON=3.11
 LOCK_PYTHON=3.11                 # the locks are resolved for this release
-MIN_FREE_GIB=6
+MIN_FREE_GIB=6                   # with CUDA twice that
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf '[env] %s\n' "$*" >&2; }
@@ -166,6 +167,10 @@ compile_locks() {
 }
 
 sync_env() {
+    if [[ $device == cuda ]]; then
+        MIN_FREE_GIB=$((2 * MIN_FREE_GIB))
+        bash scripts/env/check_cuda.sh "$python" || say "going on: what is made here runs once that is mended (qarl doctor --machine)"
+    fi
     [[ -f $stamp ]] || check_disk
     rm -f "$stamp"
     make_venv

@@ -17,6 +17,7 @@ from configs.load import config_file, default_config, load_config, overridden
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
+from qarl.cli.doctor import add_doctor
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
@@ -72,6 +73,7 @@ def _parser() -> Parser:
     add_serve(commands)
     add_bench(commands)
     add_plan(commands)
+    add_doctor(commands)
     _add_schemes(commands)
     add_tasks(commands)
     return parser

@@ -1,0 +1,1 @@
+"""`qarl doctor`: what would keep a run from working, found before one is started."""
