@@ -43,12 +43,17 @@ def config_file(name: str) -> Path:
     )
 
 
+def is_embedded(name: str) -> bool:
+    """Whether `name` is an embedded policy's: those have a configuration of their name."""
+    return name.startswith(_EMBEDDED) and name in shipped_names()
+
+
 def default_config(model: str | None) -> Path:
     """Where a run without --config starts: the embedded policy's own file, else the paper's settings, of the model of
     that name where the paper has it."""
     if model is None:
         return config_file("tiny-qwen3")
-    if model.startswith(_EMBEDDED) and model in shipped_names():
+    if is_embedded(model):
         return config_file(model)
     own = f"paper/{model.rstrip('/').rpartition('/')[2].lower()}"
     return config_file(own if own in shipped_names() else _PAPER)

@@ -10,6 +10,7 @@ from configs.errors import ConfigError
 from configs.schema.run import RunConfig
 from learner.processes import Processes
 from qarl.report.dashboard import Dashboard
+from qarl.report.located import located
 from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import list_checkpoints
 from qarl.train import train
@@ -43,7 +44,7 @@ def existing_run(config: RunConfig) -> RunFolder | None:
     if not path.exists():
         return None
     folder = RunFolder.open(path)
-    wanted, found = (c.model_dump(mode="json", exclude={"output"}) for c in (config, folder.config()))
+    wanted, found = (located(c).model_dump(mode="json", exclude={"output"}) for c in (config, folder.config()))
     for key, value in wanted.items():
         if found[key] != value:
             raise ConfigError(

@@ -18,6 +18,7 @@ from configs.errors import ConfigError
 from configs.load import config_from_tree, refuse_unknown
 from configs.schema.run import RunConfig
 from configs.yaml_file import read_yaml
+from qarl.report.located import located
 
 _PACKAGES = (
     "qarl",
@@ -79,7 +80,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig) -> "RunFolder":
-        """A new folder holding the resolved configuration. Raises `ConfigError` where it exists."""
+        """A new folder holding the resolved configuration, its paths absolute. Raises `ConfigError` where it exists."""
         path = new_path(config)
         made = tuple(folder for folder in path.parents if not folder.exists())
         try:
@@ -92,7 +93,7 @@ class RunFolder:
             raise ConfigError(
                 f"cannot make run folder {str(path)!r}: {error.strerror}; give another --output"
             ) from error
-        (path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        (path / "config.yaml").write_text(yaml.safe_dump(located(config).model_dump(mode="json"), sort_keys=False))
         (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
         return cls(path, made)
 
@@ -168,6 +169,7 @@ def new_path(config: RunConfig) -> Path:
 
 def resumed_config(started: RunConfig, asked: RunConfig) -> RunConfig:
     """The configuration to continue with. Raises `ConfigError` where a field that fixes the run differs."""
+    started, asked = located(started), located(asked)
     before, after = started.model_dump(), asked.model_dump()
     for path in FIXED_FIELDS:
         old, new = before, after

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from configs.errors import ConfigError, InputError, SchemeError
-from configs.load import shipped_names
+from configs.load import is_embedded, shipped_names
 from configs.schema.run import RunConfig
 from configs.scheme_names import check_scheme_name
 from configs.words import did_you_mean, quoted
@@ -74,11 +74,6 @@ def check_task(config: RunConfig) -> Task:
     except RewardError as error:
         raise UnusableRewardError(f"tried on a reference answer, {error}") from error
     return task
-
-
-def is_embedded(name: str) -> bool:
-    """Whether `name` is an embedded policy's: those have a configuration of their name."""
-    return name.startswith("tiny-") and name in shipped_names()
 
 
 def _check_model(config: RunConfig) -> None:

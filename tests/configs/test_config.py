@@ -312,4 +312,4 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
         resumed_config(load_config(file, narrow), load_config(file, narrow | {field: value}))
     longer = load_config(file, {"steps": "999"})
-    assert resumed_config(load_config(file, {}), longer) is longer
+    assert resumed_config(load_config(file, {}), longer) == longer

@@ -1,0 +1,25 @@
+"""A run's configuration with absolute paths: it is resumed and evaluated from any working folder."""
+
+from pathlib import Path
+
+from configs.load import is_embedded
+from configs.schema.objectives import OwnConfig
+from configs.schema.run import RunConfig
+from qarl.tasks.paths import absolute, absolute_function
+
+
+def located(config: RunConfig) -> RunConfig:
+    """With the paths of model, questions and functions absolute, as they are found from the working folder. Names of
+    what is no file here (built-in tasks, ids on the Hub, modules) stay."""
+    here, objective = Path.cwd(), config.learner.objective
+    if isinstance(objective, OwnConfig):
+        objective = objective.model_copy(update={"function": absolute_function(objective.function, here)})
+    model = Path(config.model).expanduser()
+    local = model.is_dir() and not is_embedded(config.model)
+    return config.model_copy(
+        update={
+            "model": str(model.absolute()) if local else config.model,
+            "task": absolute(config.task, here),
+            "learner": config.learner.model_copy(update={"objective": objective}),
+        }
+    )
