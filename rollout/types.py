@@ -45,14 +45,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy. max_new_tokens bounds each completion. seed: of the whole call; sample k of prompt
-    j draws from a stream that depends on (seed, first_prompt + j, k) only. first_prompt: how many prompts of the same
-    seed other engines were given before these. ignore_end: sample on past the end token, to `max_new_tokens`, for
-    benchmarks."""
+    """temperature 0 is greedy. top_p, top_k, min_p: sample from the likeliest tokens alone, as vLLM's parameters of
+    these names say; 1, 0 and 0 are all tokens. max_new_tokens bounds each completion. seed: of the whole call; sample k
+    of prompt j draws from a stream that depends on (seed, first_prompt + j, k) only. first_prompt: how many prompts of
+    the same seed other engines were given before these. ignore_end: sample on past the end token, to `max_new_tokens`,
+    for benchmarks."""
 
     samples: int
     max_new_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     first_prompt: int = 0
     ignore_end: bool = False

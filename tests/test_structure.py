@@ -132,7 +132,7 @@ def test_only_schemes_state_bits_and_ranges():
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-                if name == "qarl.run.evaluate" and node.value == 448:
+                if name == "qarl.run.evaluation_plan" and node.value == 448:
                     continue  # tokens
                 assert node.value not in RANGES, f"{file}:{node.lineno} states {node.value}"
             if isinstance(node, ast.Compare):

@@ -100,21 +100,36 @@ class EvalConfig(Section):
         default=256, ge=0, le=_MOST_PROMPTS, description="held-out problems asked; more for finer accuracy, 0 for none"
     )
     every: int = Field(default=50, ge=1, description="steps between evaluations; the start and the last step have one")
-    temperature: float = Field(default=0.0, ge=0, le=10, description="of the answers; 0 is greedy")
     samples: int = Field(
         default=1,
         ge=1,
         le=10_000,
         description="answers a problem, averaged over; several need a temperature",
     )
+    temperature: float = Field(default=0.0, ge=0, le=10, description="of the answers; 0 is greedy")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="answers from the likeliest tokens that hold this probability together"
+    )
+    top_k: int = Field(default=0, ge=0, description="answers from so many of the likeliest tokens; 0 is all")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="answers from tokens at least so probable, as a share of the likeliest's"
+    )
 
     @model_validator(mode="after")
     def _differing(self) -> "EvalConfig":
-        if self.samples > 1 and self.temperature == 0:
+        if self.temperature > 0:
+            return self
+        if self.samples > 1:
             raise ValueError(
                 f"eval.samples {self.samples} with eval.temperature 0: greedy answers are all the same; give a "
                 "temperature, or one sample"
             )
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"eval.{name} {getattr(self, name)} with eval.temperature 0 would do nothing: greedy answers take "
+                    "the likeliest token; give a temperature, or leave it out"
+                )
         return self
 
 

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
-from configs.schema.run import RunConfig
+from configs.schema.run import EvalConfig, RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, overrides_in, refuse_chosen
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.ptq.source import open_source
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
-from qarl.run.evaluate import heldout_accuracy
+from qarl.run.evaluate import answered
 from qarl.run.prompts import open_prompter
 from qarl.run.session import check_input
 from qarl.tasks import load_task
@@ -161,7 +161,8 @@ def _export_accuracy(run: RunFolder) -> float:
 def _accuracy(engine: Engine, checkpoint: Path, config: RunConfig) -> float:
     prompter = open_prompter(checkpoint, config)
     task = load_task(config.task).shortened(prompter.fits)
-    return heldout_accuracy(engine, task, prompter, config.eval.problems, config.rollout.max_new_tokens)
+    asking = EvalConfig(problems=config.eval.problems)
+    return answered(engine, task, prompter, asking, config.rollout).accuracy
 
 
 def _mean(values: list[float]) -> float:

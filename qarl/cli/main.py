@@ -13,12 +13,13 @@ from rich.console import Console
 
 from configs.errors import ConfigError, QarlError
 from configs.flags import FLAGS
-from configs.load import config_file, default_config, load_config, overridden
+from configs.load import config_file, default_config, load_config
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.doctor import add_doctor
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
+from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
@@ -68,7 +69,7 @@ def _parser() -> Parser:
     add_check(commands)
     add_init(commands)
     _add_export(commands)
-    _add_eval(commands)
+    add_eval(commands)
     add_report(commands)
     add_serve(commands)
     add_bench(commands)
@@ -299,48 +300,6 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
         f"fresh engine, mean |Δ log p| against the unquantized policy {exported.moved:.2e} nats",
         soft_wrap=True,
     )
-    return 0
-
-
-def _add_eval(commands: Any) -> None:
-    evaluate = commands.add_parser(
-        "eval",
-        help="held-out greedy accuracy of a run, an export or any checkpoint, through vLLM",
-        usage="qarl eval TARGET [OPTIONS] [--task.FIELD VALUE …]",
-        description="Held-out greedy accuracy of a run, an export or any checkpoint, through vLLM: what the task's "
-        "checker counts. Every field of the task is an option by its dotted name, as --task.correct mine.py:correct.",
-    )
-    evaluate.add_argument("target", help="run folder (its export), checkpoint folder, hub id, or embedded name")
-    evaluate.add_argument("--task", help="task name or file (default: the run's, else chain_sum)")
-    evaluate.add_argument("--seed", type=int, default=0, help="of the held-out problems (default 0)")
-    evaluate.add_argument("--problems", type=int, default=512, help="held-out problems (default 512)")
-    evaluate.add_argument("--max-new-tokens", type=int, help="default: the run's, else 64")
-    evaluate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
-    evaluate.add_argument("--json", metavar="FILE", help="write the result as JSON too")
-    evaluate.set_defaults(run=_eval)
-
-
-def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    task = dotted_overrides(argparse.Namespace(), rest)
-    for field in task:
-        if not field.startswith("task."):
-            raise ConfigError(f"unknown option --{field} of qarl eval; it takes --task.FIELD and what --help lists")
-    if known.task is not None:
-        task["task.name"] = known.task
-    overridden({}, task)
-    check_json(known.json)
-    for option, least in (("problems", 1), ("max_new_tokens", 1), ("seed", 0)):
-        value = getattr(known, option)
-        if value is not None and value < least:
-            raise ConfigError(f"--{option.replace('_', '-')} {value} must be at least {least}")
-    quiet_libraries()
-    with told_to(Console(stderr=True)):
-        with phase("importing torch and transformers"):
-            from qarl.run.evaluate import evaluate, plan_evaluation
-        plan = plan_evaluation(known.target, task, known.max_new_tokens, known.dtype)
-        result = evaluate(plan, known.target, known.problems, known.seed)
-    console.print(f"{result['accuracy']:.1%} of {result['problems']} held-out {plan.task.name} problems, greedy")
-    write_json(known.json, result)
     return 0
 
 

@@ -56,7 +56,7 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
         written = quantize(source, method, output)
         with open_engine(output, source.config.rollout, source.config.dtype) as engine:
             moved = verify(source, engine)
-    note = export_note(run, source.config, source.step) | {"scheme": scheme, "ptq": method}
+    note = export_note(run, source.config, source.step, output) | {"scheme": scheme, "ptq": method}
     add_to_note(output, **note, digest=written.hexdigest())
     tokens = sum(map(len, source.calibration))
     return PtqExported(

@@ -1,145 +1,103 @@
-"""Held-out accuracy through an engine."""
+"""Held-out questions through an engine: a run's own evaluation, and `qarl eval`'s."""
 
-import json
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack
 
-from configs.errors import ConfigError
-from configs.load import overridden
-from configs.schema.run import RolloutConfig, RunConfig
-from configs.schema.task import TaskConfig
-from configs.words import did_you_mean
+from configs.schema.run import EvalConfig, RolloutConfig, RunConfig
 from learner.processes import Processes
-from qarl.report.run_folder import RunFolder
-from qarl.report.startup import phase
-from qarl.run.export_note import LIMITS, export_note, read_note
+from qarl.evaluation.results import Evaluation, Question, Result, final_answer
+from qarl.report.startup import phase, say
+from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter
-from qarl.tasks import Response, Task, load_task
-from quant.checkpoint.folder import check_context
+from qarl.tasks import Problem, Response, Task
 from rollout.engine import Engine
 from rollout.open import open_engine
-from rollout.types import Sampling
+from rollout.types import Completion, Sampling
 
 
 def run_accuracy(
     engine: Engine, task: Task, prompter: Prompter, config: RunConfig, processes: Processes | None = None
 ) -> float:
-    """`heldout_accuracy` as a run measures it: by `eval.*`."""
-    return heldout_accuracy(
-        engine,
-        task,
-        prompter,
-        config.eval.problems,
-        config.rollout.max_new_tokens,
-        processes=processes,
-        samples=config.eval.samples,
-        temperature=config.eval.temperature,
-    )
+    """Of a run's policy on its own task, by `eval.*`, in [0, 1]."""
+    return answered(engine, task, prompter, config.eval, config.rollout, processes=processes).accuracy
 
 
-def heldout_accuracy(
+def heldout_problems(task: Task, count: int, seed: int) -> list[Problem]:
+    """The first `count` held-out problems for this seed; each once, so fewer where a file has fewer."""
+    size = task.size("heldout")
+    return task.problems("heldout", 0, count if size is None else min(count, max(size, 1)), seed)
+
+
+def answered(
     engine: Engine,
     task: Task,
     prompter: Prompter,
-    problems: int,
-    max_new_tokens: int,
+    asking: EvalConfig,
+    rollout: RolloutConfig,
     seed: int = 0,
     processes: Processes | None = None,
-    samples: int = 1,
-    temperature: float = 0.0,
-) -> float:
-    """Share of the first `problems` held-out problems (of `seed`) answered correctly, greedily, in [0, 1], or of
-    `samples` answers to each (avg@samples); each of `processes` asks its own engine a part of them."""
-    together = processes or Processes()
-    asked = together.share(task.problems("heldout", 0, problems, seed))
-    prompts = [prompter.prompt(problem) for problem in asked]
-    answers = engine.generate(prompts, Sampling(samples, max_new_tokens, temperature, seed))
-    answered = zip(asked, answers, strict=True)
-    responses = [Response(problem, a.text, a.token_ids) for problem, given in answered for a in given]
-    right = together.concatenated(task.correct(responses))
-    return sum(right) / len(right)
+) -> Result:
+    """Answers of the policy that `engine` holds, judged by the task's checker.
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What is measured: a checkpoint folder through vLLM in `dtype`, on the held-out problems of a task."""
-
-    checkpoint: Path
-    task: TaskConfig
-    rollout: RolloutConfig
-    dtype: str | None
-
-
-def plan_evaluation(target: str, task: Mapping[str, str], max_new_tokens: int | None, dtype: str | None) -> Evaluation:
-    """Task, limits and dtype of a run or of an export that names them (`qarl.run.export_note`), else "chain_sum" with
-    its own options, 448 and 64 tokens and the checkpoint's own dtype; what is given comes before either.
-
-    task: dotted overrides of `task.*`; one that names another task starts from that one's defaults. Raises
-    `ConfigError` or `ModelError` for a target that is none, and for options that do not apply to it.
+    asking: how many problems and samples, and how these are drawn. rollout: how long they may be. seed: of the problems
+    and of sampling. processes: each asks its own engine a part, and all return the whole, whose answers do not depend
+    on how many there are.
     """
-    checkpoint, note = _export_of(target, dtype)
-    new = max_new_tokens or note.get("max_new_tokens", 64)
-    limits = {key: note[key] for key in LIMITS if key in note} or {"max_prompt_tokens": 448}
-    rollout = RolloutConfig(**{**limits, "max_new_tokens": new})
-    if checkpoint is None:
-        from qarl.run.session import model_folder
+    together = processes or Processes()
+    problems = heldout_problems(task, asking.problems, seed)
+    share = together.share(problems)
+    sampling = Sampling(
+        samples=asking.samples,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=asking.temperature,
+        top_p=asking.top_p,
+        top_k=asking.top_k,
+        min_p=asking.min_p,
+        seed=seed,
+        first_prompt=together.span(len(problems)).start,
+    )
+    completions = engine.generate([prompter.prompt(problem) for problem in share], sampling)
+    responses = [
+        Response(problem, completion.text, completion.token_ids)
+        for problem, own in zip(share, completions, strict=True)
+        for completion in own
+    ]
+    verdicts = task.correct(responses)
+    starts = range(0, len(verdicts), asking.samples)
+    questions = [
+        _question(problem, own, verdicts[start : start + asking.samples])
+        for problem, own, start in zip(share, completions, starts, strict=True)
+    ]
+    return Result(task.name, tuple(together.concatenated(questions)))
 
-        checkpoint = model_folder(target)
-    check_context(checkpoint, rollout.max_prompt_tokens + new)
-    return Evaluation(
-        checkpoint=checkpoint,
-        task=overridden({"task": note.get("task", {})}, task).task,
-        rollout=rollout,
-        dtype=dtype or note.get("dtype"),
+
+def _question(problem: Problem, completions: list[Completion], verdicts: list[bool]) -> Question:
+    return Question(
+        id=problem.id,
+        question=problem.question,
+        reference=problem.answer,
+        answers=tuple(final_answer(completion.text) for completion in completions),
+        correct=tuple(verdicts),
+        tokens=tuple(len(completion.token_ids) for completion in completions),
+        truncated=tuple(completion.finish_reason == "length" for completion in completions),
     )
 
 
-def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, Any]]:
-    """The folder of a run's export or of a checkpoint, and its note; None for a model to be looked for elsewhere."""
-    path = Path(target)
-    if (path / "config.yaml").is_file():
-        folder = RunFolder.open(path)
-        config = folder.config()
-        if not folder.export.is_dir():
-            raise ConfigError(f"run {target!r} has no export yet; finish it, or: qarl export {target} -o DIR")
-        if dtype not in (None, config.dtype):
-            raise ConfigError(
-                f"--dtype {dtype}: run {target!r} computes in {config.dtype}; leave it out, or evaluate the folder "
-                f"{str(folder.export)!r} itself in another dtype"
-            )
-        note = export_note(path, config, max(folder.steps(), default=0))
-        return folder.export, {**note, "dtype": config.dtype}
-    if path.is_dir():
-        return path, read_note(path)
-    if "/" in target and path.parent.is_dir():
-        there = sorted(found.name for found in path.parent.iterdir() if found.is_dir())
-        near = did_you_mean(path.name, there)
-        raise ConfigError(f"there is no folder {target!r} in {str(path.parent)!r}{near}")
-    return None, {}
-
-
-def evaluate(plan: Evaluation, target: str, problems: int, seed: int = 0) -> dict[str, Any]:
-    """Accuracy in [0, 1] on the first `problems` held-out problems of `seed`, in a fresh engine, with what it was
-    measured on. The reward a run trained with plays no part: accuracy is the task's own verdict."""
-    dtype = plan.dtype or _own_dtype(plan.checkpoint)
+def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
+    """Each task's answers, by name, from one fresh engine. seed: of the problems and of sampling. The reward a run
+    trained with plays no part: accuracy is the task's own verdict."""
     prompter = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens, plan.task.template)
-    task = load_task(plan.task.model_copy(update={"reward": None})).shortened(prompter.fits)
-    answering = phase(f"starting the engine and answering {problems} problems")
-    with answering, open_engine(plan.checkpoint, plan.rollout, dtype) as engine:
-        accuracy = heldout_accuracy(engine, task, prompter, problems, plan.rollout.max_new_tokens, seed)
-    return {
-        "target": target,
-        "task": plan.task.model_dump(mode="json"),
-        "problems": problems,
-        "seed": seed,
-        "accuracy": accuracy,
-        "dtype": dtype,
-    }
-
-
-def _own_dtype(checkpoint: Path) -> str:
-    written = json.loads((checkpoint / "config.json").read_text())
-    dtype = written.get("dtype") or written.get("torch_dtype")
-    return dtype if dtype == "float16" or (dtype == "float32" and "quantization_config" in written) else "bfloat16"
+    fitting = {name: task.shortened(prompter.fits) for name, task in tasks.items()}
+    for task in fitting.values():
+        if described := task.describe():
+            say(described)
+    results = []
+    with ExitStack() as stack:
+        with phase("starting the engine"):
+            engine = stack.enter_context(open_engine(plan.checkpoint, plan.rollout, plan.dtype))
+        for name, task in fitting.items():
+            with phase(f"answering {name}"):
+                result = answered(engine, task, prompter, plan.asking, plan.rollout, seed)
+            results.append(dataclasses.replace(result, name=name))
+    return Evaluation(target=plan.target, dtype=plan.dtype, settings=plan.settings(seed), results=tuple(results))

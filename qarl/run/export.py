@@ -33,7 +33,7 @@ def export_run(run: Path, output: Path) -> Exported:
     step, state = load_checkpoint(folder.checkpoints)
     policy = open_policy(config)
     policy.learner.load_state_dict(state["learner"])
-    written = export_checkpoint(policy.model, policy.folder, output, export_note(run, config, step))
+    written = export_checkpoint(policy.model, policy.folder, output, export_note(run, config, step, output))
     bound = config.sync.canary_bound or policy.model.plan.bound
     with open_engine(output, config.rollout, config.dtype) as engine:
         canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)

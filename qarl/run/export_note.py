@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.load import config_from_tree
 from configs.schema.run import RunConfig
+from configs.schema.task import TaskConfig
+from qarl.tasks.paths import absolute, relative
 
 NAME = "qarl.json"
 LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_num_seqs", "kv_cache_gib")
 """Fields of `rollout` that an engine is started with for the same figures."""
 
 
-def export_note(run: Path, config: RunConfig, step: int) -> dict[str, Any]:
-    """What qarl.json says of a run's step, besides the digest of what was written."""
+def export_note(run: Path, config: RunConfig, step: int, export: Path) -> dict[str, Any]:
+    """What qarl.json says of a run's step, besides the digest of what was written. export: the folder it is for, from
+    which the task's files are named."""
     return {
         "qarl": version("qarl"),
         "run": run.resolve().name,
@@ -24,9 +28,15 @@ def export_note(run: Path, config: RunConfig, step: int) -> dict[str, Any]:
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],
         "dtype": config.dtype,
-        "task": config.task.model_dump(mode="json"),
+        "task": relative(absolute(config.task, Path.cwd()), export.resolve()).model_dump(mode="json"),
+        "eval": config.eval.model_dump(mode="json", exclude={"every"}),
         **{key: getattr(config.rollout, key) for key in LIMITS},
     }
+
+
+def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:
+    """The task of a note, its files found from any folder. Raises `ConfigError` for one that is none."""
+    return absolute(config_from_tree({"task": note["task"]}).task, export.resolve())
 
 
 def add_to_note(export: Path, **more: Any) -> None:
@@ -45,7 +55,7 @@ def read_note(export: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{str(file)!r} cannot be read: {error}; export the run again, or remove that file"
         ) from error
-    needed = ("task", "dtype", *LIMITS)
+    needed = ("task", "eval", "dtype", *LIMITS)
     missing = [key for key in needed if key not in note] if isinstance(note, dict) else list(needed)
     if missing:
         raise ConfigError(f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file")

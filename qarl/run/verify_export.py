@@ -2,11 +2,12 @@
 
 import shutil
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 from configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
-from qarl.run.evaluate import run_accuracy
+from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.session import Policy, Position, Session, canary_sequences
 from rollout.open import open_engine
@@ -42,7 +43,8 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
         return None
     if policy.processes.first:
         shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
-        export_checkpoint(policy.model, policy.folder, folder.export, export_note(folder.path, config, steps))
+        note = export_note(folder.path, config, steps, folder.export)
+        export_checkpoint(policy.model, policy.folder, folder.export, note)
     sequences = canary_sequences(policy, config)
     sampled = Sampled(sequences, session.engine.logprobs(sequences))
     policy.processes.wait()  # closing the engine closes the process group: from there on the first process is alone
@@ -64,6 +66,9 @@ def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, s
                 "it was sampled from; do not deploy it"
             )
         if config.eval.problems:
-            accuracy = run_accuracy(engine, policy.task, policy.prompter, config)
-            add_to_note(folder.export, heldout_accuracy=accuracy, heldout_problems=config.eval.problems)
+            result = answered(engine, policy.task, policy.prompter, config.eval, config.rollout)
+            accuracy, average = result.accuracy, result.average()
+            interval = None if isnan(average.low) else [average.low, average.high]
+            problems = len(result.questions)
+            add_to_note(folder.export, heldout_accuracy=accuracy, heldout_interval=interval, heldout_problems=problems)
     return Outcome(at.step, folder.export, at.first_accuracy, accuracy)

@@ -29,6 +29,11 @@ def is_table(name: str) -> bool:
     return name.startswith(HUB) or Path(name).suffix in _READERS
 
 
+def short_name(name: str) -> str:
+    """A task's name, of a file without its folders."""
+    return name if name.startswith(HUB) else Path(name).name
+
+
 def file_rows(path: Path) -> list[Row]:
     """All rows of a file. Raises `TaskError` for one that is missing, empty or not in the format of its ending."""
     if not path.is_file():
@@ -89,6 +94,8 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".tsv": _csv,
     ".parquet": _parquet,
 }
+FILES = tuple(_READERS)
+"""Endings of files of questions."""
 
 
 def _text(path: Path) -> str:

@@ -17,7 +17,8 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of a row's columns. answer may lead into nested values, as in "reward_model.ground_truth"."""
+    """Names of a row's columns. They may lead into nested values, as in "reward_model.ground_truth", and into a list by
+    a number: "final_answer.0"."""
 
     prompt: str = "question"
     answer: str = "answer"
@@ -182,11 +183,14 @@ def _split(row: Row, question: str, hub: bool) -> Split:
 
 
 def _value(row: Row, column: str, option: str) -> Any:
-    """A column's value, or a nested one: "a.b" where there is no column of that very name."""
+    """A column's value, or a nested one: "a.b" or "a.0" where there is no column of that very name."""
     if column in row.values:
         return row.values[column]
     value: Any = row.values
     for part in column.split("."):
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+            continue
         if not isinstance(value, dict) or part not in value:
             near = did_you_mean(column, row.values)
             there = ", ".join(map(str, row.values)) or "none"
@@ -214,9 +218,10 @@ def _messages(row: Row, column: str, prompt: Any) -> tuple[Message, ...]:
 
 
 def _answer(row: Row, column: str, answer: Any) -> str:
-    """A reference answer as text; a whole number is written one way, so it may be one."""
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return str(answer)
+    """A reference answer as text; a whole number is written one way, so it may be one, also where a column of fractions
+    has it (27.0)."""
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and float(answer).is_integer():
+        return str(int(answer))
     if not isinstance(answer, str) or not answer.strip():
         raise TaskError(
             f"{row.where}: {column!r} must be text that is not empty, or a whole number; got {quoted(answer)}. Write "

@@ -38,6 +38,10 @@ class Task:
         """The source's problems (see `Source.problems`), behind the task's system prompt."""
         return self._behind_system(self.source.problems(split, start, count, seed))
 
+    def size(self, split: Split) -> int | None:
+        """Problems of a split before they come round again; None for a built-in task, which has no end."""
+        return len(self.source.by_split[split]) if isinstance(self.source, Table) else None
+
     def shortened(self, fits: Callable[[Sequence[Problem]], list[bool]]) -> "Task":
         """Without the questions of a table whose prompts are too long; a built-in task is endless and stays as it is.
         fits: which prompts are not too long. Raises `TaskError` for a prompt that begins with two system messages."""

@@ -155,6 +155,9 @@ def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[
             params.append(
                 SamplingParams(
                     temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
                     max_tokens=sampling.max_new_tokens,
                     logprobs=0,
                     ignore_eos=sampling.ignore_end,

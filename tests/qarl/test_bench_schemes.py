@@ -11,10 +11,11 @@ from rich.console import Console
 
 from configs.errors import ConfigError, QarlError
 from qarl.bench.schemes.cell import CURVES, Job, Measured
+from qarl.bench.schemes.curves import band, gap_closed, smoothed
 from qarl.bench.schemes.grid import Cell, Grid, checked, stamp
 from qarl.bench.schemes.measure import measure
-from qarl.bench.schemes.statistics import band, estimate, gap_closed, paired, smoothed
 from qarl.bench.schemes.table import plot, rows, table
+from qarl.evaluation.statistics import estimate, paired
 
 
 def grid(runs: Path, **chosen: Any) -> Grid:

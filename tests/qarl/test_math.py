@@ -1,16 +1,24 @@
-r"""Answers in \boxed{…}: QaRL's verdicts are math-verify's, whatever is in the box, and none hangs a run."""
+r"""Answers in \boxed{…}: QaRL's verdicts are math-verify's, whatever is in the box, and none hangs a run; the
+suite of benchmarks that is judged so."""
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from math_verify import LatexExtractionConfig, parse, verify
 
-from qarl.tasks import Problem, Response
+from configs.schema.task import TaskConfig
+from qarl.cli.main import main
+from qarl.evaluation.suites import SUITES, suite_tasks
+from qarl.tasks import Problem, Response, TaskError
 from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer
 from qarl.tasks.workers import Workers
 from tests.support.math_cases import KINDS, SLOW, cases
+from tests.support.math_suite import RIGHT, ROWS, write_copies
 from tests.support.profiles import thorough
+from tests.support.transformers_engine import use_transformers_engine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,3 +79,58 @@ def test_a_reference_that_cannot_be_read_gives_no_signal():
 def test_references_may_come_in_a_box_or_between_dollars():
     for reference in (r"\boxed{7}", "$7$", " 7 ", r"$\boxed{7}$"):
         assert math_checker()([response(reference, r"\boxed{7}"), response(reference, "7")]) == [True, False]
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data sets of a test are prepared in its own folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_suite_is_read_from_copies_and_judged_as_mathematics(tmp_path: Path):
+    tasks = suite_tasks("math", write_copies(tmp_path / "copies"), TaskConfig())
+    assert list(tasks) == [benchmark.name for benchmark in SUITES["math"]] == list(RIGHT)
+    for name, task in tasks.items():
+        assert task.size("heldout") == len(ROWS[name]) and task.size("train") == 0
+        problem = min(task.problems("heldout", 0, len(ROWS[name]), 0), key=lambda p: p.id)
+        assert "\\boxed" in problem.chat[0]["content"] and problem.chat[1]["content"] == problem.question
+        texts = (f"so \\boxed{{{RIGHT[name]}}}", RIGHT[name], "\\boxed{1000}")
+        assert task.correct([Response(problem, text) for text in texts]) == [True, False, False], name
+    last = max(tasks["aime24"].problems("heldout", 0, 2, 0), key=lambda p: p.id)
+    assert tasks["aime24"].correct([Response(last, "\\boxed{25}")]) == [True], "AIME writes 025"
+    told = suite_tasks("math", tmp_path / "copies", TaskConfig(system="Be brief."))["aime25"]
+    assert told.problems("heldout", 0, 1, 0)[0].chat[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_a_suite_says_which_copies_are_missing_and_how_to_get_them(tmp_path: Path):
+    (write_copies(tmp_path) / "aime25.parquet").unlink()
+    (tmp_path / "amc23.jsonl").unlink()
+    with pytest.raises(TaskError) as told:
+        suite_tasks("math", tmp_path, TaskConfig())
+    assert "lacks aime25, amc23 (a folder of that name, or a file of it: .jsonl, .csv" in str(told.value)
+    assert f"hf download --repo-type dataset math-ai/aime25 --local-dir {tmp_path / 'aime25'}\n" in str(told.value)
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_eval_asks_a_suite(
+    random_policy: Callable[[bool], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The whole command, with an engine that only tests know: two samples, JSON, and what it is not compared with."""
+    use_transformers_engine(monkeypatch)
+    copies, first = write_copies(tmp_path / "copies"), tmp_path / "first.json"
+    policy = str(random_policy(True))
+    asked = ["eval", policy, "--suite", "math", "--data", str(copies), "--problems", "1", "--task.system", "Be brief.",
+             "--max-new-tokens", "4", "--max-prompt-tokens", "256", "--samples", "2", "--temperature", "1"]  # fmt: skip
+    assert main([*asked, "--json", str(first)]) == 0
+    out = capsys.readouterr().out
+    assert "aime24, 2 samples at 1: 0.0% of 1 held-out problems; pass@2 0.0%; maj@2 0.0%; " in out
+    assert "mean of 6 benchmarks: 0.0%\n" in out
+    tree = json.loads(first.read_text())
+    assert [b["name"] for b in tree["benchmarks"]] == list(RIGHT)
+    assert tree["settings"]["temperature"] == 1 and len(tree["benchmarks"][0]["questions"][0]["answers"]) == 2
+    assert main([*asked, "--seed", "1", "--against", str(first)]) == 2
+    assert "is asked with seed 1" in capsys.readouterr().err

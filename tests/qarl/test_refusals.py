@@ -1,6 +1,7 @@
 """What a person may give wrongly: one message, exit status 2, nothing left behind. In process and without an engine;
 `scripts/bad_inputs.py` generates hundreds of the kind."""
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -16,9 +17,10 @@ from configs.errors import ConfigError, ModelError
 from configs.load import config_file, load_config
 from configs.schema.task import TaskConfig
 from qarl.cli.main import main
-from qarl.report.run_folder import RunFolder
-from qarl.run.evaluate import plan_evaluation
+from qarl.report.run_folder import RunFolder, resumed_config
+from qarl.run.evaluation_plan import plan_evaluation
 from qarl.run.export_note import export_note
+from qarl.tasks.paths import absolute, relative
 
 FINE = {"question": "1 + 1 =", "answer": "2"}
 
@@ -74,6 +76,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --seed 1e23", "seed 1e+23 must be a whole number"),
         ("train --learner.optimizer.warmup_steps 1000", "warmup_steps 1000 is more than steps 150"),
         ("train --eval.samples 4", "eval.samples 4 with eval.temperature 0: greedy answers are all the same"),
+        ("train --eval.top_p 0.9", "eval.top_p 0.9 with eval.temperature 0 would do nothing"),
         ("train --objective gpro", "name 'gpro' is no objective"),
         ("train --dtype bf16", "dtype 'bf16' must be one of bfloat16, float16, float32"),
         ("train --max_new_tokens 5", "did you mean --max-new-tokens (rollout.max_new_tokens)?"),
@@ -123,7 +126,21 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("export taken -o taken", "folder 'taken' exists; give another --output"),
         ("export taken -o q.jsonl/out", "cannot make folder 'q.jsonl/out': Not a directory"),
         ("eval taken --problems 0", "--problems 0 must be at least 1"),
-        ("eval taken --problems -3", "--problems -3 must be at least 1"),
+        ("eval taken --problems -3", "eval.problems -3 must be a whole number, at least 0"),
+        ("eval taken --samples 0", "eval.samples 0 must be a whole number, at least 1"),
+        ("eval taken --samples 4 --temperature 0", "eval.samples 4 with eval.temperature 0: greedy answers are all"),
+        ("eval taken --top-p 1.5", "eval.top_p 1.5 must be a number, above 0, at most 1"),
+        ("eval taken --top-k 5 --eval.top_k 5", "--top-k 5 is also given as --eval.top_k; give it once"),
+        ("eval taken --eval.every 5", "unknown option --eval.every of qarl eval"),
+        ("eval taken --suite maths", "--suite 'maths' must be one of math; did you mean 'math'?"),
+        ("eval taken --suite math --task gcd", "--task.name gcd does not go with --suite math"),
+        ("eval taken --suite math --data nope", "--data nope: there is no such folder"),
+        ("eval taken --data taken", "--data taken goes with --suite"),
+        (
+            "eval taken --suite math",
+            "--suite math of 'taken', which does not say how long its answers are",
+        ),
+        ("eval taken --against q.jsonl --max-new-tokens 8", "'taken' has no config.json"),
         ("eval taken --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
         ("eval taken --json no/such/x.json", "--json no/such/x.json: 'no/such' is no folder that can be written to"),
         ("eval taken --task.options 5", "task.options 5 must be a mapping"),
@@ -222,14 +239,17 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     config = load_config(config_file("tiny-qwen3"), {"output": str(tmp_path / "run"), "dtype": "float16"})
     run = RunFolder.create(config)
     shutil.copytree(random_policy(True), run.export)
-    (run.export / "qarl.json").write_text(json.dumps(export_note(run.path, config, 3)))
-    asked: dict[str, Any] = {"task": {}, "max_new_tokens": None, "dtype": None}
+    (run.export / "qarl.json").write_text(json.dumps(export_note(run.path, config, 3, run.export)))
+    asked: dict[str, Any] = {"overrides": {}, "max_new_tokens": None, "dtype": None}
     of_run, of_export = (plan_evaluation(str(path), **asked) for path in (run.path, run.export))
-    assert of_run == of_export
+    assert dataclasses.replace(of_run, target=of_export.target) == of_export
     assert of_export.task == config.task and of_export.rollout.max_num_seqs == 512
     assert of_export.dtype == "float16" and of_export.rollout.max_new_tokens == 8
-    other = plan_evaluation(str(run.export), **{**asked, "task": {"task.name": "gcd"}, "max_new_tokens": 9})
+    assert of_export.asking == config.eval.model_copy(update={"every": 50})
+    changed = {"task.name": "gcd", "eval.samples": "4", "eval.temperature": "0.6", "eval.top_p": "0.95"}
+    other = plan_evaluation(str(run.export), **{**asked, "overrides": changed, "max_new_tokens": 9})
     assert (other.task, other.rollout.max_new_tokens) == (TaskConfig(name="gcd"), 9)
+    assert (other.asking.samples, other.asking.top_p, other.asking.problems) == (4, 0.95, config.eval.problems)
     with pytest.raises(ConfigError, match=r"--dtype bfloat16: run .* computes in float16; leave it out"):
         plan_evaluation(str(run.path), **{**asked, "dtype": "bfloat16"})
     with pytest.raises(ModelError, match=r"rollout.max_new_tokens \(--max-new-tokens\) = 4160, .* has 512 positions"):
@@ -237,6 +257,41 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     (run.export / "qarl.json").write_text("{}")
     with pytest.raises(ConfigError, match="lacks 'task'; export the run again"):
         plan_evaluation(str(run.export), **asked)
+
+
+def test_a_run_is_resumed_and_evaluated_in_any_folder(place: Path, random_policy, monkeypatch: pytest.MonkeyPatch):
+    """Contract: a run's configuration has absolute paths, of model, questions and functions, and its export's note
+    names them from its own folder; ids, modules and built-in names stay. A folder that moves takes its files along."""
+    shutil.copytree(random_policy(True), place / "model")
+    (place / "data").mkdir()
+    overrides = {
+        "output": "run", "model": "model", "task.name": "q.jsonl", "learner.objective.name": "own",
+        "task.reward": "raises.py:reward=1, math", "task.correct": "tests.support.rewards:reward",
+        "learner.objective.function": "own.py:objective", "rollout.max_new_tokens": "8",
+    }  # fmt: skip
+    config = load_config(config_file("tiny-qwen3"), overrides)
+    run = RunFolder.create(config)
+    shutil.copytree(place / "model", run.export)
+    (run.export / "qarl.json").write_text(json.dumps(export_note(run.path, config, 3, run.export)))
+    assert str(place) not in (run.export / "qarl.json").read_text(), "what is published names no folder of the machine"
+    monkeypatch.chdir(place / "data")
+    found = RunFolder.open(place / "run").config()
+    assert (found.model, found.task.name) == (str(place / "model"), str(place / "q.jsonl"))
+    assert found.task.reward == f"{place / 'raises.py'}:reward=1, math"
+    assert found.task.correct == "tests.support.rewards:reward"
+    assert getattr(found.learner.objective, "function", None) == f"{place / 'own.py'}:objective"
+    asked = {"task.reward": "../raises.py:reward=1, math"}
+    assert resumed_config(found, load_config(place / "run" / "config.yaml", asked)) == found
+    for target in (place / "run", place / "run" / "export"):
+        assert plan_evaluation(str(target), {}).task == found.task
+    (place / "moved").mkdir()
+    for name in ("run", "q.jsonl", "raises.py"):
+        (place / name).rename(place / "moved" / name)
+    moved = plan_evaluation(str(place / "moved" / "run" / "export"), {}).task
+    assert moved.name == str(place / "moved" / "q.jsonl")
+    hub = absolute(TaskConfig(name="hf:model", data="hf:owner/name"), place)
+    assert (hub.name, hub.data) == (f"hf:{place / 'model'}", "hf:owner/name")
+    assert relative(hub, place).name == "hf:model"
 
 
 def test_generated_bad_inputs_keep_the_contract():

@@ -37,7 +37,7 @@ def run(export: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
-    (export / "qarl.json").write_text(json.dumps(export_note(folder, config, 3)))
+    (export / "qarl.json").write_text(json.dumps(export_note(folder, config, 3, folder / "export")))
     export.rename(folder / "export")
     return folder
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import rollout.open
 from configs.load import config_from_tree
 from configs.schema.run import RolloutConfig, RunConfig
 from learner.processes import Processes
@@ -16,11 +15,10 @@ from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.train import train
-from rollout.engine import Engine
 from rollout.open import open_engine
 from rollout.types import Completion, Prompt, Sampling
 from sync.gate import GateError
-from tests.support.transformers_engine import TransformersEngine
+from tests.support.transformers_engine import TransformersEngine, use_transformers_engine
 
 
 class SkewedEngine(TransformersEngine):
@@ -44,13 +42,6 @@ def config_of(model: Path, output: Path) -> RunConfig:
     )  # fmt: skip
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, kind: type[TransformersEngine]) -> None:
-    def start(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool) -> Engine:
-        return kind(checkpoint, dtype)
-
-    monkeypatch.setattr(rollout.open, "_start", start)
-
-
 def run(config: RunConfig) -> tuple[RunFolder, Any]:
     folder, console = RunFolder.create(config), Console(file=io.StringIO())
     with Dashboard(config, console) as dashboard:
@@ -62,7 +53,7 @@ def test_a_run_needs_no_more_than_the_protocol(
 ):
     """Audit, canary, gate, two steps of learning and publishing, and an export that a fresh engine repeats bit for bit:
     all with an engine that only tests know. Blind spot: low-bit schemes, which transformers does not multiply."""
-    choose(monkeypatch, TransformersEngine)
+    use_transformers_engine(monkeypatch)
     folder, outcome = run(config_of(random_policy(True), tmp_path / "run"))
     lines = read_metrics(folder.metrics)
     assert [line["weight_version"] for line in lines] == [1, 2] and outcome.export == folder.export
@@ -73,7 +64,7 @@ def test_a_run_needs_no_more_than_the_protocol(
 def test_an_engine_is_closed_where_a_run_fails(
     random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    choose(monkeypatch, SkewedEngine)
+    use_transformers_engine(monkeypatch, SkewedEngine)
     with pytest.raises(GateError):
         run(config_of(random_policy(True), tmp_path / "run"))
     assert TransformersEngine.running == 0
@@ -87,7 +78,7 @@ def test_the_first_error_is_the_one_told(monkeypatch: pytest.MonkeyPatch, random
             super().close()
             raise OSError("stuck")
 
-    choose(monkeypatch, Stuck)
+    use_transformers_engine(monkeypatch, Stuck)
     with pytest.raises(ValueError, match="body"), open_engine(random_policy(True), RolloutConfig(), "bfloat16"):
         raise ValueError("body")
     with pytest.raises(OSError, match="stuck"), open_engine(random_policy(True), RolloutConfig(), "bfloat16"):

@@ -50,7 +50,9 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
     assert (run / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "servers run under other users"
     note = json.loads((run / "export" / "qarl.json").read_text())
     assert (note["run"], note["step"], note["scheme"], note["task"]["name"]) == ("run", 4, scheme, "chain_sum")
-    assert note["digest"] == metrics[-1]["digest"] and note["heldout_accuracy"] is not None
+    assert note["digest"] == metrics[-1]["digest"]
+    low, high = note["heldout_interval"]
+    assert low <= note["heldout_accuracy"] <= high
     for name in (
         "config.yaml",
         "environment.json",
@@ -206,12 +208,13 @@ def test_export_and_eval_commands(finished: Path, tmp_path: Path):
     assert "loaded in a fresh engine" in exported.stdout
     ours, theirs = (d / "model.safetensors" for d in (tmp_path / "out", finished / "export"))
     assert ours.read_bytes() == theirs.read_bytes()
-    results = []
-    for target in (finished, tmp_path / "out"):
-        done = qarl("eval", target, "--problems", "64", "--max-new-tokens", "8", "--json", tmp_path / "eval.json")
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads((tmp_path / "eval.json").read_text())["accuracy"])
-    assert "64 held-out chain_sum problems" in done.stdout
+    asked, first = ["--problems", "64", "--max-new-tokens", "8"], tmp_path / "eval.json"
+    done = qarl("eval", finished, *asked, "--json", first)
+    assert done.returncode == 0, done.stderr
+    done = qarl("eval", tmp_path / "out", *asked, "--against", first)
+    assert done.returncode == 0, done.stderr
+    assert "of 64 held-out problems" in done.stdout
+    assert f"chain_sum: +0.0 points [+0.0, +0.0] against {finished}, by question" in done.stdout
     again = qarl("export", finished, "-o", tmp_path / "out")
     assert again.returncode == 2
     assert "exists; give another --output" in again.stderr

@@ -5,13 +5,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rollout.open
 from quant.digest import StreamDigest
 from quant.types import LayerReport, LowBitTensor
-from rollout.engine import LoadReport
+from rollout.engine import Engine, LoadReport
 from rollout.types import Completion, Prompt, Sampling
 
 
@@ -78,3 +80,14 @@ class TransformersEngine:
     def close(self) -> None:
         del self._model
         TransformersEngine.running -= 1
+
+
+def use_transformers_engine(
+    monkeypatch: pytest.MonkeyPatch, kind: type[TransformersEngine] = TransformersEngine
+) -> None:
+    """Have `open_engine` choose it."""
+
+    def start(checkpoint: Path, rollout: Any, dtype: str, several: bool) -> Engine:
+        return kind(checkpoint, dtype)
+
+    monkeypatch.setattr(rollout.open, "_start", start)

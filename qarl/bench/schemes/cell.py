@@ -18,11 +18,12 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import QarlError
+from configs.schema.run import EvalConfig
 from qarl.bench.runs import finished_run
 from qarl.bench.schemes.grid import LEARNERS, Cell, Grid, refuse_mixed, stamp
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
-from qarl.run.evaluate import heldout_accuracy
+from qarl.run.evaluate import answered
 from qarl.run.prompts import open_prompter
 from qarl.tasks import load_task
 from rollout.open import open_engine
@@ -93,14 +94,15 @@ def run(job: Job, console: Console) -> Measured:
 def _accuracies(checkpoint: Path, folder: RunFolder, grid: Grid) -> tuple[float, float | None]:
     """Greedy and sampled, of a checkpoint in a fresh engine, on the held-out problems of the run's task."""
     config = folder.config()
-    prompter, longest = open_prompter(checkpoint, config), config.rollout.max_new_tokens
+    prompter = open_prompter(checkpoint, config)
     task = load_task(config.task).shortened(prompter.fits)
     with open_engine(checkpoint, config.rollout, config.dtype) as engine:
-        greedy = heldout_accuracy(engine, task, prompter, config.eval.problems, longest)
+        asking = EvalConfig(problems=config.eval.problems)
+        greedy = answered(engine, task, prompter, asking, config.rollout).accuracy
         if not grid.samples:
             return greedy, None
-        many = {"samples": grid.samples, "temperature": grid.temperature}
-        return greedy, heldout_accuracy(engine, task, prompter, config.eval.problems, longest, **many)
+        many = asking.model_copy(update={"samples": grid.samples, "temperature": grid.temperature})
+        return greedy, answered(engine, task, prompter, many, config.rollout).accuracy
 
 
 def _quantized(folder: RunFolder, cell: Cell, grid: Grid) -> tuple[float, float | None]:

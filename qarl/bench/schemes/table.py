@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qarl.bench.schemes.cell import Measured
+from qarl.bench.schemes.curves import band, gap_closed, smoothed
 from qarl.bench.schemes.grid import LEARNERS, Cell, Grid
-from qarl.bench.schemes.statistics import band, estimate, gap_closed, paired, smoothed
+from qarl.evaluation.statistics import estimate, paired
 from qarl.report.plots import BarPanel, Bars, Line, LinePanel, draw
 from qarl.report.tables import PlainTable
 

@@ -1,0 +1,155 @@
+"""`qarl eval`: held-out questions and benchmarks, answered by a run, an export or any checkpoint."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from configs.errors import ConfigError
+from configs.load import overridden
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.evaluation.suites import SUITES
+from qarl.report.startup import phase, told_to
+from qarl.run.evaluation_plan import Plan, Suite, plan_evaluation, plan_same
+
+if TYPE_CHECKING:  # which imports numpy
+    from qarl.evaluation.results import Evaluation
+
+_SHORT = {"problems": int, "samples": int, "temperature": float, "top_p": float, "top_k": int}
+"""Fields of `eval` with an option of their own."""
+
+
+def add_eval(commands: Any) -> None:
+    """Add `qarl eval` to the commands."""
+    evaluate = commands.add_parser(
+        "eval",
+        help="held-out accuracy of a run, an export or any checkpoint, through vLLM",
+        usage="qarl eval TARGET [OPTIONS] [--task.FIELD VALUE …] [--eval.FIELD VALUE …]",
+        description="Held-out accuracy of a run, an export or any checkpoint, through vLLM: what the task's checker "
+        "counts, with a 95 %% bootstrap interval over questions. What is not given is the run's, which its export "
+        "records. Every field of task and eval is an option by its dotted name, as --task.correct mine.py:correct.",
+        allow_abbrev=False,
+    )
+    add = evaluate.add_argument
+    add("target", help="run folder (its export), checkpoint folder, hub id, or embedded name")
+    add("--task", help="task name or file (default: the run's, else chain_sum)")
+    add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {_suites()}")
+    add("--data", metavar="DIR", help="local copies of the suite's benchmarks (default: from the Hub)")
+    add("--against", metavar="OTHER", help="another target, or what --json wrote of one: the difference by question")
+    add("--problems", type=int, metavar="N", help="held-out problems (default: the run's, else 512; of a suite all)")
+    add("--samples", type=int, metavar="N", help="answers to each (default: the run's, else 1)")
+    add("--temperature", type=float, metavar="T", help="of the answers (default: the run's, else 0, greedy)")
+    add("--top-p", type=float, metavar="P", help="from the likeliest tokens of this probability (default 1)")
+    add("--top-k", type=int, metavar="K", help="from so many of the likeliest tokens (default 0, all)")
+    add("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the run's, else 64)")
+    add(
+        "--max-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="others are left out (default: the run's, else 448, of a suite 2048)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of problems and sampling (default 0)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
+    add("--json", metavar="FILE", help="write all figures, and every question's answers, too")
+    evaluate.set_defaults(run=_eval)
+
+
+def _suites() -> str:
+    return "; ".join(f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items())
+
+
+def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    overrides = _overrides(known, rest)
+    suite = _suite(known, overrides)
+    check_json(known.json)
+    if known.seed < 0:
+        raise ConfigError(f"--seed {known.seed} must be at least 0")
+    quiet_libraries()
+    from qarl.evaluation.results import read_evaluation, require_same_settings, write_evaluation
+
+    with told_to(Console(stderr=True)):
+        limits = known.max_new_tokens, known.max_prompt_tokens
+        plan = plan_evaluation(known.target, overrides, *limits, known.dtype, suite)
+        other: Plan | Evaluation | None = None
+        if known.against is not None and Path(known.against).is_file():
+            other = read_evaluation(Path(known.against))
+            require_same_settings(known.target, plan.settings(known.seed), other)
+        elif known.against is not None:
+            other = plan_same(plan, known.against, known.dtype)
+        found = _evaluated(plan, known.seed)
+        write_json(known.json, write_evaluation(found))
+        reference = _evaluated(other, known.seed) if isinstance(other, Plan) else other
+    for line in (*_lines(found), *(_compared(found, reference) if reference is not None else ())):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def _overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
+    """Of `task.*` and `eval.*`. Raises `ConfigError` for others, and for values out of range."""
+    overrides = dotted_overrides(argparse.Namespace(), rest)
+    for field in overrides:
+        if not field.startswith(("task.", "eval.")) or field == "eval.every":
+            raise ConfigError(
+                f"unknown option --{field} of qarl eval; it takes --task.FIELD, --eval.FIELD and what --help lists"
+            )
+    if known.task is not None:
+        overrides["task.name"] = known.task
+    for field in _SHORT:
+        value = getattr(known, field)
+        if value is not None:
+            if f"eval.{field}" in overrides:
+                raise ConfigError(f"--{field.replace('_', '-')} {value} is also given as --eval.{field}; give it once")
+            overrides[f"eval.{field}"] = str(value)
+    if overrides.get("eval.problems") == "0":
+        raise ConfigError("--problems 0 must be at least 1")
+    settled = {"eval.temperature": "1"} if "eval.temperature" not in overrides else {}
+    overridden({}, settled | overrides)  # ranges; whether they go together is said when the run's are known
+    return overrides
+
+
+def _suite(known: argparse.Namespace, overrides: dict[str, str]) -> Suite | None:
+    if known.suite is None:
+        if known.data is not None:
+            raise ConfigError(f"--data {known.data} goes with --suite, whose copies it holds; leave it out")
+        return None
+    for field in overrides:
+        if field.startswith("task.") and not field.startswith(("task.system", "task.template")):
+            raise ConfigError(
+                f"--{field} {overrides[field]} does not go with --suite {known.suite}, which has its own problems and "
+                "checker; leave one of them out"
+            )
+    if known.data is not None and not Path(known.data).is_dir():
+        raise ConfigError(f"--data {known.data}: there is no such folder; give that with the suite's local copies")
+    return Suite(known.suite, None if known.data is None else Path(known.data))
+
+
+def _evaluated(plan: Plan, seed: int) -> "Evaluation":
+    tasks = plan.tasks()
+    with phase("importing torch and transformers"):
+        from qarl.run.evaluate import evaluate
+    return evaluate(plan, tasks, seed)
+
+
+def _lines(found: "Evaluation") -> Iterator[str]:
+    from qarl.evaluation.results import describe, percent
+
+    asked = found.settings
+    how = f"{asked['samples']} samples at {asked['temperature']:g}" if asked["temperature"] else "greedy"
+    for result in found.results:
+        yield f"{result.name}, {how}: {'; '.join(describe(result))}"
+    if len(found.results) > 1:
+        yield f"mean of {len(found.results)} benchmarks: {percent(found.mean())}"
+
+
+def _compared(found: "Evaluation", reference: "Evaluation") -> Iterator[str]:
+    from qarl.evaluation.results import differences, points
+    from qarl.evaluation.statistics import estimate_of_means
+
+    compared = differences(found, reference)
+    for name, values in compared.items():
+        yield f"{name}: {points(estimate_of_means([values]))} against {reference.target}, by question"
+    if len(compared) > 1:
+        yield f"mean of {len(compared)} benchmarks: {points(estimate_of_means(list(compared.values())))}"

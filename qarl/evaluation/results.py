@@ -1,0 +1,247 @@
+"""Answers to questions, and what they come to: avg@n, pass@k, maj@n, and differences between two checkpoints.
+
+Axes: n answers to each question, c of them right.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.errors import InputError
+from configs.words import quoted
+from qarl.evaluation.statistics import Estimate, estimate, estimate_of_means
+from qarl.tasks.rewards import last_box
+
+LONGEST_ANSWER = 1000
+"""Characters of a completion without a box that still counts as an answer to vote with."""
+
+
+class EvaluationError(InputError):
+    """Results that cannot be read, or compared."""
+
+    heading = "evaluation"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question and what was answered. reference: the right answer. answers: final ones (`final_answer`). correct:
+    verdicts. tokens: of the completions. truncated: cut off at the limit. The four have one value an answer."""
+
+    id: str
+    question: str
+    reference: str
+    answers: tuple[str | None, ...]
+    correct: tuple[bool, ...]
+    tokens: tuple[int, ...]
+    truncated: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A benchmark's questions, each answered equally often."""
+
+    name: str
+    questions: tuple[Question, ...]
+
+    @property
+    def samples(self) -> int:
+        """Answers to each question."""
+        return len(self.questions[0].correct)
+
+    @property
+    def accuracy(self) -> float:
+        """avg@n: the share of right answers, in [0, 1]."""
+        return sum(sum(q.correct) for q in self.questions) / (len(self.questions) * self.samples)
+
+    def average(self) -> Estimate:
+        """avg@n with its interval, over questions."""
+        return estimate(self.shares())
+
+    def shares(self) -> list[float]:
+        """Of right answers to each question."""
+        return [sum(q.correct) / len(q.correct) for q in self.questions]
+
+    def passes(self) -> dict[int, Estimate]:
+        """pass@k for k = 1, 2, 4, … and n."""
+        ks = sorted({2**i for i in range(self.samples.bit_length())} | {self.samples})
+        return {k: estimate([pass_at(k, len(q.correct), sum(q.correct)) for q in self.questions]) for k in ks}
+
+    def majority(self) -> Estimate:
+        """maj@n."""
+        return estimate([majority(q.answers, q.correct) for q in self.questions])
+
+    @property
+    def tokens(self) -> float:
+        """Mean length of a completion."""
+        return self._mean([q.tokens for q in self.questions])
+
+    @property
+    def truncated(self) -> float:
+        """Share of completions that were cut off."""
+        return self._mean([q.truncated for q in self.questions])
+
+    def _mean(self, values: Sequence[Sequence[float]]) -> float:
+        return sum(map(sum, values)) / (len(self.questions) * self.samples)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of a checkpoint. target: as it was named. dtype: compute dtype. settings: how questions were
+    asked: seed, limits, samples, temperature and the rest, by their fields' names."""
+
+    target: str
+    dtype: str
+    settings: dict[str, Any]
+    results: tuple[Result, ...]
+
+    def mean(self) -> Estimate:
+        """The plain mean of the benchmarks' avg@n."""
+        return estimate_of_means([result.shares() for result in self.results])
+
+
+def final_answer(text: str) -> str | None:
+    r"""What a completion answers: what its last \boxed{…} holds, else all of it, stripped; None where that is long."""
+    boxed = last_box(text)
+    if boxed is not None:
+        return boxed
+    return text.strip() if len(text) <= LONGEST_ANSWER else None
+
+
+def pass_at(k: int, n: int, c: int) -> float:
+    """The chance that one of k answers, drawn from n of which c are right, is right: 1 - C(n-c, k) / C(n, k), unbiased
+    (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Whether the most frequent answer is right, in [0, 1]; what tie for it share it, as if drawn by lot. Answers are
+    one where their text is; None has no vote, and where all are, none is right."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    most = max(votes.values(), default=0)
+    right: dict[str, list[bool]] = {answer: [] for answer, count in votes.items() if count == most}
+    for answer, verdict in zip(answers, correct, strict=True):
+        if answer in right:
+            right[answer].append(verdict)
+    return sum(sum(verdicts) / most for verdicts in right.values()) / len(right) if right else 0.0
+
+
+def require_same_settings(target: str, settings: dict[str, Any], other: Evaluation) -> None:
+    """Raise `EvaluationError` where `other` was not asked as `target` is, by `settings`."""
+    for name, value in settings.items():
+        if other.settings.get(name) != value:
+            raise EvaluationError(
+                f"{target!r} is asked with {name} {value}, {other.target!r} was with {other.settings.get(name)}; "
+                "evaluate both alike"
+            )
+
+
+def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
+    """Benchmark → the share of right answers to each question, of `own` minus that of `other`.
+
+    Raises:
+        EvaluationError: they were not asked the same questions, or not in the same way.
+    """
+    require_same_settings(own.target, own.settings, other)
+    asked, compared = ({result.name: result for result in side.results} for side in (own, other))
+    if asked.keys() != compared.keys():
+        raise EvaluationError(
+            f"{own.target!r} was asked {', '.join(asked)}, {other.target!r} {', '.join(compared)}; ask both the same"
+        )
+    found = {}
+    for name, result in asked.items():
+        values, reference = _by_question(result), _by_question(compared[name])
+        if values.keys() != reference.keys():
+            text, _ = min(values.keys() ^ reference.keys())
+            raise EvaluationError(
+                f"{name}: {own.target!r} and {other.target!r} were not asked the same questions: one alone has "
+                f"{quoted(text)}; evaluate both on one file"
+            )
+        found[name] = [value - reference[key] for key, value in values.items()]
+    return found
+
+
+def _by_question(result: Result) -> dict[tuple[str, int], float]:
+    """The question and how often it was asked before → share of right answers. Ids name files, which may be copies."""
+    seen: Counter[str] = Counter()
+    shares = {}
+    for question, share in zip(result.questions, result.shares(), strict=True):
+        shares[question.question, seen[question.question]] = share
+        seen[question.question] += 1
+    return shares
+
+
+def write_evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    """As JSON: every figure in `benchmarks`, and each question's answers and verdicts."""
+    return {
+        "target": evaluation.target,
+        "dtype": evaluation.dtype,
+        "settings": evaluation.settings,
+        "mean": _figures(evaluation.mean()),
+        "benchmarks": [_written(result) for result in evaluation.results],
+    }
+
+
+def _figures(figure: Estimate) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {name: None if math.isnan(value) else value for name, value in asdict(figure).items()}
+
+
+def _written(result: Result) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "samples": result.samples,
+        "accuracy": _figures(result.average()),
+        "pass_at": {str(k): _figures(value) for k, value in result.passes().items()},
+        "majority": _figures(result.majority()),
+        "tokens": result.tokens,
+        "truncated": result.truncated,
+        "questions": [asdict(question) for question in result.questions],
+    }
+
+
+def read_evaluation(file: Path) -> Evaluation:
+    """What `qarl eval --json` wrote. Raises `EvaluationError` for anything else."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        results = tuple(_read(benchmark) for benchmark in tree["benchmarks"])
+        return Evaluation(target=tree["target"], dtype=tree["dtype"], settings=tree["settings"], results=results)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EvaluationError(
+            f"{str(file)!r} is nothing that `qarl eval --json` wrote ({type(error).__name__}: {error}); name such a "
+            "file, or a checkpoint to evaluate"
+        ) from error
+
+
+def _read(tree: dict[str, Any]) -> Result:
+    rows: list[dict[str, Any]] = [
+        {name: tuple(value) if isinstance(value, list) else value for name, value in question.items()}
+        for question in tree["questions"]
+    ]
+    return Result(tree["name"], tuple(Question(**row) for row in rows))
+
+
+def describe(result: Result) -> Iterator[str]:
+    """Its figures in words, one after another."""
+    yield f"{percent(result.average())} of {len(result.questions)} held-out problems"
+    if result.samples > 1:
+        yield ", ".join(f"pass@{k} {figure.mean:.1%}" for k, figure in result.passes().items() if k > 1)
+        yield f"maj@{result.samples} {result.majority().mean:.1%}"
+    yield f"{result.tokens:.0f} tokens an answer"
+    if result.truncated:
+        yield f"{result.truncated:.1%} truncated"
+
+
+def percent(figure: Estimate) -> str:
+    """ "40.6% [36.3, 44.9]", without an interval where there is none."""
+    between = "" if math.isnan(figure.low) else f" [{100 * figure.low:.1f}, {100 * figure.high:.1f}]"
+    return f"{figure.mean:.1%}{between}"
+
+
+def points(figure: Estimate) -> str:
+    """A difference: "+3.1 points [-1.0, 7.2]"."""
+    between = "" if math.isnan(figure.low) else f" [{100 * figure.low:+.1f}, {100 * figure.high:+.1f}]"
+    return f"{100 * figure.mean:+.1f} points{between}"
