@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 ROOMS = ("configs", "quant", "rollout", "learner", "sync", "qarl")
-ELSEWHERE = ("qarl.bench.learner.trl_worker", "quant.kernels.triton_wna16")
+ELSEWHERE = ("qarl.bench.learner.trl_worker", "qarl.doctor.triton_add", "quant.kernels.triton_wna16")
 """TRL has an environment of its own; Triton comes with CUDA."""
 LIBRARIES = (
     "numba",
