@@ -8,7 +8,6 @@ transformers model, same run, same dtype.
 
 import dataclasses
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,39 +16,20 @@ import torch
 from configs.errors import ConfigError
 from configs.schema.run import RolloutConfig
 from learner.batching import make_batch
-from learner.logprobs import token_logprobs
 from learner.mismatch import Mismatch, measure_mismatch
 from qarl.embedded.recipe import RECIPES, ensure_recipe
 from qarl.report.tables import PlainTable
+from qarl.run.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
 from qarl.run.session import model_folder
 from quant.checkpoint.load import load_masters
 from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.engine import Engine
-from rollout.open import open_engine
 from rollout.types import Group, Prompt, Sampling
-from sync.export import export_checkpoint
-
-
-@dataclass(frozen=True)
-class LearnerKind:
-    """kernel, aligned, operators: as `LowBitModel` takes them."""
-
-    kernel: str
-    aligned: bool
-    operators: str
-
 
 RANDOM = {"random-qwen3": "tiny-qwen3", "random-qwen3-moe": "tiny-qwen3-moe"}
 """Names of untrained models → the embedded policy whose sizes they have."""
-
-FLOOR = LearnerKind("reference", False, "transformers")
-LEARNERS = {
-    "plain": FLOOR,
-    "fake-quant": LearnerKind("reference", True, "transformers"),
-    "aligned": LearnerKind("auto", True, "auto"),
-}
 
 
 @dataclass(frozen=True)
@@ -145,20 +125,16 @@ def _measure_scheme(
     options: MismatchOptions, dtype: str, scheme: str, learners: dict[str, LearnerKind]
 ) -> dict[str, Mismatch]:
     model = _low_bit(options, dtype, scheme, LEARNERS["fake-quant"])
-    with tempfile.TemporaryDirectory() as temporary:
-        checkpoint = Path(temporary) / "checkpoint"
-        export_checkpoint(model, options.folder, checkpoint)
-        rollout = RolloutConfig(max_prompt_tokens=options.prompt_tokens, max_new_tokens=options.tokens)
-        with open_engine(checkpoint, rollout, dtype) as engine:
-            groups = _sample(engine, options, model.config.vocab_size)
+    rollout = RolloutConfig(max_prompt_tokens=options.prompt_tokens, max_new_tokens=options.tokens)
+    with engine_of(model, options.folder, rollout, dtype) as engine:
+        groups = _sample(engine, options, model.config.vocab_size)
     batch = make_batch(groups, pad_token=0)
-    found = {}
-    for name, kind in learners.items():
-        learner = _low_bit(options, dtype, scheme, kind)
-        with torch.no_grad():
-            logprobs, _ = token_logprobs(learner, batch.tokens, batch.response_mask)
-        found[name] = measure_mismatch(logprobs, batch.sampler_logprobs, batch.response_mask)
-    return found
+    return {
+        name: measure_mismatch(
+            scored(_low_bit(options, dtype, scheme, kind), batch), batch.sampler_logprobs, batch.response_mask
+        )
+        for name, kind in learners.items()
+    }
 
 
 def _low_bit(options: MismatchOptions, dtype: str, scheme: str, kind: LearnerKind) -> LowBitModel:

@@ -22,6 +22,7 @@ from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
+from qarl.cli.mismatch import add_mismatch
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
 from qarl.cli.plan import add_plan, planned
@@ -71,6 +72,7 @@ def _parser() -> Parser:
     _add_export(commands)
     add_eval(commands)
     add_report(commands)
+    add_mismatch(commands)
     add_serve(commands)
     add_bench(commands)
     add_plan(commands)

@@ -21,17 +21,17 @@ MARK = "<!doctype html><!-- qarl report -->"
 _SCRIPTS = ("elements.js", "charts.js", "tokens.js", "page.js")
 
 
-def check_output(file: Path) -> None:
+def check_output(file: Path, option: str = "-o") -> None:
     """Raise `ConfigError` where a report cannot be written to `file`, or something else would be lost by it; before the
-    runs are read."""
+    runs are read. option: that names it."""
     if file.is_dir():
-        raise ConfigError(f"-o {file} is a folder; name a file, such as {file / 'report.html'}")
+        raise ConfigError(f"{option} {file} is a folder; name a file, such as {file / 'report.html'}")
     if not file.parent.is_dir():
-        raise ConfigError(f"-o {file}: there is no folder {str(file.parent)!r}; make it first, or name another")
+        raise ConfigError(f"{option} {file}: there is no folder {str(file.parent)!r}; make it first, or name another")
     if file.exists():
         with file.open("rb") as stream:
             if stream.read(len(MARK)) != MARK.encode():
-                raise ConfigError(f"-o {file} exists and is no report; name another file, or remove it")
+                raise ConfigError(f"{option} {file} exists and is no report; name another file, or remove it")
 
 
 def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
@@ -40,20 +40,22 @@ def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
     kinds = configurations(runs)
     findings = verdict(kinds)
     title = "QaRL: " + ", ".join(run.name for kind in kinds for run in kind.runs)
-    assets = files("qarl.page")
-    scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     parts = {
         "title": html.escape(title),
         "refresh": f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
-        "style": (assets / "page.css").read_text(encoding="utf-8"),
-        "verdict": _verdict_html(findings),
-        "data": _json(_data(kinds)),
-        "script": scripts,
+        "verdict": verdict_html(findings),
+        "data": page_json(_data(kinds)),
     }
-    template = (assets / "page.html").read_text(encoding="utf-8")
-    return re.sub(
-        r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template
-    )  # once: what is put in is not looked through
+    return filled("page.html", _SCRIPTS, parts)
+
+
+def filled(template: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
+    """A page in one file: the template with its parts, styles and scripts put in."""
+    assets = files("qarl.page")
+    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts)
+    parts = {**parts, "style": (assets / "page.css").read_text(encoding="utf-8"), "script": script}
+    text = (assets / template).read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], text)  # once: what is put in is not looked through
 
 
 def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
     }
 
 
-def _verdict_html(findings: Sequence[Finding]) -> str:
+def verdict_html(findings: Sequence[Finding]) -> str:
     """Text without a script: it can be read, searched for and printed as it is."""
     words = {"good": "good", "note": "note", "warning": "look"}
     items = []
@@ -111,7 +113,7 @@ def _verdict_html(findings: Sequence[Finding]) -> str:
     return "\n".join(items)
 
 
-def _json(data: Any) -> str:
+def page_json(data: Any) -> str:
     """JSON that ends no script element, whatever text is in it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}

@@ -63,7 +63,7 @@ class LineChart {
   }
 
   legend() {
-    if (this.names.length < 2) return "";
+    if (this.names.length < 2 || this.figure.points) return "";
     const items = this.names.map((name, index) => el("span", {}, svg("svg", { viewBox: "0 0 26 8", "aria-hidden": true },
       svg("path", { d: "M1 4H25", stroke: KINDS.length > 1 ? "var(--soft)" : colour(0), "stroke-width": 2, "stroke-dasharray": DASHES[index] })), name));
     return el("div", { class: "names" }, ...items);
@@ -71,7 +71,7 @@ class LineChart {
 
   draw(width) {
     const { figure, height } = this;
-    const lines = (this.lines = figure.lines.filter((line) => !hidden.has(line.of)));
+    const lines = (this.lines = figure.lines.filter((line) => figure.fixed || !hidden.has(line.of)));
     const format = inUnit(figure.unit);
     const smooth = figure.x === "step" && figure.id !== "accuracy" && figure.id !== "codes" ? smoothing : 1;
     const spanX = range(lines.flatMap((line) => line.x), figure.log_x);
@@ -100,7 +100,9 @@ class LineChart {
       const edge = back.map((i) => `L${x(line.x[i]).toFixed(1)} ${y(line.low[i]).toFixed(1)}`).join("");
       drawn.append(svg("path", { class: "band", fill: colour(line.of), d: `${path(x, y, line.x, line.high)}${edge}Z` }));
     }
-    for (const line of lines) {
+    if (figure.points) for (const line of lines) {
+      line.x.forEach((value, i) => drawn.append(svg("circle", { class: "point", cx: x(value).toFixed(1), cy: y(line.y[i]).toFixed(1), r: 1.7, fill: colour(line.of) })));
+    } else for (const line of lines) {
       const look = { stroke: colour(line.of), "stroke-dasharray": DASHES[this.names.indexOf(line.name)] };
       if (smooth > 1) drawn.append(svg("path", { class: "plot faint", ...look, d: path(x, y, line.x, line.y) }));
       drawn.append(svg("path", { class: "plot", ...look, d: path(x, y, line.x, smoothed(line.y, smooth)) }));

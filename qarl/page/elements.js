@@ -4,7 +4,7 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const KINDS = DATA.kinds;
 const COLOURS = 8;
-const DASHES = ["", "6 4", "1.5 4"];
+const DASHES = ["", "6 4", "1.5 4", "10 3 2 3"];
 
 function make(namespace, tag, attributes, children) {
   const node = namespace ? document.createElementNS(namespace, tag) : document.createElement(tag);

@@ -105,7 +105,8 @@ def _together(runs: Sequence[RecordedRun]) -> str:
     apart = _mean_last(runs, "learn/mismatch/mean_abs")
     if apart is None:
         return ""
-    return f"Learner and sampler are {_nats(apart)} a token apart at the end."
+    words = f"{_nats(apart)} a token apart" if apart else "equal to the last bit"
+    return f"Learner and sampler are {words} at the end."
 
 
 def _of_mismatch(runs: Sequence[RecordedRun]) -> Iterator[Remark]:

@@ -139,6 +139,17 @@ class LowBitModel(nn.Module):
         forward begin and end, whichever of the methods below it is made of."""
         return compute(self, *args)
 
+    def multiplied(self, layer: str, *inputs: torch.Tensor) -> torch.Tensor:
+        """What the layer of that checkpoint name makes of an input, by the product that this model's forward uses, its
+        stack's where it is in one. inputs: as of `LowBitLinear.forward`, or of `RoutedLowBitExperts.forward`."""
+        if layer in self.experts:
+            return self.experts[layer](*inputs)
+        for stack in self._layers.stacks.values():
+            parts = [part.layer for part in stack.parts]
+            if layer in parts:
+                return stack(*inputs)[parts.index(layer)]
+        return self.linears[layer](*inputs)
+
     def release_products(self) -> None:
         """Give back the kernels' own copies of this weight version, which no backward reads."""
         for layer in (*self.low_bit_layers(), *self._layers.stacks.values()):

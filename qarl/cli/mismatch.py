@@ -1,0 +1,73 @@
+"""`qarl mismatch`: where learner and sampler part, of any checkpoint in any scheme, without training."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from configs.flags import FLAGS
+from configs.load import config_file, default_config, load_config
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.help import add_flags
+from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.report.startup import phase, told_to
+from qarl.run.check import check_files
+
+
+def add_mismatch(commands: Any) -> None:
+    """Add `qarl mismatch` to the commands."""
+    mismatch = commands.add_parser(
+        "mismatch",
+        help="where learner and sampler part, of any checkpoint and scheme: a page, layer by layer",
+        usage="qarl mismatch [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]",
+        description="Sample a configuration's prompts once, score the completions by three learners (unquantized, "
+        "codes dequantized, aligned), compare every layer's output, and write what parts them as a page. Nothing is "
+        "trained. CONFIG is a YAML file, or the name of a shipped one; options are those of `qarl train`.",
+        allow_abbrev=False,
+    )
+    mismatch.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped name; default: as `qarl train`"
+    )
+    mismatch.add_argument("--page", default="mismatch.html", metavar="FILE", help="page to write")
+    mismatch.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    add_flags(mismatch, FLAGS)
+    mismatch.set_defaults(run=_mismatch)
+
+
+def _mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    from qarl.page.build import check_output
+
+    overrides = dotted_overrides(known, rest)
+    file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
+    config = load_config(file, overrides)
+    page = Path(known.page)
+    check_output(page, "--page")
+    check_json(known.json)
+    quiet_libraries()
+    with told_to(console):
+        with phase("checking files, task and reward"):
+            check_files(config, new=False)
+        with phase("importing torch and vllm"):
+            from qarl.page.mismatch import findings, mismatch_page
+            from qarl.page.verdict import Finding
+            from qarl.run.mismatch import investigate, scored_learners
+            from qarl.run.session import check_input
+        check_input(config)
+        with phase("sampling, and scoring by three learners"):
+            found = investigate(config)
+    learners = scored_learners(found)
+    title = f"{config.model}, {config.scheme}, {config.dtype}"
+    lines = findings(learners, found.layers, found.multiplies)
+    lines += [Finding("warning", p.name, f"{p.size}. To change: {p.remedy}.") for p in found.pitfalls]
+    page.write_text(mismatch_page(title, lines, learners, found.layers), encoding="utf-8")
+    for line in lines:
+        of = f"{line.of}: " if line.of else ""
+        console.print(f"{of}{line.text}", soft_wrap=True, markup=False, highlight=False)
+    layers = [dataclasses.asdict(row) for row in found.layers]
+    pitfalls = [dataclasses.asdict(each) for each in found.pitfalls]
+    measured = {each.name: each.measured for each in learners}
+    write_json(known.json, {"learners": measured, "layers": layers, "pitfalls": pitfalls})
+    console.print(f"wrote {page}", soft_wrap=True, markup=False, highlight=False)
+    return 0

@@ -1,0 +1,146 @@
+"""`qarl mismatch`'s page: probabilities, where they part, what a response's length does to its weight, layers.
+
+Axes: n response tokens of all sequences, B sequences.
+"""
+
+import html
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from qarl.page.build import filled, page_json, verdict_html
+from qarl.page.figures import digits, mismatch_figures, thinned
+from qarl.page.verdict import Finding
+from qarl.report.layer_errors import LayerErrors, ScoredLearner
+
+POINTS = 1500
+"""Of a scatter, a learner."""
+
+FAULTY = 5.0
+"""Times the median of the layers' kernel errors, from which on a layer is named."""
+
+PLAIN_SUM = 1e-4
+"""Relative kernel error that every sum in another order makes, so that no layer is named for it."""
+
+
+def mismatch_page(
+    title: str, found: Sequence[Finding], learners: Sequence[ScoredLearner], layers: Sequence[LayerErrors]
+) -> str:
+    """title: model, scheme and dtype. found: in words, what the page begins with."""
+    columns = [(_positions(each.lengths), each.sampler, each.learner - each.sampler) for each in learners]
+    spread = mismatch_figures(columns, "all completions")
+    data = {
+        "kinds": [each.name for each in learners],
+        "figures": [_probabilities(learners), *spread, _lengths(learners)],
+        "layers": _layer_figures(layers),
+        "worst": [[row.layer, digits(row.scheme), digits(row.kernel)] for row in _worst(layers)],
+        "measured": _table(learners),
+    }
+    title = html.escape(f"QaRL mismatch: {title}")
+    parts = {"title": title, "verdict": verdict_html(found), "data": page_json(data)}
+    return filled("mismatch.html", ("elements.js", "charts.js", "mismatch.js"), parts)
+
+
+def findings(learners: Sequence[ScoredLearner], layers: Sequence[LayerErrors], multiplies: str) -> list[Finding]:
+    """How far each learner is from the sampler, and which layers cause it. multiplies: what the aligned learner
+    multiplied with."""
+    found = [_apart(each) for each in learners]
+    found.append(Finding("note", "", f"The aligned learner multiplied with {multiplies}."))
+    faulty = faulty_layers(layers)
+    for row in faulty:
+        text = (
+            f"{row.layer} multiplies otherwise than its codes say: its output is {row.kernel:.1%} off, where half of "
+            f"the layers are within {median(each.kernel for each in layers):.2%}."
+        )
+        found.append(Finding("warning", "", text))
+    if not faulty and layers:
+        worst = max(layers, key=lambda row: row.scheme)
+        text = (
+            f"No layer stands out by its kernel. The scheme costs most in {worst.layer}: {worst.scheme:.1%} of its "
+            f"output, where half of the layers are within {median(each.scheme for each in layers):.1%}."
+        )
+        found.append(Finding("good", "", text))
+    return found
+
+
+def _apart(learner: ScoredLearner) -> Finding:
+    apart, equal = learner.measured["mean_abs"], learner.measured["equal"]
+    assert apart is not None
+    assert equal is not None
+    if equal == 1:
+        return Finding("good", learner.name, "Equal to the sampler, to the last bit.")
+    return Finding("note", learner.name, f"{apart:.2g} nats a token from the sampler; {equal:.1%} of tokens are equal.")
+
+
+def faulty_layers(layers: Sequence[LayerErrors]) -> list[LayerErrors]:
+    """Those whose product is off from their codes' values by far more than the others', the worst first."""
+    if not layers:
+        return []
+    bound = max(PLAIN_SUM, FAULTY * median(row.kernel for row in layers))
+    return sorted((row for row in layers if row.kernel > bound), key=lambda row: -row.kernel)
+
+
+def _worst(layers: Sequence[LayerErrors], count: int = 12) -> list[LayerErrors]:
+    by_kernel = sorted(layers, key=lambda row: (-row.kernel, -row.scheme))
+    by_scheme = sorted(layers, key=lambda row: -row.scheme)
+    return list(dict.fromkeys([*by_kernel[: count // 2], *by_scheme]))[:count]
+
+
+def _positions(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.arange(length) for length in lengths])
+
+
+def _probabilities(learners: Sequence[ScoredLearner]) -> dict[str, Any]:
+    lines = []
+    for number, each in enumerate(learners):
+        every = -(-len(each.sampler) // POINTS)
+        x, y = (np.exp(values[::every].astype(np.float64)) for values in (each.sampler, each.learner))
+        lines.append({"of": number, "name": each.name, "x": _rounded(x), "y": _rounded(y)})
+    return {
+        "id": "probabilities", "title": "Probabilities", "x": "sampler's probability", "unit": "", "points": True,
+        "help": "Each sampled token: the learner's probability over the sampler's. On the diagonal they agree.",
+        "log": False, "lines": lines,
+    }  # fmt: skip
+
+
+def _lengths(learners: Sequence[ScoredLearner]) -> dict[str, Any]:
+    lines = []
+    for number, each in enumerate(learners):
+        ends = np.cumsum(each.lengths)
+        sums = np.array([part.sum() for part in np.split(each.learner - each.sampler, ends[:-1])])
+        lines.append({"of": number, "name": each.name, "x": each.lengths.tolist(), "y": _rounded(sums)})
+    return {
+        "id": "by-length", "title": "Weight of whole responses by length", "x": "tokens", "unit": "nats",
+        "points": True, "help": "Σ (log π_learner − log π_sampler) of each response: its log weight in a sequence "
+        "correction. The slope is in the table above.", "log": False, "lines": lines,
+    }  # fmt: skip
+
+
+def _layer_figures(layers: Sequence[LayerErrors]) -> list[dict[str, Any]]:
+    columns = {"scheme": [row.scheme for row in layers], "kernel": [row.kernel for row in layers]}
+    number = [float(n) for n in range(1, len(layers) + 1)]
+    lines = [
+        thinned({"of": 0, "name": name, "x": number, "y": values}) for name, values in columns.items() if any(values)
+    ]
+    figure = {
+        "id": "layers", "title": "Relative error of each layer's output", "x": "layer, in the model's order",
+        "unit": "share", "log": True, "lines": lines, "fixed": True,
+        "help": "On the inputs of an unquantized forward. scheme: the codes' values against the master; kernel: the "
+        "aligned product against those values.",
+    }  # fmt: skip
+    return [figure] if lines else []
+
+
+def _table(learners: Sequence[ScoredLearner]) -> list[list[Any]]:
+    names = [field for field in learners[0].measured if any(each.measured[field] is not None for each in learners)]
+    rounded = [[each.measured[name] for each in learners] for name in names]
+    return [
+        [name, *(None if value is None else digits(value) for value in values)]
+        for name, values in zip(names, rounded, strict=True)
+    ]
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [digits(float(value)) for value in values]

@@ -1,0 +1,232 @@
+"""Learner against sampler, without training: one policy's completions scored by several learners, and layer by layer.
+
+Axes: B sequences, T tokens, of which T-1 are predicted.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from configs.schema.learner import LearnerConfig
+from configs.schema.run import RolloutConfig, RunConfig
+from learner.batching import Batch, make_batch
+from learner.logprobs import token_logprobs
+from learner.mismatch import measure_mismatch
+from qarl.report.layer_errors import LayerErrors, ScoredLearner
+from qarl.run.pitfalls import Evidence, Pitfall, find_pitfalls
+from qarl.run.prompts import Prompter, open_prompter, score_groups
+from qarl.run.session import model_folder
+from qarl.tasks import load_task
+from quant.checkpoint.load import load_masters
+from quant.kernels import KernelError
+from quant.layers.context import LayerContext
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import COMPUTE_DTYPES, get_scheme
+from rollout.engine import Engine
+from rollout.open import open_engine
+from rollout.types import Group, Sampling
+from sync.export import export_checkpoint
+
+
+@dataclass(frozen=True)
+class LearnerKind:
+    """kernel, aligned, operators: as `LowBitModel` takes them."""
+
+    kernel: str
+    aligned: bool
+    operators: str
+
+
+FIRST = 8
+"""Sequences that are scored alone, and at other temperatures."""
+
+FLOOR = LearnerKind("reference", False, "transformers")
+LEARNERS = {
+    "plain": FLOOR,
+    "fake-quant": LearnerKind("reference", True, "transformers"),
+    "aligned": LearnerKind("auto", True, "auto"),
+}
+
+
+@contextmanager
+def engine_of(model: LowBitModel, folder: Path, rollout: RolloutConfig, dtype: str) -> Iterator[Engine]:
+    """An engine on the model's present codes. folder: of its tokenizer and architecture."""
+    with tempfile.TemporaryDirectory() as temporary:
+        checkpoint = Path(temporary) / "checkpoint"
+        export_checkpoint(model, folder, checkpoint)
+        with open_engine(checkpoint, rollout, dtype) as engine:
+            yield engine
+
+
+@torch.no_grad()
+def scored(model: LowBitModel, batch: Batch) -> torch.Tensor:
+    """A learner's log-probs of the responses, fp32 [B, T-1]."""
+    return token_logprobs(model, batch.tokens, batch.response_mask, entropy=False)[0]
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """batch: sampled by the engine. learners: name → log-probs, fp32 [B, T-1]. layers: in the model's order.
+    multiplies: what the aligned learner multiplied with, in words. pitfalls: that were found on the way."""
+
+    batch: Batch
+    learners: dict[str, torch.Tensor]
+    layers: list[LayerErrors]
+    multiplies: str
+    pitfalls: list[Pitfall]
+
+
+def investigate(config: RunConfig) -> Investigation:
+    """Sample `rollout.prompts` prompts of the configuration's task, `rollout.samples` completions each, and score
+    them."""
+    folder, prompter = model_folder(config.model), open_prompter(model_folder(config.model), config)
+    models = {name: _learner(config, folder, kind) for name, kind in LEARNERS.items()}
+    task = load_task(config.task).shortened(prompter.fits)
+    problems = task.problems("train", 0, config.rollout.prompts, config.seed)
+    prompts = [prompter.prompt(problem) for problem in problems]
+    with engine_of(models["fake-quant"], folder, config.rollout, config.dtype) as engine:
+        sampling = Sampling(config.rollout.samples, config.rollout.max_new_tokens, seed=config.seed)
+        completions = engine.generate(prompts, sampling)
+        groups = [group for group in score_groups(task, problems, prompts, completions) if group.completions]
+        batch = make_batch(groups, prompter.pad_token, config.learner.advantage)
+        multiplies = _share(models["aligned"], engine)
+        try:
+            learners = {name: scored(model, batch) for name, model in models.items()}
+            layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
+            pitfalls = find_pitfalls(evidence_of(models["aligned"], groups, batch, prompter, config.learner, folder))
+        finally:
+            models["aligned"].multiply_with(None)
+    return Investigation(batch=batch, learners=learners, layers=layers, multiplies=multiplies, pitfalls=pitfalls)
+
+
+@torch.no_grad()
+def evidence_of(
+    model: LowBitModel,
+    groups: Sequence[Group],
+    batch: Batch,
+    prompter: Prompter,
+    config: LearnerConfig,
+    folder: Path,
+) -> Evidence:
+    """What pitfalls are looked for in. model: the learner's, aligned."""
+    first = torch.arange(min(FIRST, len(batch.tokens)))
+    alone = torch.zeros(len(first), batch.response_mask.shape[1])
+    for row in first.tolist():
+        found = scored(model, batch.rows(first[row : row + 1]))
+        alone[row, : found.shape[1]] = found[0]
+    packed = None
+    if model.operators == "engine":
+        packed, _ = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length, entropy=False)
+    tokenizer, masters = prompter.tokenizer, model.module
+    ends = masters.generation_config.eos_token_id if masters.generation_config else None
+    return Evidence(
+        groups=groups,
+        batch=batch,
+        learner=scored(model, batch),
+        alone=alone,
+        packed=packed,
+        tempered=lambda temperature: _tempered(model, batch, first, temperature),
+        end_tokens=frozenset([tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or [])]),
+        begin_token=tokenizer.bos_token_id,
+        encode=lambda ids: tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"],
+        tied=bool(masters.config.tie_word_embeddings),
+        own_head=has_own_head(folder),
+        masters=model.masters,
+        config=config,
+    )
+
+
+def _tempered(model: LowBitModel, batch: Batch, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+    mask = batch.response_mask[rows]
+    with torch.no_grad():
+        logits = model.logits(batch.tokens[rows], nn.functional.pad(mask, (0, 1))).float() / temperature
+    picked = logits.log_softmax(-1).gather(-1, batch.tokens[rows][:, 1:][mask][:, None])[:, 0]
+    return torch.zeros(mask.shape).masked_scatter(mask, picked)
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether a checkpoint holds an output head other than its embeddings."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.endswith(("lm_head.weight", "embed_tokens.weight")):
+                    found[name.rpartition(".")[0].rpartition(".")[2]] = tensors.get_tensor(name)
+    head, embedding = found.get("lm_head"), found.get("embed_tokens")
+    return head is not None and (embedding is None or not torch.equal(head, embedding))
+
+
+def _learner(config: RunConfig, folder: Path, kind: LearnerKind) -> LowBitModel:
+    context = LayerContext(COMPUTE_DTYPES[config.dtype], kind.kernel, kind.aligned)
+    masters = load_masters(folder, torch.float32)
+    return LowBitModel(masters, get_scheme(config.scheme), context, kind.operators, config.layers)
+
+
+def _share(model: LowBitModel, engine: Engine) -> str:
+    try:
+        layers = engine.shared_layers()
+        if layers is None:
+            return "layers of its own: the engine's are in another process"
+        model.multiply_with(layers)
+    except KernelError as reason:
+        return f"layers of its own: {reason}"
+    return "the engine's own layers"
+
+
+@torch.no_grad()
+def layer_errors(plain: LowBitModel, dequantized: LowBitModel, aligned: LowBitModel, batch: Batch) -> list[LayerErrors]:
+    """Over one forward of `plain`, whose layers' inputs the other two are given. plain: unaligned, with transformers'
+    operators, which call each layer alone. dequantized: whose products are the codes' values."""
+    sums: dict[str, list[float]] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def compare(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            values, product = (model.multiplied(name, *inputs) for model in (dequantized, aligned))
+            pairs = ((output, values), (values, product))
+            squares = [_square(expected - found) for expected, found in pairs] + [_square(e) for e, _ in pairs]
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 4), squares, strict=True)]
+
+        return compare
+
+    layers = {**plain.linears, **plain.experts}
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        scored(plain, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        LayerErrors(layer=name, scheme=_ratio(scheme, output), kernel=_ratio(kernel, values))
+        for name, (scheme, kernel, output, values) in sums.items()
+    ]
+
+
+def _square(values: torch.Tensor) -> float:
+    return float(values.double().square().sum())
+
+
+def _ratio(error: float, size: float) -> float:
+    return (error / size) ** 0.5 if size else 0.0
+
+
+def scored_learners(found: Investigation) -> list[ScoredLearner]:
+    """As the page takes them."""
+    mask, sampler, ended = found.batch.response_mask, found.batch.sampler_logprobs, found.batch.ended
+    return [
+        ScoredLearner(
+            name=name,
+            sampler=sampler[mask].numpy(),
+            learner=logprobs[mask].numpy(),
+            lengths=mask.sum(-1).numpy(),
+            measured=dataclasses.asdict(measure_mismatch(logprobs, sampler, mask, found.batch.advantages, ended)),
+        )
+        for name, logprobs in found.learners.items()
+    ]
