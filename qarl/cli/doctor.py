@@ -1,40 +1,80 @@
-"""`qarl doctor --machine`: what this machine has of all that a run needs, each line ok or its remedy."""
+"""`qarl doctor`: known pitfalls of training, looked for in one batch that a configuration samples; with `--machine`,
+what this machine has of all that a run needs, each line ok or its remedy."""
 
 import argparse
+import dataclasses
 from typing import Any
 
 from rich.console import Console
 
+from configs.errors import ConfigError
+from configs.flags import FLAGS
+from configs.schema.run import RunConfig
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import check_json, refuse_rest, write_json
+from qarl.cli.help import add_flags
+from qarl.cli.mismatch import investigated, mismatch_config
+from qarl.cli.options import check_json, dotted_overrides, write_json
 
 
 def add_doctor(commands: Any) -> None:
     """Add `qarl doctor` to the commands."""
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine has of all that a run needs, and what to do where something is missing",
-        description="Driver, GPUs, memory, disk, compiler, vLLM's operators and every scheme's kernel: one line each. "
-        "Exit status 1 where something needs a remedy.",
+        help="known pitfalls, tested on a batch of a configuration's; --machine: what the machine has and lacks",
+        usage="qarl doctor [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]\n       qarl doctor --machine",
+        description="Sample a configuration's prompts once, and test on them that learner and sampler are one policy: "
+        "ratios, dtypes, temperature, positions, end tokens, seeds and more (docs/mismatch.md). Options are those of "
+        "qarl train. With --machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators and every scheme's "
+        "kernel, one line each. Exit status 1 where something needs a remedy.",
+        allow_abbrev=False,
     )
-    doctor.add_argument("--machine", action="store_true", required=True, help="look at the machine; no model is needed")
+    doctor.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped name; default: as `qarl train`"
+    )
+    doctor.add_argument("--machine", action="store_true", help="look at the machine; no model is needed")
     doctor.add_argument("--json", metavar="FILE", help="write the lines as JSON too")
+    add_flags(doctor, FLAGS)
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
+    overrides = dotted_overrides(known, rest)
+    if known.machine and (known.config or overrides):
+        given = known.config or f"--{next(iter(overrides))}"
+        raise ConfigError(f"{given} with --machine, which looks at the machine alone; leave one of them out")
     check_json(known.json)
+    if known.machine:
+        return _machine(known.json, console)
+    return _training(mismatch_config(known.config, overrides), known.json, console)
+
+
+def _machine(json: str | None, console: Console) -> int:
     quiet_libraries()
     from qarl.doctor.machine import as_data, machine_lines
 
     lines = []
     for line in machine_lines():
-        state = f"{line.text}\n{'':<8}-> {line.remedy}" if line.remedy else line.text
-        mark = "remedy" if line.remedy else "ok"
-        console.print(f"{mark:<8}{line.name}: {state}", markup=False, highlight=False, soft_wrap=True)
+        _show(console, line.name, line.text, line.remedy)
         lines.append(line)
     wanting = sum(bool(line.remedy) for line in lines)
     console.print(f"{wanting} of {len(lines)} need a remedy" if wanting else "all well", highlight=False)
-    write_json(known.json, as_data(lines))
+    write_json(json, as_data(lines))
     return 1 if wanting else 0
+
+
+def _training(config: RunConfig, json: str | None, console: Console) -> int:
+    found = investigated(config, console)
+    from qarl.run.pitfalls import CHECKS
+
+    for pitfall in found.pitfalls:
+        _show(console, pitfall.name, pitfall.size, pitfall.remedy)
+    wanting = len(found.pitfalls)
+    tested = f"{len(CHECKS)} tests on {int(found.batch.response_mask.sum()):,} tokens"
+    console.print(f"{wanting} pitfalls, in {tested}" if wanting else f"all well: {tested}", highlight=False)
+    write_json(json, [dataclasses.asdict(pitfall) for pitfall in found.pitfalls])
+    return 1 if wanting else 0
+
+
+def _show(console: Console, name: str, text: str, remedy: str | None) -> None:
+    state = f"{text}\n{'':<8}-> {remedy}" if remedy else text
+    console.print(f"{'remedy' if remedy else 'ok':<8}{name}: {state}", markup=False, highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from configs.flags import FLAGS
 from configs.load import config_file, default_config, load_config
+from configs.schema.run import RunConfig
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import check_json, dotted_overrides, write_json
@@ -39,24 +40,15 @@ def add_mismatch(commands: Any) -> None:
 def _mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     from qarl.page.build import check_output
 
-    overrides = dotted_overrides(known, rest)
-    file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
-    config = load_config(file, overrides)
+    config = mismatch_config(known.config, dotted_overrides(known, rest))
     page = Path(known.page)
     check_output(page, "--page")
     check_json(known.json)
-    quiet_libraries()
-    with told_to(console):
-        with phase("checking files, task and reward"):
-            check_files(config, new=False)
-        with phase("importing torch and vllm"):
-            from qarl.page.mismatch import findings, mismatch_page
-            from qarl.page.verdict import Finding
-            from qarl.run.mismatch import investigate, scored_learners
-            from qarl.run.session import check_input
-        check_input(config)
-        with phase("sampling, and scoring by three learners"):
-            found = investigate(config)
+    found = investigated(config, console)
+    from qarl.page.mismatch import findings, mismatch_page
+    from qarl.page.verdict import Finding
+    from qarl.run.mismatch import scored_learners
+
     learners = scored_learners(found)
     title = f"{config.model}, {config.scheme}, {config.dtype}"
     lines = findings(learners, found.layers, found.multiplies)
@@ -71,3 +63,23 @@ def _mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> i
     write_json(known.json, {"learners": measured, "layers": layers, "pitfalls": pitfalls})
     console.print(f"wrote {page}", soft_wrap=True, markup=False, highlight=False)
     return 0
+
+
+def mismatch_config(config: str | None, overrides: dict[str, str]) -> RunConfig:
+    """The configuration that was named, or the default's, with its overrides."""
+    file = default_config(overrides.get("model")) if config is None else config_file(config)
+    return load_config(file, overrides)
+
+
+def investigated(config: RunConfig, console: Console) -> Any:
+    """`qarl.run.mismatch.investigate`, with its phases on the console."""
+    quiet_libraries()
+    with told_to(console):
+        with phase("checking files, task and reward"):
+            check_files(config, new=False)
+        with phase("importing torch and vllm"):
+            from qarl.run.mismatch import investigate
+            from qarl.run.session import check_input
+        check_input(config)
+        with phase("sampling, and scoring by three learners"):
+            return investigate(config)

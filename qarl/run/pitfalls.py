@@ -63,15 +63,6 @@ class Evidence:
     config: LearnerConfig
 
 
-def find_pitfalls(evidence: Evidence) -> list[Pitfall]:
-    """Those that are there; none of a healthy set-up."""
-    checks = (
-        _ratio_mean, _one_sided, _stored_precision, _temperature, _positions, _company, _template, _end_tokens,
-        _tied_embeddings, _seeds, _resolution, _deviation,
-    )  # fmt: skip
-    return [pitfall for check in checks for pitfall in check(evidence)]
-
-
 def _difference(evidence: Evidence) -> torch.Tensor:
     batch = evidence.batch
     return (evidence.learner - batch.sampler_logprobs)[batch.response_mask].double()
@@ -262,3 +253,14 @@ def _deviation(evidence: Evidence) -> Iterator[Pitfall]:
             "advantages divide by that",
             "round the reward to what it means, or learner.advantage dr_grpo",
         )
+
+
+CHECKS = (
+    _ratio_mean, _one_sided, _stored_precision, _temperature, _positions, _company, _template, _end_tokens,
+    _tied_embeddings, _seeds, _resolution, _deviation,
+)  # fmt: skip
+
+
+def find_pitfalls(evidence: Evidence) -> list[Pitfall]:
+    """Those that are there; none of a healthy set-up."""
+    return [pitfall for check in CHECKS for pitfall in check(evidence)]

@@ -89,3 +89,9 @@ def test_make_env_names_what_is_missing_for_cuda(tmp_path: Path):
     assert "MISSING: a GPU" in told(place) and "compiler" not in told(place)
     tool(place, "nvidia-smi", "echo 550.54.15")
     assert "MISSING: a driver for CUDA 13 (it is 550.54.15)" in told(place)
+
+
+@pytest.mark.parametrize(("given", "named"), [(["tiny-qwen3"], "tiny-qwen3"), (["--scheme", "w8a8"], "--scheme")])
+def test_the_machine_is_looked_at_alone(given: list[str], named: str, capsys):
+    assert main(["doctor", "--machine", *given]) == 2
+    assert f"{named} with --machine" in capsys.readouterr().err
