@@ -1,4 +1,4 @@
-"""`qarl`: train, check, init, export, eval, bench, schemes. Heavy imports wait until a command needs them."""
+"""`qarl`: its commands, of which train, export and schemes are here. Heavy imports wait until a command needs them."""
 
 import argparse
 import os
@@ -26,7 +26,10 @@ from qarl.cli.mismatch import add_mismatch
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
 from qarl.cli.plan import add_plan, planned
+from qarl.cli.push import add_push
 from qarl.cli.report import add_report
+from qarl.cli.runs import add_runs
+from qarl.cli.sample import add_sample
 from qarl.cli.serve import add_serve
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
@@ -74,6 +77,9 @@ def _parser() -> Parser:
     add_report(commands)
     add_mismatch(commands)
     add_serve(commands)
+    add_sample(commands)
+    add_push(commands)
+    add_runs(commands)
     add_bench(commands)
     add_plan(commands)
     add_doctor(commands)

@@ -14,6 +14,8 @@ from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import add_to_note, export_note
+from qarl.run.model_card import write_card
+from qarl.run.session import model_folder
 from quant.digest import StreamDigest
 from quant.schemes import get_scheme
 from quant.types import LowBitTensor
@@ -56,8 +58,9 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
         written = quantize(source, method, output)
         with open_engine(output, source.config.rollout, source.config.dtype) as engine:
             moved = verify(source, engine)
-    note = export_note(run, source.config, source.step, output) | {"scheme": scheme, "ptq": method}
-    add_to_note(output, **note, digest=written.hexdigest())
+    note = export_note(run, source.config, source.step, output, model_folder(source.config.model))
+    add_to_note(output, **note | {"scheme": scheme, "ptq": method}, digest=written.hexdigest())
+    write_card(output)
     tokens = sum(map(len, source.calibration))
     return PtqExported(
         step=source.step,

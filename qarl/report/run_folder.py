@@ -117,6 +117,17 @@ class RunFolder:
             file.flush()
             yield
 
+    def is_held(self) -> bool:
+        """Whether a process writes the run now (`locked`)."""
+        try:
+            with (self.path / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     def has_begun(self) -> bool:
         """Whether a step was done or a checkpoint written: something to keep."""
         return bool(self.steps()) or (self.metrics.is_file() and self.metrics.stat().st_size > 0)

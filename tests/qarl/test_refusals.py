@@ -255,7 +255,7 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     with pytest.raises(ModelError, match=r"rollout.max_new_tokens \(--max-new-tokens\) = 4160, .* has 512 positions"):
         plan_evaluation(str(run.path), **{**asked, "max_new_tokens": 4096})
     (run.export / "qarl.json").write_text("{}")
-    with pytest.raises(ConfigError, match="lacks 'task'; export the run again"):
+    with pytest.raises(ConfigError, match="lacks 'run'; export the run again"):
         plan_evaluation(str(run.export), **asked)
 
 

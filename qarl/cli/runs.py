@@ -1,0 +1,94 @@
+"""`qarl runs`: the run folders there are, a line each."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from configs.errors import ConfigError, QarlError
+from qarl.cli.options import refuse_rest
+from qarl.report.run_folder import RunFolder
+from qarl.report.start_note import read_start
+from qarl.report.tables import PlainTable
+from qarl.run.export_note import read_note
+
+
+def add_runs(commands: Any) -> None:
+    """Add `qarl runs` to the commands."""
+    runs = commands.add_parser(
+        "runs",
+        help="the runs in a folder: state, step, scheme, accuracy, age",
+        description="A line for every run, the one last written to first. Accuracy: before step 1, and the last "
+        "measured, which is the export's where there is one. Exit status 2 where there is no run.",
+    )
+    runs.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="folder of run folders (default runs)")
+    runs.set_defaults(run=_runs)
+
+
+def _runs(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    refuse_rest(rest)
+    folder = Path(known.folder)
+    found = sorted(file.parent for file in folder.glob("*/config.yaml")) if folder.is_dir() else []
+    if not found:
+        raise ConfigError(f"there is no run in {known.folder!r}; name the folder that run folders are in")
+    now = time.time()
+    table = PlainTable("run", "state", "step", "scheme", "accuracy", "age", figures=("step", "age"))
+    for path in sorted(found, key=_written, reverse=True):
+        table.add_row(path.name, *_cells(RunFolder(path)), _age(now - _written(path)))
+    table.show(console)
+    return 0
+
+
+def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
+    """State, step, scheme, accuracy. A run that cannot be read has its reason for a state."""
+    try:
+        config = folder.config()
+        steps, accuracy = _progress(folder.metrics)
+        start, note = read_start(folder), read_note(folder.export)
+    except QarlError as error:
+        return f"unreadable: {' '.join(str(error).split())[:80]}", "", "", ""
+    first = start and start.accuracy
+    last = note.get("heldout_accuracy", accuracy)
+    measured = [value for value in (first, last) if value is not None]
+    return (
+        _state(folder, steps, config.steps),
+        f"{steps}/{config.steps}",
+        config.scheme if config.learner.aligned else f"{config.scheme}, plain learner",
+        " → ".join(f"{value:.1%}" for value in measured),
+    )
+
+
+def _state(folder: RunFolder, steps: int, planned: int) -> str:
+    if folder.is_held():
+        return "running"
+    if steps < planned:
+        return "stopped" if folder.steps() else "stopped, no checkpoint"
+    return "exported" if folder.export.is_dir() else "finished"
+
+
+def _progress(metrics: Path) -> tuple[int, float | None]:
+    """Steps done and the last accuracy. A last line may be cut short, by a run that is going on or was killed."""
+    steps, accuracy = 0, None
+    for line in metrics.read_text(encoding="utf-8").split("\n")[:-1] if metrics.is_file() else ():
+        try:
+            step = json.loads(line)
+            steps, accuracy = int(step["step"]), step.get("accuracy", accuracy)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{str(metrics)!r} has a damaged line ({error})") from error
+    return steps, accuracy
+
+
+def _written(run: Path) -> float:
+    """When the run last wrote a step, or began, in seconds since 1970."""
+    metrics = run / "metrics.jsonl"
+    return (metrics if metrics.is_file() else run / "config.yaml").stat().st_mtime
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

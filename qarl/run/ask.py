@@ -1,0 +1,46 @@
+"""Single questions to a policy, and conversations with one (`qarl sample`, `qarl chat`)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from qarl.run.evaluation_plan import Plan
+from qarl.run.prompts import Prompter
+from qarl.tasks import Problem
+from qarl.tasks.base import Message
+from rollout.open import open_engine
+from rollout.types import Completion, Sampling
+
+Answer = Callable[[Sequence[Message], int], list[Completion]]
+"""A conversation that ends with the user's turn, and a seed → completions."""
+
+
+@contextmanager
+def open_policy_to_ask(plan: Plan) -> Iterator[Answer]:
+    """Answers of the plan's checkpoint, in its chat template, behind the task's system prompt, by the plan's settings.
+
+    Raises what `Prompter.prompt` does for a conversation that is too long, or that the model has no template for.
+    """
+    prompter, asking = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens, plan.task.template), plan.asking
+    system = () if plan.task.system is None else ({"role": "system", "content": plan.task.system},)
+    with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
+
+        def answer(turns: Sequence[Message], seed: int) -> list[Completion]:
+            messages = (*system, *turns)
+            problem = Problem(
+                id="asked",
+                question=turns[-1]["content"],
+                answer="",
+                messages=messages if len(messages) > 1 else (),  # a single question needs no template
+            )
+            sampling = Sampling(
+                samples=asking.samples,
+                max_new_tokens=plan.rollout.max_new_tokens,
+                temperature=asking.temperature,
+                top_p=asking.top_p,
+                top_k=asking.top_k,
+                min_p=asking.min_p,
+                seed=seed,
+            )
+            return engine.generate([prompter.prompt(problem)], sampling)[0]
+
+        yield answer
