@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -20,6 +20,8 @@ from configs.yaml_file import parse_value, read_yaml
 _EMBEDDED = "tiny-"
 _PAPER = "paper/qwen3-8b-base"
 _PATTERNS = ("layers", "learner.lora.targets")
+_LIKELIEST = ("top_p", "top_k", "min_p")
+"""Ways to sample from the likeliest tokens alone."""
 
 
 def shipped_names() -> list[str]:
@@ -122,7 +124,18 @@ def refuse_unknown(tree: dict[str, Any], source: str) -> None:
     known = field_paths()
     for path in _leaf_paths(tree, known):
         if path not in known:
+            _refuse_likeliest(path)
             raise ConfigError(f"unknown key {path!r} in {source}{_nearest_key(path, known)}")
+
+
+def _refuse_likeliest(path: str) -> None:
+    section, _, leaf = path.rpartition(".")
+    if section == "rollout" and leaf in _LIKELIEST:
+        raise ConfigError(
+            f"{path}: a policy is trained on completions of its whole distribution. The learner's log-probs are of all "
+            "tokens, and ratios to a sampler that leaves some out would be wrong; leave it out (evaluation has "
+            f"eval.{leaf}), or lower rollout.temperature"
+        )
 
 
 def _field_of(location: tuple[str | int, ...]) -> str:
@@ -188,6 +201,7 @@ def _set(tree: dict[str, Any], path: str, value: Any, known: dict[str, Any]) -> 
         inside = [name for name in known if name.startswith(path + ".")]
         if inside:
             raise ConfigError(f"option --{path} is a section; give one of its fields, such as --{inside[0]}")
+        _refuse_likeliest(path)
         raise ConfigError(f"unknown option --{path}{nearest_option(path)}")
     *parents, leaf = path.split(".")
     for key in parents:
@@ -203,7 +217,8 @@ def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass as text.
     """
     annotation = known[path].annotation if path in known else Any
-    if annotation in (str, Text) or (Text in get_args(annotation) and text != "null"):
+    maybe = get_origin(annotation) is not tuple and Text in get_args(annotation)
+    if annotation in (str, Text) or (maybe and text != "null"):
         return text
     if path in _PATTERNS and not text.lstrip().startswith("["):
         return text

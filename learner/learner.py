@@ -67,6 +67,7 @@ class Learner:
     processes: those that learn together. All are given the same batch, and each computes its share of it.
     reference: the policy a KL penalty measures from, never stepped; needed exactly where `config.kl` asks for one, else
     `ConfigError`. seed: the run's, which shuffles. steps: of the training, where the learning rate decays at its end.
+    temperature: that completions are sampled at; all log-probs are of the policy at it.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Learner:
         processes: Processes | None = None,
         seed: int = 0,
         steps: int | None = None,
+        temperature: float = 1.0,
     ):
         if isinstance(config.kl, KlConfig) != (reference is not None):
             raise ConfigError(
@@ -100,6 +102,7 @@ class Learner:
         self.stopwatch = Stopwatch()
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
+        self._temperature = temperature
         self._diagnosis: Diagnosis | None = None
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -152,7 +155,8 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         length = rows.length if self.packed else None
         chunk = self.config.logprob_chunk_tokens
-        return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, length, chunk, entropy, chunks)
+        how = length, chunk, entropy, chunks, self._temperature
+        return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, *how)
 
     def _add_published(self, to: RowLogprobs, index: torch.Tensor) -> None:
         """The log-probs of the published codes, where ratios are made of those (`learner.ratio_fix`), else as above."""

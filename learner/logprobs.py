@@ -29,6 +29,7 @@ def token_logprobs(
     chunk_tokens: int = CHUNK_TOKENS,
     entropy: bool = True,
     chunks: int | None = None,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
 
@@ -38,9 +39,10 @@ def token_logprobs(
     positions whose logits are held at once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient
     and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output head and
     normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead, which processes that
-    compute different rows have to agree on (ZeRO-3 gathers the head's master for each call).
+    compute different rows have to agree on (ZeRO-3 gathers the head's master for each call). temperature: that tokens
+    were sampled at; log-probs and entropy are of logits / temperature, divided in fp32, as in vLLM.
     """
-    return model(_token_logprobs, tokens, response_mask, experts, length, chunk_tokens, entropy, chunks)
+    return model(_token_logprobs, tokens, response_mask, experts, length, chunk_tokens, entropy, chunks, temperature)
 
 
 def _token_logprobs(
@@ -52,6 +54,7 @@ def _token_logprobs(
     chunk_tokens: int,
     entropy: bool,
     chunks: int | None,
+    temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, length)
     targets = tokens[:, 1:][response_mask]
@@ -60,7 +63,7 @@ def _token_logprobs(
     again = torch.is_grad_enabled() and len(parts) > 1
     picked, entropies = [], []
     for x, chosen in parts:
-        given = (model.head, x, chosen, entropy)
+        given = (model.head, x, chosen, entropy, temperature)
         found = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False) if again else _chunk(*given)
         picked.append(found[0])  # type: ignore[index]
         entropies.append(found[1])  # type: ignore[index]
@@ -96,10 +99,15 @@ def packs(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:
 
 
 def _chunk(
-    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, entropy: bool
+    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, entropy: bool, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden: compute dtype [c, C]; targets: int64 [c] → log-probs and entropies, fp32 [c]."""
-    return _Normalized.apply(head(hidden), targets, entropy)
+    return _Normalized.apply(head(hidden), targets, entropy, temperature)
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits / temperature in fp32, by a tensor: by a number CUDA multiplies with its inverse, and vLLM divides."""
+    return logits if temperature == 1.0 else logits.float() / logits.new_tensor([temperature], dtype=torch.float32)
 
 
 class _Normalized(torch.autograd.Function):
@@ -108,12 +116,13 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, entropy: bool
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, entropy: bool, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(logits, targets)
+        ctx.temperature = temperature
         picked, entropies = (torch.zeros(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
         for part, chosen, into, spread in row_blocks(logits, targets, picked, entropies):
-            logp = part.log_softmax(-1, dtype=torch.float32)
+            logp = _scaled(part, temperature).log_softmax(-1, dtype=torch.float32)
             into.copy_(logp.gather(-1, chosen[:, None])[:, 0])
             if entropy:
                 spread.copy_(-(logp.exp().mul_(logp)).sum(-1))
@@ -125,5 +134,7 @@ class _Normalized(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         for into, part, chosen, dy in row_blocks(dlogits, logits, targets[:, None], grad_outputs[0][:, None]):
-            into.copy_(part.softmax(-1, dtype=torch.float32).mul_(-dy).scatter_add_(-1, chosen, dy))
-        return dlogits, None, None
+            dy = _scaled(dy, ctx.temperature)  # d log p / d logits = (1[chosen] - p) / temperature
+            p = _scaled(part, ctx.temperature).softmax(-1, dtype=torch.float32)
+            into.copy_(p.mul_(-dy).scatter_add_(-1, chosen, dy))
+        return dlogits, None, None, None

@@ -19,7 +19,8 @@ class Completion:
     """One sampled response.
 
     token_ids: generated tokens, the end token included when sampled. logprobs: the sampler's log-prob of each,
-    in nats, computed in fp32. weight_version: of the weights that sampled it. finish_reason: "stop" or "length".
+    in nats, computed in fp32. weight_version: of the weights that sampled it. finish_reason: "stop", "length" or
+    "repetition".
     experts: numpy integer [tokens of prompt and response that were routed, decoder layers, experts a token], or None
     where the engine was not asked for them.
     """
@@ -30,6 +31,11 @@ class Completion:
     weight_version: int
     finish_reason: str
     experts: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut off: at its limit of tokens, or in a loop."""
+        return self.finish_reason in ("length", "repetition")
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,9 @@ class Sampling:
     """temperature 0 is greedy. top_p, top_k, min_p: sample from the likeliest tokens alone, as vLLM's parameters of
     these names say; 1, 0 and 0 are all tokens. max_new_tokens bounds each completion. seed: of the whole call; sample k
     of prompt j draws from a stream that depends on (seed, first_prompt + j, k) only. first_prompt: how many prompts of
-    the same seed other engines were given before these. ignore_end: sample on past the end token, to `max_new_tokens`,
-    for benchmarks."""
+    the same seed other engines were given before these. stop: texts that end a completion; their tokens are its last
+    ones, and its text ends before them. loop_limit: ends a completion in which up to 8 tokens come so many times in a
+    row; None: none. ignore_end: sample on past the end token, to `max_new_tokens`, for benchmarks."""
 
     samples: int
     max_new_tokens: int
@@ -59,6 +66,8 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
     first_prompt: int = 0
+    stop: tuple[str, ...] = ()
+    loop_limit: int | None = None
     ignore_end: bool = False
 
 

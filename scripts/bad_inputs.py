@@ -66,7 +66,11 @@ def _wrong_value(rng: random.Random) -> list[str]:
     inside = tuple(f"{section}." for section in choice_sections())
     fields = {path: info for path, info in field_paths().items() if not path.startswith(inside)}
     path = rng.choice(
-        [path for path, info in fields.items() if str not in _types(info.annotation) and path != "layers"]
+        [
+            path
+            for path, info in fields.items()
+            if str not in _types(info.annotation) and path not in ("layers", "rollout.stop")
+        ]
     )
     kinds = _types(fields[path].annotation)
     if literals(fields[path].annotation):

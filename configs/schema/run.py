@@ -42,6 +42,21 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(
         default=1024, ge=1, le=_LONGEST, description="tokens a completion may have; raise it where many are truncated"
     )
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="of completions; the learner's log-probs are of the same distribution",
+    )
+    stop: tuple[Text, ...] = Field(
+        default=(),
+        description="texts that end a completion and are left out of it, for models that do not end by themselves",
+    )
+    loop_limit: int | None = Field(
+        default=None,
+        ge=2,
+        description="end a completion that repeats up to 8 tokens so many times in a row; without it loops go on",
+    )
     max_num_seqs: int = Field(
         default=256,
         ge=1,

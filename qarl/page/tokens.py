@@ -93,7 +93,7 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
             "reward": map(digits, about["reward"]),
             "length": rows.lengths,
             "worst": [-1 if place is None else place for place in about["worst_token"]],
-            "truncated": [int(reason == "length") for reason in about["finish_reason"]],
+            "truncated": [int(reason in ("length", "repetition")) for reason in about["finish_reason"]],
             "group_size": map(len, groups),
             "group_reward": [digits(sum(group) / len(group)) for group in groups],
             "advantage": map(_advantage, np.split(rows.tokens["advantage"], ends[:-1])),

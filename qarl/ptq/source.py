@@ -66,9 +66,18 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
 
 
 def calibration_sequences(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> tuple[tuple[int, ...], ...]:
-    """Each prompt followed by one completion the policy samples now, at temperature 1 as in training."""
+    """Each prompt followed by one completion the policy samples now, as in training."""
     if not prompts:
         return ()
     seed = stable_hash("calibration", config.seed) >> 1
-    answers = engine.generate(prompts, Sampling(1, config.rollout.max_new_tokens, seed=seed))
+    rollout = config.rollout
+    sampling = Sampling(
+        samples=1,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        seed=seed,
+        stop=rollout.stop,
+        loop_limit=rollout.loop_limit,
+    )
+    answers = engine.generate(prompts, sampling)
     return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(prompts, answers, strict=True))

@@ -63,7 +63,7 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "reward": sum(rewards) / len(rewards),
         "reward_deviation": sum(pstdev(g.rewards) for g in groups if g.rewards) / len(groups),
         "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
-        "truncated": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "truncated": sum(c.truncated for c in completions) / len(completions),
         "mixed_reward_groups": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
         **dataclasses.asdict(count_error_tokens(groups)),
     }

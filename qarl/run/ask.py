@@ -40,6 +40,8 @@ def open_policy_to_ask(plan: Plan) -> Iterator[Answer]:
                 top_k=asking.top_k,
                 min_p=asking.min_p,
                 seed=seed,
+                stop=plan.rollout.stop,
+                loop_limit=plan.rollout.loop_limit,
             )
             return engine.generate([prompter.prompt(problem)], sampling)[0]
 

@@ -40,7 +40,7 @@ def answered(
 ) -> Result:
     """Answers of the policy that `engine` holds, judged by the task's checker.
 
-    asking: how many problems and samples, and how these are drawn. rollout: how long they may be. seed: of the problems
+    asking: how many problems and samples, and how these are drawn. rollout: what ends them. seed: of the problems
     and of sampling. processes: each asks its own engine a part, and all return the whole, whose answers do not depend
     on how many there are.
     """
@@ -56,6 +56,8 @@ def answered(
         min_p=asking.min_p,
         seed=seed,
         first_prompt=together.span(len(problems)).start,
+        stop=rollout.stop,
+        loop_limit=rollout.loop_limit,
     )
     completions = engine.generate([prompter.prompt(problem) for problem in share], sampling)
     responses = [
@@ -80,7 +82,7 @@ def _question(problem: Problem, completions: list[Completion], verdicts: list[bo
         answers=tuple(final_answer(completion.text) for completion in completions),
         correct=tuple(verdicts),
         tokens=tuple(len(completion.token_ids) for completion in completions),
-        truncated=tuple(completion.finish_reason == "length" for completion in completions),
+        truncated=tuple(completion.truncated for completion in completions),
     )
 
 

@@ -50,7 +50,8 @@ class Plan:
 
     def settings(self, seed: int) -> dict[str, Any]:
         """How questions are asked, by fields' names: what two evaluations must share to be compared."""
-        limits = {name: getattr(self.rollout, name) for name in ("max_prompt_tokens", "max_new_tokens")}
+        named = ("max_prompt_tokens", "max_new_tokens", "stop", "loop_limit")
+        limits = {name: value for name, value in self.rollout.model_dump(mode="json").items() if name in named}
         return {"seed": seed, **limits, **self.asking.model_dump(mode="json", exclude={"every"})}
 
     def tasks(self) -> dict[str, Task]:

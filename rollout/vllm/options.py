@@ -15,8 +15,9 @@ _SMALLEST_SHARE = 0.01
 @dataclass(frozen=True)
 class VllmOptions:
     """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib:
-    size of the key/value cache in GiB. router_replay: return the experts that each token was routed to. several: this
-    process is one of several, each with an engine of its own, and torch's process group is open.
+    size of the key/value cache in GiB. router_replay: return the experts that each token was routed to.
+    processed_logprobs: of sampled tokens at the temperature they are sampled at, not at 1. several: this process is one
+    of several, each with an engine of its own, and torch's process group is open.
     """
 
     dtype: str = "bfloat16"
@@ -26,6 +27,7 @@ class VllmOptions:
     prefix_caching: bool = True
     enforce_eager: bool = True
     router_replay: bool = False
+    processed_logprobs: bool = False
     several: bool = False
 
 
@@ -39,6 +41,7 @@ def vllm_options(rollout: RolloutConfig, dtype: str, several: bool) -> VllmOptio
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager,
         router_replay=rollout.router_replay,
+        processed_logprobs=rollout.temperature != 1.0,
         several=several,
     )
 
@@ -88,6 +91,8 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "enable_return_routed_experts": options.router_replay,
+        # Of the prompt's tokens (the canary's) log-probs are of temperature 1 either way.
+        "logprobs_mode": "processed_logprobs" if options.processed_logprobs else "raw_logprobs",
         **_cpu_arguments(options),
     }
 

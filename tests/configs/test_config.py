@@ -294,7 +294,8 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     other = {
         "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3",
         "rollout.prompts": "16",
-        "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.dynamic_sampling": "2",
+        "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.temperature": "0.8",
+        "rollout.stop": "['###']", "rollout.loop_limit": "32", "rollout.dynamic_sampling": "2",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "stochastic", "learner.optimizer.rounding_seed": "1",
         "learner.compute_dtype": "float32",

@@ -1,6 +1,7 @@
 """The publish, held against freshly loaded engines: a round trip would prove nothing."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,7 +144,7 @@ def running(
 ) -> Iterator[tuple[LowBitModel, VllmEngine]]:
     folder = random_policy(True)
     model = make_model(folder, "w4a16", "bfloat16")
-    engine = start_engine(model, folder, tmp_path_factory.mktemp("run") / "start", "bfloat16")
+    engine = start_engine(model, folder, tmp_path_factory.mktemp("run") / "start", processed=True)
     yield model, engine
     engine.close()
 
@@ -251,18 +252,42 @@ def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(
     shared: tuple[LowBitModel, VllmEngine, Publisher],
 ):
     """Decoded a token at a time in the engine, scored at once and packed by the learner, by layers that are shared and
-    by layers of its own. Blind spot: other CPUs may choose products by the number of rows."""
+    by layers of its own; at temperatures of 1 and others, of the distribution that was sampled from. Blind spot: other
+    CPUs may choose products by the number of rows."""
     model, engine, publisher = shared
     disturb(model, 8)
     publisher.publish(1)
     prompts = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
-    completions = engine.generate(prompts, Sampling(samples=8, max_new_tokens=24, seed=7, ignore_end=True))
-    groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(prompts, completions, strict=True)]
-    batch = make_batch(groups, pad_token=0)
-    for own in (False, True):
+    for temperature, own in itertools.product((1.0, 0.6), (False, True)):
+        sampling = Sampling(samples=8, max_new_tokens=24, temperature=temperature, seed=7, ignore_end=True)
+        completions = engine.generate(prompts, sampling)
+        groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(prompts, completions, strict=True)]
+        batch = make_batch(groups, pad_token=0)
         with torch.no_grad(), model.context.own_products() if own else contextlib.nullcontext():
-            learner, _ = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length)
+            learner, _ = token_logprobs(
+                model, batch.tokens, batch.response_mask, length=batch.length, temperature=temperature
+            )
         assert measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask).equal == 1.0
+
+
+def test_stops_and_loops_end_completions(running: tuple[LowBitModel, VllmEngine]):
+    """Contract: a stop's tokens are the last that are learned from, and its text is left out; of a loop as many rounds
+    are left as were allowed, and the completion counts as cut off."""
+    _, engine = running
+    prompts = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
+    sampling = Sampling(samples=1, max_new_tokens=24, seed=3, ignore_end=True)
+    free = engine.generate(prompts[:1], sampling)[0][0]
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 2]
+    stopped = engine.generate(prompts[:1], dataclasses.replace(sampling, stop=(stop,)))[0][0]
+    count = len(stopped.token_ids)
+    assert stopped.text == free.text[: free.text.index(stop)] and count < 24
+    assert (stopped.token_ids, stopped.logprobs) == (free.token_ids[:count], free.logprobs[:count])
+    assert stopped.finish_reason == "stop" and free.truncated and not stopped.truncated
+    answers = engine.generate(prompts, dataclasses.replace(sampling, temperature=0.0, loop_limit=2))
+    looping = next(own[0] for own in answers if own[0].finish_reason == "repetition")
+    tokens = looping.token_ids
+    assert looping.truncated and any(tokens[-n:] == tokens[-2 * n : -n] for n in range(1, 9))
 
 
 def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: tuple[LowBitModel, VllmEngine, Publisher]):

@@ -13,7 +13,7 @@ from configs.errors import ConfigError
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
-from learner.logprobs import token_logprobs
+from learner.logprobs import _Normalized, token_logprobs
 from learner.mismatch import Mismatch
 from learner.objectives import OBJECTIVES
 from quant.layers.context import LayerContext
@@ -52,6 +52,22 @@ def test_token_logprobs_are_a_full_softmax_of_transformers_logits(tied: bool, dt
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(entropy, expected_entropy, rtol=0, atol=max(tolerance, 1e-5))
     assert (ours[batch.response_mask] < 0).all() and entropy[batch.response_mask].max() < math.log(VOCABULARY)
+
+
+def test_log_probs_and_gradients_are_of_the_temperature_sampled_at():
+    """Contract: log_softmax(logits / T), its entropy, and autograd's gradient of it."""
+    logits = torch.randn(40, 17, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.arange(40) % 17
+    expected = (logits / 0.6).log_softmax(-1)
+    chosen = expected.gather(-1, targets[:, None])[:, 0]
+    (wanted,) = torch.autograd.grad((chosen * torch.linspace(-1, 2, 40)).sum(), logits, retain_graph=True)
+    ours, entropy = _Normalized.apply(logits, targets, True, 0.6)
+    (found,) = torch.autograd.grad((ours * torch.linspace(-1, 2, 40)).sum(), logits)
+    torch.testing.assert_close(ours, chosen)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+    torch.testing.assert_close(found, wanted)
+    plain, warm = (make_learner("bf16", torch.float32, temperature=t) for t in (1.0, 0.6))
+    assert not torch.equal(plain.logprobs(batch_of())[0], warm.logprobs(batch_of())[0])
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))

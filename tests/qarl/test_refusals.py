@@ -40,6 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "syntax.py": "def reward(:\n",
         "twice.yaml": "steps: 1\nsteps: 2\n",
         "value.yaml": "learner: 5\n",
+        "cut.yaml": "rollout:\n  min_p: 0.1\n",
         "model.gguf": "GGUF",
     }.items():
         (tmp_path / name).write_text(text)
@@ -76,6 +77,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --seed 1e23", "seed 1e+23 must be a whole number"),
         ("train --learner.optimizer.warmup_steps 1000", "warmup_steps 1000 is more than steps 150"),
         ("train --eval.samples 4", "eval.samples 4 with eval.temperature 0: greedy answers are all the same"),
+        ("train --rollout.top_p 0.9", "rollout.top_p: a policy is trained on completions of its whole distribution"),
+        ("train --config cut.yaml", "rollout.min_p: a policy is trained on completions of its whole distribution"),
+        ("train --rollout.temperature 0", "rollout.temperature 0 must be a number, above 0, at most 10"),
         ("train --eval.top_p 0.9", "eval.top_p 0.9 with eval.temperature 0 would do nothing"),
         ("train --objective gpro", "name 'gpro' is no objective"),
         ("train --dtype bf16", "dtype 'bf16' must be one of bfloat16, float16, float32"),

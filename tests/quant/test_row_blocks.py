@@ -64,6 +64,6 @@ def test_log_probs_by_blocks_are_those_of_all_rows(dtype: torch.dtype, monkeypat
     for elements in (1, 3 * 211, 1 << 20):
         monkeypatch.setattr(blocks, "_ELEMENTS", elements)
         leaf = logits.clone().requires_grad_()
-        found = _Normalized.apply(leaf, targets, True)
+        found = _Normalized.apply(leaf, targets, True, 1.0)
         assert torch.equal(found[0], picked) and torch.equal(found[1], entropies)
         assert torch.equal(torch.autograd.grad(found[0], leaf, dy)[0], gradient)

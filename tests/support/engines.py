@@ -26,11 +26,16 @@ def make_model(
     return LowBitModel(masters, get_scheme(scheme), context, rules=rules)
 
 
-def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16") -> VllmEngine:
-    """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is."""
+def start_engine(
+    model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16", processed: bool = False
+) -> VllmEngine:
+    """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is. processed: log-probs of
+    the temperature that tokens are sampled at."""
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
-    return VllmEngine(checkpoint, VllmOptions(dtype=dtype, max_model_len=64, max_num_seqs=16))
+    return VllmEngine(
+        checkpoint, VllmOptions(dtype=dtype, max_model_len=64, max_num_seqs=16, processed_logprobs=processed)
+    )
 
 
 def disturb(model: LowBitModel, seed: int) -> None:

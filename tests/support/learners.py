@@ -47,6 +47,7 @@ def make_learner(
     seed: int = 0,
     operators: str = "auto",
     reference: LowBitModel | None = None,
+    temperature: float = 1.0,
     **config: Any,
 ) -> Learner:
     aligned = config.get("aligned", True)
@@ -55,7 +56,7 @@ def make_learner(
     settings = LearnerConfig.model_validate(
         {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
     )
-    return Learner(model, settings, reference)
+    return Learner(model, settings, reference, temperature=temperature)
 
 
 def make_groups(seed: int = 0) -> list[Group]:
