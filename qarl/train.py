@@ -47,7 +47,7 @@ def train(
         resume_step, tokenizer = at.step if resume else None, policy.prompter.tokenizer
         recorder = TokenRecorder(folder.tokens, config.record, tokenizer, resume_step, processes.first)
         signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
-        with metrics_writer(folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
+        with metrics_writer(config, folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
                 metrics = _step(session, config, at, Stopwatch(dashboard.entered), recorder)
                 write(metrics)

@@ -230,6 +230,9 @@ class RunConfig(Section):
         default="warn",
         description="at the first sign that a run goes wrong (docs/report.md): warn, or stop",
     )
+    log: Literal["none", "wandb", "mlflow"] = Field(
+        default="none", description="where metrics go besides metrics.jsonl and TensorBoard (docs/metrics.md)"
+    )
     output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")
     quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())
     task: TaskConfig = Field(default_factory=lambda: TaskConfig())

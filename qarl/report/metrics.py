@@ -1,4 +1,4 @@
-"""What a step reports, and where it is written: JSON lines and TensorBoard."""
+"""What a step reports, and where it is written: JSON lines, TensorBoard, and another by `log`."""
 
 import dataclasses
 import json
@@ -9,8 +9,10 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
+from configs.schema.run import RunConfig
 from learner.learner import LearnStats
 from qarl.report.error_tokens import count_error_tokens
+from qarl.report.loggers import open_logger
 from qarl.report.run_folder import RunFolder
 from rollout.types import Group
 
@@ -70,13 +72,14 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl and TensorBoard; lines after `resume_step` are dropped first."""
+    """Appends to metrics.jsonl, to TensorBoard and to where `log` says; lines after `resume_step` are dropped first."""
 
-    def __init__(self, folder: RunFolder, resume_step: int | None):
+    def __init__(self, config: RunConfig, folder: RunFolder, resume_step: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
         if resume_step is not None and folder.metrics.exists():
             _drop_after(folder.metrics, resume_step)
+        self._logger = open_logger(config, folder.path)
         self._metrics = folder.metrics.open("a", encoding="utf-8")
         self._board = SummaryWriter(
             str(folder.path / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1
@@ -87,24 +90,30 @@ class MetricsWriter:
         flat = metrics.flat()
         self._metrics.write(json.dumps(flat) + "\n")
         self._metrics.flush()
-        for name, value in flat.items():
-            if isinstance(value, int | float) and name != "step":
-                self._board.add_scalar(name, value, metrics.step)
+        figures = {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}
+        for name, value in figures.items():
+            self._board.add_scalar(name, value, metrics.step)
+        if self._logger is not None:
+            self._logger.write(figures, metrics.step)
 
     def close(self) -> None:
-        """Flush and close both."""
+        """Flush and close all."""
         self._metrics.close()
         self._board.close()
+        if self._logger is not None:
+            self._logger.close()
 
 
 @contextmanager
-def metrics_writer(folder: RunFolder, resume_step: int | None, first: bool) -> Iterator[Callable[[StepMetrics], None]]:
+def metrics_writer(
+    config: RunConfig, folder: RunFolder, resume_step: int | None, first: bool
+) -> Iterator[Callable[[StepMetrics], None]]:
     """Yields what writes a step; its files are closed at the end, also of a run that fails. first: whether this is the
     first process; the others write nothing."""
     if not first:
         yield lambda metrics: None
         return
-    writer = MetricsWriter(folder, resume_step)
+    writer = MetricsWriter(config, folder, resume_step)
     try:
         yield writer.write
     finally:

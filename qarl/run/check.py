@@ -7,6 +7,7 @@ from configs.load import is_embedded, shipped_names
 from configs.schema.run import RunConfig
 from configs.scheme_names import check_scheme_name
 from configs.words import did_you_mean, quoted
+from qarl.report.loggers import require_logger
 from qarl.report.run_folder import new_path
 from qarl.tasks import Response, RewardError, Task, load_task
 from quant.checkpoint.folder import check_folder, local_folder
@@ -28,6 +29,7 @@ def check_files(config: RunConfig, new: bool = True) -> Task:
     check_schemes(config)
     if new:
         check_new_folder(new_path(config), "run folder", "--output")
+    require_logger(config.log)
     _check_model(config)
     return check_task(config)
 
