@@ -1,0 +1,183 @@
+"""Sixty faults of configuration, questions, reward, template and model, planted one at a time in what `qarl init`
+writes: `qarl check` finds each and names it. What a healthy set-up looks like is tests/qarl/test_check.py's."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qarl.cli.main import main
+from qarl.starter import write_starter
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> Path:
+    """A small copy of the starter: eight questions, judged by exact answers, on a policy that is there already."""
+    monkeypatch.chdir(tmp_path)
+    write_starter(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
+    save([row for split in ("train", "heldout") for row in [r for r in rows if r["split"] == split][:4]])
+    tree = yaml.safe_load(Path("run.yaml").read_text())
+    tree["model"] = str(random_policy(True))
+    tree["task"] = {"name": "questions.jsonl"}
+    Path("run.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "mine"
+
+
+def save(rows: list[Tree]) -> None:
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def set_field(path: str, value: Any) -> None:
+    """In run.yaml."""
+    tree = yaml.safe_load(Path("run.yaml").read_text())
+    *parents, leaf = path.split(".")
+    part = tree
+    for key in parents:
+        part = part.setdefault(key, {})
+    part[leaf] = value
+    Path("run.yaml").write_text(yaml.safe_dump(tree))
+
+
+def said_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """By a check that is not content."""
+    capsys.readouterr()
+    assert main(["check", "run.yaml"]) in (1, 2)
+    out, err = capsys.readouterr()
+    return " ".join((out + err).split())
+
+
+CONFIG: list[tuple[str, Any, str]] = [
+    ("stpes", 5, "unknown key 'stpes' in run.yaml; did you mean 'steps'?"),
+    ("steps", 0, "steps 0 must be a whole number, at least 1"),
+    ("steps", "many", "steps 'many' must be a whole number"),
+    ("scheme", "w4a17", "unknown scheme 'w4a17'"),
+    ("dtype", "half", "dtype 'half' must be one of bfloat16, float16, float32"),
+    ("seed", -1, "seed -1 must be a whole number, at least 0"),
+    ("layers", "*.down_proj", "'*.down_proj' is no layer rule; write PATTERN=SCHEME"),
+    ("layers", "*.down_proj=int3", "layer rule '*.down_proj=int3': unknown scheme 'int3'"),
+    ("model", "no/such/folder", "model folder 'no/such/folder' does not exist"),
+    ("output", "questions.jsonl/run", "cannot make run folder 'questions.jsonl/run'"),
+    ("rollout.samples", 1, "rollout.samples (--samples) 1 must be a whole number, at least 2"),
+    ("rollout.prompts", 0, "rollout.prompts (--prompts) 0 must be a whole number, at least 1"),
+    ("rollout.top_k", 20, "rollout.top_k: a policy is trained on completions of its whole distribution"),
+    ("rollout.temperature", 0, "rollout.temperature 0 must be a number, above 0"),
+    ("rollout.router_replay", True, "rollout.router_replay true needs rollout.prefix_caching false"),
+    ("rollout.max_new_tokens", 4096, "has 512 positions"),
+    ("learner.micro_batch_tokens", 10, "learner.micro_batch_tokens 10 is less than one longest sequence"),
+    ("learner.mini_batches", 100, "learner.mini_batches 100 is more than rollout.prompts 64"),
+    ("learner.optimizer.lr", 5, "learner.optimizer.lr (--lr) 5 must be a number, above 0, at most 1"),
+    ("learner.optimizer.warmup_steps", 50, "learner.optimizer.warmup_steps 50 is more than steps 40"),
+    ("learner.objective.name", "ppo", "name 'ppo' is no objective"),
+    ("learner.objective.clip_low", 0.2, "'clip_low' is an option of grpo"),
+    ("learner.kl", {"coefficient": 0.1}, "'coefficient' is an option of k1, k2, k3"),
+    ("eval.samples", 4, "eval.samples 4 with eval.temperature 0"),
+    ("task.reward", "exactly", "reward 'exactly' must read file.py:function"),
+    ("task.correct", "reward.py:corect", "has no function 'corect'; did you mean 'correct'?"),
+    ("task.options", {"min_terms": 2}, "takes no options, got: min_terms"),
+    ("task.template", {"enable_thinking": False}, "task.template.enable_thinking False would do nothing"),
+    ("task.subset", "main", "task.subset 'main' names part of a Hugging Face data set"),
+    ("log", "wandbb", "log 'wandbb' must be one of none, wandb, mlflow"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "said"), CONFIG, ids=[f"{path}={value}" for path, value, _ in CONFIG])
+def test_a_fault_of_the_configuration_is_named(folder: Path, capsys, path: str, value: Any, said: str):
+    set_field(path, value)
+    assert said in said_of(capsys)
+
+
+def changed(**values: Any) -> Callable[[list[Tree]], list[Tree]]:
+    """The second row with other values; None leaves a column out."""
+    return lambda rows: [
+        {k: v for k, v in {**row, **values}.items() if v is not None} if number == 1 else row
+        for number, row in enumerate(rows)
+    ]
+
+
+QUESTIONS: dict[str, tuple[Callable[[list[Tree]], list[Tree]], str]] = {
+    "no questions": (lambda rows: [], "task file questions.jsonl is empty"),
+    "none to train on": (lambda rows: rows[4:], "has no train questions"),
+    "none held out": (lambda rows: rows[:4], "has no heldout questions"),
+    "no question": (changed(question=None), "questions.jsonl:2: no column 'question'"),
+    "another name": (changed(question=None, qestion="1 + 1 ="), "did you mean 'qestion'?"),
+    "an empty question": (changed(question=" "), "questions.jsonl:2: 'question' is empty"),
+    "a number for a question": (changed(question=7), "questions.jsonl:2: 'question' must be text, or a list"),
+    "a turn of no role": (changed(question=[{"role": "human", "content": "x"}]), "of role system, user, assistant"),
+    "the assistant last": (changed(question=[{"role": "assistant", "content": "x"}]), "must be the user's"),
+    "no answer": (changed(answer=None), "questions.jsonl:2: no column 'answer'"),
+    "an empty answer": (changed(answer=""), "questions.jsonl:2: 'answer' must be text that is not empty"),
+    "a fraction": (changed(answer=0.5), "questions.jsonl:2: 'answer' must be text that is not empty, or a whole"),
+    "a list of answers": (changed(answer=["1", "2"]), "questions.jsonl:2: 'answer' must be text"),
+    "an unknown split": (changed(split="test"), "questions.jsonl:2: unknown split 'test'; allowed: train, heldout"),
+    "in both splits": (lambda rows: [*rows, {**rows[0], "split": "heldout"}], "is in both splits"),
+    "all too long": (lambda rows: [{**r, "question": r["question"] * 9} for r in rows], "longer than rollout.max_pr"),
+    "answers too long": (lambda rows: [{**r, "answer": "12345678 " * 9} for r in rows], "which 4 of 4 exceed"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), QUESTIONS.values(), ids=QUESTIONS)
+def test_a_fault_of_the_questions_is_named(folder: Path, capsys, change: Callable[[list[Tree]], list[Tree]], said: str):
+    save(change([json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]))
+    assert said in said_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b'{"question": "1"\n', "questions.jsonl:1: not valid JSON"),
+        (b"[1]\n", "questions.jsonl:1: expected a JSON object, got list"),
+        (b'{"question": "\xe9"}\n', "questions.jsonl:1: not UTF-8 text"),
+    ],
+)
+def test_a_damaged_file_of_questions_is_named(folder: Path, capsys, text: bytes, said: str):
+    Path("questions.jsonl").write_bytes(text)
+    assert said in said_of(capsys)
+
+
+REWARDS = {
+    "def reward(problem, text): raise ValueError('odd')": "raised ValueError: odd",
+    "def reward(problem, text): return '1'": "returned '1' (str); a reward must be a finite number",
+    "def reward(problem, text): return float('nan')": "returned nan (float); a reward must be a finite number",
+    "def reward(problem, answer): return 1.0": "are of no kind of reward that is known",
+    "def reward(problem, text, extra): return 1.0": "have 'extra', which a reward of qarl's kind is not given",
+    "def reward(completions, **columns): return [1.0] * 9": "returned a list of 9 for 1 completions",
+    "import nowhere": "importing it raised ModuleNotFoundError: No module named 'nowhere'",
+    "def reward(:": "SyntaxError: invalid syntax",
+}
+
+
+@pytest.mark.parametrize(("code", "said"), REWARDS.items())
+def test_a_fault_of_the_reward_is_named(folder: Path, capsys, code: str, said: str):
+    Path("reward.py").write_text(code)
+    set_field("task.reward", "reward.py:reward")
+    assert said in said_of(capsys)
+
+
+MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+    "a template that raises": (
+        lambda model: (model / "chat_template.jinja").write_text("{{ raise_exception('no user') }}"),
+        "cannot be applied: TemplateError: no user",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), MODELS.values(), ids=MODELS)
+def test_a_fault_of_the_model_is_named(folder: Path, capsys, damage: Callable[[Path], object], said: str):
+    shutil.copytree(yaml.safe_load(Path("run.yaml").read_text())["model"], "model")
+    set_field("model", "./model")
+    damage(Path("model"))
+    assert said in said_of(capsys)
+
+
+def test_there_are_sixty():
+    assert len(CONFIG) + len(QUESTIONS) + 3 + len(REWARDS) + len(MODELS) >= 60
