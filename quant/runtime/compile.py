@@ -3,7 +3,7 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,8 +18,22 @@ _EXACT: dict[str, Any] = {
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of a function of tensors, for every shape at once. Sums may be added up in another order."""
-    return torch.compile(function, dynamic=True, fullgraph=True, options=_EXACT)
+    """torch.compile of a function of tensors and constants, for every shape at once. Sums may be added up in another
+    order.
+
+    Each combination of dtypes, numbers of axes and constants is compiled apart: torch gives up a function that was
+    compiled for the eighth time.
+    """
+    compile_: Any = torch.compile  # whose overloads leave `isolate_recompiles` out
+    variants: dict[Hashable, Callable[..., Any]] = {}
+
+    def call(*arguments: Any) -> Any:
+        kind = tuple((a.dtype, a.ndim) if isinstance(a, torch.Tensor) else a for a in arguments)
+        if kind not in variants:
+            variants[kind] = compile_(function, fullgraph=True, isolate_recompiles=True, options=_EXACT)
+        return variants[kind](*arguments)
+
+    return call
 
 
 def compiler_missing(device: str) -> str | None:
