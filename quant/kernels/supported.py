@@ -15,7 +15,7 @@ import torch
 
 from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.kernels import KernelError, make_factory
-from quant.kernels.vllm_layers import INT8_ACTIVATIONS
+from quant.kernels.vllm_layers import INT8_ACTIVATIONS, QUANTIZED, UNQUANTIZED
 from quant.materialize import materialize
 from quant.materialize.experts import materialize_experts
 from quant.runtime.answers import keep_answer, read_answer
@@ -71,6 +71,8 @@ def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False)
         return Support("", str(error).removeprefix(f"layer {_EXPERTS if experts else _LAYER!r}: "))
     except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:  # what vLLM refuses with
         return Support("", _in_words(found, error))
+    except Exception as error:  # what nobody foresaw: one scheme's reason, never the end of the question
+        return Support("", f"{type(error).__name__}: {_in_words(found, error)}")
     if not torch.isfinite(y).all():
         return Support("", f"{kernel} returned NaN or infinity for a small layer")
     reason = _other_arithmetic(found, kernel)
@@ -148,11 +150,11 @@ def _in_words(scheme: Scheme, error: Exception) -> str:
 
 def _other_arithmetic(scheme: Scheme, kernel: str) -> str:
     """Why a kernel that runs would not compute what the scheme says; "" where it would."""
-    weight_only = any(part in kernel for part in _WEIGHT_ONLY_KERNELS)
+    weight_only = UNQUANTIZED in kernel or any(part in kernel for part in _WEIGHT_ONLY_KERNELS)
     if scheme.activations is not None and weight_only:
         return f"vLLM would multiply with {kernel}, which leaves activations in the compute dtype"
     by_name = not weight_only and any(part in kernel for part in _ACTIVATION_KERNELS)
-    quantizes = by_name or INT8_ACTIVATIONS in kernel
+    quantizes = by_name or QUANTIZED in kernel or INT8_ACTIVATIONS in kernel
     if scheme.activations is None and quantizes:
         return f"vLLM would multiply with {kernel}, which quantizes activations"
     return ""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, ReplicatedLinear
@@ -52,8 +53,7 @@ class VllmFactory:
         load_general_plugins()  # QaRL's own among them: the engine's processes have loaded them too
         self._dtype = dtype
         self._config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
-        # vLLM's FP8 layer asks the model config for the activation dtype and for nothing else.
-        self._config.model_config = SimpleNamespace(dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        self._config.model_config = _model_config(dtype)  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmMatmul:
@@ -66,24 +66,11 @@ class VllmFactory:
 
     def _filled(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
         """A layer of one part, or of several as vLLM stacks them, loaded and processed."""
-        rows, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
+        rows = [weight.shape[0] for weight in weights]
         with self._loading(weights[0].codes.device):
-            shared = {
-                "bias": biases[0] is not None,
-                "params_dtype": self._dtype,
-                "quant_config": self._quant_config(weights[0].scheme),
-                "prefix": name,
-                "return_bias": False,
-                "disable_tp": True,
-            }
-            stack = len(rows) > 1
-            linear = (
-                MergedColumnParallelLinear(columns, rows, **shared)
-                if stack
-                else ReplicatedLinear(columns, rows[0], **shared)
-            )
+            linear = self._empty(name, rows, weights[0].shape[1], weights[0].scheme, biases[0] is not None)
             for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-                place = (part,) if stack else ()
+                place = (part,) if len(rows) > 1 else ()
                 tensors = [*weight.tensors(), *([] if bias is None else [("bias", bias.detach())])]
                 for key, tensor in tensors:
                     parameter = getattr(linear, key)
@@ -92,6 +79,26 @@ class VllmFactory:
             linear.quant_method.process_weights_after_loading(linear)
         drop_loaders(linear)
         return VllmMatmul(linear, sum(rows))
+
+    def kernel(self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, device: torch.device) -> str:
+        """Name of the kernel that vLLM chooses for a layer of parts [rows, columns], of which nothing is loaded. Raises
+        what vLLM raises where it has none."""
+        with self._loading(device):
+            return kernel_name(self._empty(name, rows, columns, scheme, False))
+
+    def _empty(self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, bias: bool) -> LinearBase:
+        """To be called while `_loading`."""
+        shared = {
+            "bias": bias,
+            "params_dtype": self._dtype,
+            "quant_config": self._quant_config(scheme),
+            "prefix": name,
+            "return_bias": False,
+            "disable_tp": True,
+        }
+        if len(rows) > 1:
+            return MergedColumnParallelLinear(columns, list(rows), **shared)
+        return ReplicatedLinear(columns, rows[0], **shared)
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
         """See `KernelFactory.experts`."""
@@ -113,6 +120,13 @@ class VllmFactory:
             config_class = get_quantization_config("compressed-tensors")
             self._schemes[scheme.name] = config_class.from_config(written)
         return self._schemes[scheme.name]
+
+
+def _model_config(dtype: torch.dtype) -> SimpleNamespace:
+    """What vLLM's layers and kernels ask the engine's model config for: FP8 layers for the dtype, DeepGEMM and MoE
+    kernels for the model's type, MXFP4 experts for its quantization."""
+    config = PretrainedConfig()
+    return SimpleNamespace(dtype=dtype, hf_config=config, hf_text_config=config, quantization_config=None)
 
 
 @contextlib.contextmanager

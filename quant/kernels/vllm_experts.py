@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from quant.checkpoint.families import ExpertsShape
 from quant.kernels.vllm_layers import drop_loaders, kernel_name
+from quant.kernels.vllm_step import engine_step
 from quant.materialize.experts import LowBitExperts
 
 
@@ -34,7 +35,8 @@ class VllmExperts:
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `ExpertsMatmul`."""
         index = index.to(self._experts.quant_method.topk_indices_dtype or torch.int32)
-        y = self._experts.forward_modular(x.contiguous(), weights.contiguous(), index.contiguous())
+        with engine_step(x.device, len(x)):
+            y = self._experts.forward_modular(x.contiguous(), weights.contiguous(), index.contiguous())
         assert isinstance(y, torch.Tensor)  # vLLM defers the sum over experts only where that was asked for
         return y
 

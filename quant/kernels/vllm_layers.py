@@ -7,18 +7,22 @@ from torch import nn
 INT8_ACTIVATIONS = "int8 activations by VLLM_CPU_INT4_W4A8"
 """Part of the names of kernels to which vLLM gives int8 activations on CPUs with AMX unless that variable is 0."""
 
+QUANTIZED, UNQUANTIZED = "quantized activations", "activations in the compute dtype"
+"""Parts of the names of Humming's kernels: one class does either, as its configuration says."""
+
 
 def kernel_name(layer: Any) -> str:
     """Class name of the kernel object in a loaded vLLM linear layer or experts module.
 
     layer: any vLLM layer with a `quant_method`. Unquantized linear layers have no kernel object and read
     "unquantized"; experts run as dense products one by one read "… per expert". A kernel that quantizes activations
-    because the environment says so, and not the checkpoint, names the variable.
+    because the environment says so, and not the checkpoint, names the variable. Humming's say what they do with
+    activations.
     """
     method = layer.quant_method
     fused = getattr(method, "moe_kernel", None)
     if fused is not None:
-        return type(fused.fused_experts).__name__
+        return type(fused.fused_experts).__name__ + _activations(fused.fused_experts)
     expert = getattr(method, "expert_layer", None)
     if expert is not None:
         return f"{kernel_name(expert)}, per expert"
@@ -26,10 +30,17 @@ def kernel_name(layer: Any) -> str:
         for attribute in ("kernel", "fp8_linear"):
             kernel = getattr(holder, attribute, None)
             if kernel is not None:
-                name = type(kernel).__name__
+                name = type(kernel).__name__ + _activations(kernel)
                 return f"{name}, {INT8_ACTIVATIONS}" if getattr(layer, "use_w4a8", False) else name
     name = type(method).__name__
     return "unquantized" if name.startswith("Unquantized") else name
+
+
+def _activations(kernel: Any) -> str:
+    """What a Humming kernel, loaded, or experts of such, do with activations, to be appended; "" of others."""
+    configs = getattr(kernel, "humming_configs", None) or {"w13": getattr(kernel, "layer_config", None)}
+    mode = getattr(configs["w13"], "input_quant_mode", None)
+    return "" if mode is None else f", {QUANTIZED if mode.should_quantize else UNQUANTIZED}"
 
 
 def drop_loaders(layer: nn.Module) -> None:

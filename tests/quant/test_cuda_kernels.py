@@ -1,0 +1,199 @@
+"""Which kernels vLLM chooses on GPUs, asked of vLLM's own selection under a stand-in for the platform, and what its
+experts find outside of an engine's step. Blind spot: that those kernels run, and what they compute (tests/gpu)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.v1.worker import workspace
+
+from quant.kernels import supported, vllm_step
+from quant.kernels.supported import support
+from quant.kernels.vllm import VllmFactory
+from quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
+from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
+from tests.support.cuda_platform import stub_cuda
+from tests.support.kernels import no_cuda
+
+CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
+SHAPES = {  # hidden columns, heads, those of keys and values, head size, the MLP's columns
+    "tiny-qwen3": (128, 2, 1, 64, 256),
+    "Qwen3-0.6B": (1024, 16, 8, 128, 3072),
+    "Qwen3-1.7B": (2048, 16, 8, 128, 6144),
+    "Qwen3-4B": (2560, 32, 8, 128, 9728),
+    "Qwen3-8B": (4096, 32, 8, 128, 12288),
+    "Qwen3-30B-A3B": (2048, 32, 4, 128, 6144),
+    "Qwen2.5-Math-1.5B": (1536, 12, 2, 128, 8960),
+    "Qwen2.5-Math-7B": (3584, 28, 4, 128, 18944),
+    "Llama-3.2-1B": (2048, 32, 8, 64, 8192),
+    "Llama-3.1-8B": (4096, 32, 8, 128, 14336),
+    "Mixtral-8x7B": (4096, 32, 8, 128, 14336),
+}
+META = torch.device("meta")
+
+
+def engines_layers(factory: VllmFactory, model: str, scheme: Scheme) -> dict[str, nn.Module]:
+    """As vLLM's decoders of these families build them, without tensor parallelism."""
+    hidden, heads, kv_heads, size, inner = SHAPES[model]
+    quantized = factory._quant_config(scheme)
+    shared = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": quantized, "disable_tp": True}
+    return {
+        "qkv_proj": QKVParallelLinear(hidden, size, heads, kv_heads, prefix="qkv_proj", **shared),
+        "o_proj": RowParallelLinear(heads * size, hidden, prefix="o_proj", **shared),
+        "gate_up_proj": MergedColumnParallelLinear(hidden, [inner] * 2, prefix="gate_up_proj", **shared),
+        "down_proj": RowParallelLinear(inner, hidden, prefix="down_proj", **shared),
+    }
+
+
+def learners_parts(model: str) -> dict[str, tuple[list[int], int]]:
+    """Rows of what a learner multiplies as one, and its columns."""
+    hidden, heads, kv_heads, size, inner = SHAPES[model]
+    return {
+        "qkv_proj": ([heads * size, kv_heads * size, kv_heads * size], hidden),
+        "o_proj": ([hidden], heads * size),
+        "gate_up_proj": ([inner, inner], hidden),
+        "down_proj": ([hidden], inner),
+    }
+
+
+def fits(scheme: Scheme, model: str) -> bool:
+    try:
+        for rows, columns in learners_parts(model).values():
+            for part in rows:
+                scheme.check_layer("layer", (part, columns))
+    except SchemeError:
+        return False
+    return True
+
+
+@no_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
+    """Contract: for every scheme vLLM has a kernel for, and every shape of these models. Without stacks it fails on
+    9.0, where Machete wants rows in multiples of 128 and tiny-qwen3's k and v have 64."""
+    factory, compared = VllmFactory(torch.bfloat16), 0
+    with stub_cuda(capability):
+        for scheme in map(get_scheme, SCHEMES):
+            for model in (name for name in SHAPES if fits(scheme, name)):
+                try:
+                    with factory._loading(META):
+                        engine = {n: kernel_name(layer) for n, layer in engines_layers(factory, model, scheme).items()}
+                except (NotImplementedError, ValueError):  # no kernel: `support` refuses the scheme
+                    continue
+                parts = learners_parts(model).items()
+                learner = {name: factory.kernel(name, *part, scheme, META) for name, part in parts}
+                assert learner == engine, (scheme.name, model)
+                compared += 1
+    assert compared > 80
+
+
+@no_cuda
+def test_one_layer_of_a_stack_alone_would_take_another_kernel():
+    """So the test above sees what it should."""
+    factory, scheme = VllmFactory(torch.bfloat16), get_scheme("w4a16")
+    with stub_cuda((9, 0)):
+        names = [factory.kernel("layer", rows, 128, scheme, META) for rows in ([128, 64, 64], [64])]
+    assert names == ["MacheteLinearKernel", "HummingLinearKernel"]
+
+
+@no_cuda
+def test_kernels_that_read_the_models_config_are_asked():
+    """DeepGEMM asks for the model's type; a learner has no such config of its own."""
+    with stub_cuda((9, 0)):
+        kernel = VllmFactory(torch.bfloat16).kernel("layer", [256], 256, get_scheme("fp8-block"), META)
+    assert kernel == "DeepGemmFp8BlockScaledMMKernel"
+
+
+@pytest.mark.parametrize("error", [KeyError("triton"), AttributeError("no attribute 'hf_text_config'"), OSError("gcc")])
+def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    """One scheme's fault never ends `qarl schemes`, nor hides which schemes can run."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(supported, "make_factory", fails)
+    found = support.__wrapped__("w4a16", torch.bfloat16, "vllm", False)
+    assert found.kernel == "" and found.reason.startswith(type(error).__name__) and str(error) in found.reason
+
+
+class HummingKernel:
+    """As a loaded one: its configuration says what it does with activations, its class does not."""
+
+    def __init__(self, quantizes: bool, experts: bool = False):
+        config = SimpleNamespace(input_quant_mode=SimpleNamespace(should_quantize=quantizes))
+        if experts:
+            self.humming_configs = {"w13": config, "w2": config}
+        else:
+            self.layer_config = config
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "quantizes", "said"),
+    [
+        ("nvfp4a16", False, ""),
+        ("nvfp4a16", True, "quantizes activations"),
+        ("nvfp4", True, ""),
+        ("nvfp4", False, "leaves activations in the compute dtype"),
+        ("mxfp4a16", False, ""),
+        ("w4a16", False, ""),
+    ],
+)
+def test_hummings_activations_are_read_from_its_configuration(scheme: str, quantizes: bool, said: str, experts: bool):
+    kernel = HummingKernel(quantizes, experts)
+    method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel)) if experts else SimpleNamespace()
+    layer = SimpleNamespace(quant_method=method, scheme=SimpleNamespace(kernel=kernel))
+    name = kernel_name(layer)
+    assert name == f"HummingKernel, {QUANTIZED if quantizes else UNQUANTIZED}"
+    reason = supported._other_arithmetic(get_scheme(scheme), name)
+    assert (said in reason) if said else reason == ""
+
+
+@no_cuda
+def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    """Contract: vLLM's own allocation of scratch, and Humming's question for the forward's context, succeed without an
+    engine, and beside one whose scratch is locked; afterwards everything is as it was."""
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    vllm_step._config.cache_clear()
+    kernel = SimpleNamespace(
+        fused_experts=SimpleNamespace(
+            workspace_dtype=lambda dtype: dtype,
+            workspace_shapes=lambda m, n, k, top_k, *_: ((m, top_k, n), (m, top_k, n // 2), (m, k)),
+            finalize_weight_and_reduce_impl=lambda: None,
+        ),
+        prepare_finalize=SimpleNamespace(allocate_fused_expert_output=lambda *_: None),
+    )
+
+    def allocate() -> tuple[torch.Size, ...]:
+        found = FusedMoEKernelModularImpl._allocate_buffers(
+            kernel,  # type: ignore[arg-type]
+            torch.bfloat16,
+            torch.device("cpu"),
+            40,
+            40,
+            64,
+            32,
+            2,
+            4,
+            4,
+            None,
+            None,  # type: ignore[arg-type]
+        )
+        return tuple(tensor.shape for tensor in found[:3])
+
+    cpu = torch.device("cpu")
+    with stub_cuda((9, 0)):
+        with pytest.raises(AssertionError, match="WorkspaceManager not initialized"):
+            allocate()
+        for engines in (None, workspace.WorkspaceManager(cpu)):
+            monkeypatch.setattr(workspace, "_manager", engines)
+            if engines is not None:
+                engines.lock()
+            with vllm_step.engine_step(cpu, 40):
+                assert allocate() == ((40, 2, 64), (40, 2, 32), (40, 32))
+                assert get_forward_context().dp_metadata is None
+            assert workspace._manager is engines and not is_forward_context_available()

@@ -1,0 +1,86 @@
+"""vLLM's kernel selection as on a GPU, without one: its Python asks the platform, which is a stand-in here."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+
+_PACKAGES = ("has_humming", "has_deep_gemm")
+"""What the CUDA lock installs or vLLM's wheel for CUDA bundles."""
+
+_WHEEL = {
+    "cutlass_scaled_mm_supports_fp8": 89,
+    "cutlass_scaled_mm_supports_block_fp8": 90,
+    "cutlass_scaled_mm_supports_fp4": 100,
+    "mxfp4_experts_quant_supported": 100,
+    "cutlass_group_gemm_supported": 90,
+}
+"""Questions that the wheel's operators answer, and the least capability they say yes to."""
+
+
+class StubCuda(Platform):
+    """A GPU of one compute capability. Everything it is asked that is not here, `Platform` answers."""
+
+    _enum = PlatformEnum.CUDA
+    device_name = device_type = "cuda"
+    dispatch_key = "CUDA"
+    capability = DeviceCapability(9, 0)
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return cls.capability
+
+    @classmethod
+    def supports_fp8(cls) -> bool:
+        return cls.capability >= DeviceCapability(8, 9)
+
+    @classmethod
+    def support_deep_gemm(cls) -> bool:
+        return cls.capability.major in (9, 10)
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return 132
+
+
+@contextmanager
+def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
+    """Within this context every loaded module of vLLM, and of ours that asks it, is told that it runs on a GPU of this
+    capability."""
+    stub = type("Stub", (StubCuda,), {"capability": DeviceCapability(*capability)})()
+    number = 10 * capability[0] + capability[1]
+    places: list[tuple[ModuleType, str, Any]] = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("vllm.", "quant.kernels.")) and isinstance(module, ModuleType):
+            attributes = vars(module)
+            if isinstance(attributes.get("current_platform"), Platform):
+                places.append((module, "current_platform", stub))
+            places += [(module, key, lambda: True) for key in _PACKAGES if key in attributes]
+            places += [(module, key, _from(least, number)) for key, least in _WHEEL.items() if key in attributes]
+    _forget(places)
+    patches = [patch.object(module, key, value) for module, key, value in places]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in patches:
+            one.stop()
+        _forget(places)
+
+
+def _from(least: int, number: int) -> Callable[[int], bool]:
+    return lambda asked: number >= least
+
+
+def _forget(places: list[tuple[ModuleType, str, Any]]) -> None:
+    """Drop answers that modules with a platform have cached."""
+    for module in {module for module, _, _ in places}:
+        for value in list(vars(module).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
