@@ -1,7 +1,7 @@
 """Norm, rotary embedding and gated activation that keep for the backward what cannot be had again cheaply.
 
-Forwards are the same operations in the same dtypes as plain torch's, bit for bit. Autograd would keep every
-intermediate of them, many in fp32; here the inputs are kept, which their producers often keep anyway, and the rest is
+Forwards are the engine's (`quant.operators.rounding`). Autograd would keep every intermediate of plain torch's, many in
+fp32; here the inputs are kept, which their producers often keep anyway, and the rest is
 computed again. Gradients are computed in fp32 and rounded once to the dtype of what they belong to; how, the
 `Gradients` of the model know.
 
@@ -17,6 +17,7 @@ from transformers.activations import SiLUActivation
 
 from quant.layers.gradients import Gradients
 from quant.layers.stack import LinearStack
+from quant.operators import rounding
 
 
 def _contiguous(like: torch.Tensor) -> torch.Tensor:
@@ -25,25 +26,32 @@ def _contiguous(like: torch.Tensor) -> torch.Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) in fp32, rounded to the weight's dtype, times the weight. Kept: x and 1 / rms(x)."""
+    """x / rms(x) · weight, in fp32 up to the first rounding. Kept: x and, on CPUs, 1 / rms(x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, gradients: Gradients) -> torch.Tensor:
-        """x: fp32 or compute dtype [N, C]; weight: compute dtype [C] → compute dtype [N, C]."""
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, gradients: Gradients, added: bool = False
+    ) -> torch.Tensor:
+        """x: fp32 or compute dtype [N, C]; weight: compute dtype [C] → compute dtype [N, C]. added: see
+        `rounding.cuda_norm`."""
+        ctx.gradients, ctx.epsilon = gradients, epsilon
+        if rounding.rounds_as_cuda(x):
+            ctx.save_for_backward(x, weight)
+            return rounding.cuda_norm(x, weight, epsilon, added)
         wide = x.to(torch.float32)
-        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        inverse = rounding.inverse_rms(wide, epsilon)
         ctx.save_for_backward(x, weight, inverse)
-        ctx.gradients = gradients
         return (wide * inverse).to(weight.dtype) * weight
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         """See `_norm_gradients`."""
-        x, weight, inverse = ctx.saved_tensors
+        x, weight, *kept = ctx.saved_tensors
+        inverse = kept[0] if kept else rounding.inverse_rms(x, ctx.epsilon)
         dx = _contiguous(x)
         rows = [t.flatten(0, -2) for t in (dx, grad_outputs[0], x, inverse)]
         dweight = sum(ctx.gradients.over_rows(_norm_gradients, rows, weight), start=torch.zeros((), device=x.device))
-        return dx, dweight.to(weight.dtype), None, None
+        return dx, dweight.to(weight.dtype), None, None, None
 
 
 def _norm_gradients(
@@ -67,7 +75,7 @@ class Rotate(torch.autograd.Function):
         """x: compute dtype [N, H, D]; cos, sin: compute dtype [N, D] → compute dtype [N, H, D]."""
         ctx.save_for_backward(cos, sin)
         ctx.gradients = gradients
-        return _rotated(x, cos, sin)
+        return rounding.rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
@@ -77,13 +85,6 @@ class Rotate(torch.autograd.Function):
         angles = [t.expand(*dy.shape[:-2], -1).flatten(0, -2) for t in ctx.saved_tensors]
         ctx.gradients.over_rows(_rotate_back, (dx.flatten(0, -3), dy.flatten(0, -3), *angles))
         return dx, None, None, None
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    wide = x.to(torch.float32)
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (wide * cos.float().unsqueeze(-2) + turned * sin.float().unsqueeze(-2)).to(x.dtype)
 
 
 def _rotate_back(dx: torch.Tensor, dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -103,7 +104,7 @@ class Gated(torch.autograd.Function):
         """gate, up: compute dtype [N, C] → the same."""
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.gradients = activation, gradients
-        return activation(gate) * up
+        return rounding.gated(gate, up, activation)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
 """Norms, rotary embedding and attention rounded where the engine rounds them.
 
 Low-bit activations amplify upstream noise: a value that lands on the other side of a rounding boundary flips a
-code. What is left of the mismatch once the products agree comes from three places where transformers rounds to the
-compute dtype and vLLM does not:
+code. What is left of the mismatch once the products agree comes from places where transformers rounds to the compute
+dtype and vLLM does not, on CPUs these three (`quant.operators.rounding` says what differs on CUDA):
 
 - vLLM's fused add + RMSNorm normalizes the fp32 sum of residual and branch; transformers the rounded sum;
 - vLLM's rotary kernel computes in fp32 and rounds once; transformers rounds after every operation;
@@ -30,22 +30,25 @@ from quant.layers.stack import LinearStack
 from quant.operators.attention import attention
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
 from quant.operators.moe import EngineMoeBlock, OperatorError
+from quant.operators.rounding import residual_dtype
 
 OPERATORS = ("auto", "engine", "transformers")
 
 
 class EngineRMSNorm(nn.Module):
-    """x / rms(x) in fp32, rounded to the compute dtype, times the weight (vLLM `ir.ops.rms_norm`)."""
+    """x / rms(x) · weight, rounded as vLLM's `ir.ops.rms_norm` on this device; `fused_add_rms_norm` where x is a sum of
+    residual and branch (added)."""
 
-    def __init__(self, norm: nn.Module, gradients: Gradients):
+    def __init__(self, norm: nn.Module, gradients: Gradients, added: bool = False):
         super().__init__()
+        self._added = added
         self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
         self.epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
         self._gradients = gradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype or fp32 [..., C] → the weight's dtype [..., C]."""
-        return RMSNorm.apply(x, self.weight, self.epsilon, self._gradients)
+        return RMSNorm.apply(x, self.weight, self.epsilon, self._gradients, self._added)
 
 
 class EngineAttention(nn.Module):
@@ -89,15 +92,16 @@ def _norm_or_identity(attention: nn.Module, name: str, gradients: Gradients) -> 
 
 
 class EngineDecoderLayer(nn.Module):
-    """A pre-norm decoder layer whose residual stream crosses layers as the unrounded fp32 sum."""
+    """A pre-norm decoder layer whose residual stream crosses layers as the engine's norms take it: on CPUs as the
+    unrounded fp32 sum, on CUDA in the compute dtype. first: whether what comes in is the embedding, and no sum."""
 
-    def __init__(self, layer: nn.Module, context: LayerContext):
+    def __init__(self, layer: nn.Module, context: LayerContext, first: bool = False):
         super().__init__()
         self._context, gradients = context, context.gradients
         self.self_attn = EngineAttention(layer.self_attn, context)  # type: ignore[arg-type]
         self.mlp: nn.Module = layer.get_submodule("mlp")
-        self.input_layernorm = EngineRMSNorm(layer.input_layernorm, gradients)  # type: ignore[arg-type]
-        self.post_attention_layernorm = EngineRMSNorm(layer.post_attention_layernorm, gradients)  # type: ignore[arg-type]
+        self.input_layernorm = EngineRMSNorm(layer.input_layernorm, gradients, added=not first)  # type: ignore[arg-type]
+        self.post_attention_layernorm = EngineRMSNorm(layer.post_attention_layernorm, gradients, added=True)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -107,7 +111,7 @@ class EngineDecoderLayer(nn.Module):
         lengths: Sequence[int] | None = None,
         **unused: object,
     ) -> torch.Tensor:
-        """hidden_states: compute dtype (first layer) or fp32 sums [B, T, C] → fp32 sums [B, T, C].
+        """hidden_states: compute dtype (first layer) or sums [B, T, C] → sums [B, T, C], in `residual_dtype`.
 
         lengths: see `EngineAttention`. The other keywords of a transformers decoder layer (mask, cache) do not apply to
         whole causal sequences.
@@ -122,11 +126,12 @@ class EngineDecoderLayer(nn.Module):
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None
     ) -> torch.Tensor:
         dtype = self._context.forward_dtype
+        sums = residual_dtype(hidden_states, dtype)
         residual = hidden_states.to(dtype)
         branch = self.self_attn(self.input_layernorm(hidden_states), cos, sin, lengths)
-        total = branch.to(torch.float32) + residual.to(torch.float32)
+        total = branch.to(sums) + residual.to(sums)
         branch = self.mlp(self.post_attention_layernorm(total))
-        return branch.to(torch.float32) + total.to(dtype).to(torch.float32)
+        return branch.to(sums) + total.to(dtype).to(sums)
 
 
 def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -154,8 +159,9 @@ def install_engine_operators(model: PreTrainedModel, context: LayerContext) -> N
             layer.mlp = EngineMoeBlock(layer.mlp, number, getattr(model.config, "norm_topk_prob", True))
         else:
             layer.mlp = GatedMLP(layer.mlp, context.gradients)
-    decoder.layers = nn.ModuleList(EngineDecoderLayer(layer, context) for layer in decoder.layers)  # type: ignore[union-attr]
-    decoder.norm = EngineRMSNorm(decoder.norm, context.gradients)  # type: ignore[arg-type]
+    layers = [EngineDecoderLayer(layer, context, number == 0) for number, layer in enumerate(decoder.layers)]  # type: ignore[arg-type]
+    decoder.layers = nn.ModuleList(layers)
+    decoder.norm = EngineRMSNorm(decoder.norm, context.gradients, added=True)  # type: ignore[arg-type]
 
 
 def why_not(model: PreTrainedModel) -> str:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from configs.errors import InputError
+from quant.operators import rounding
+from quant.runtime.libraries import has_vllm
 from quant.runtime.zero3 import whole_shape
 
 
@@ -54,17 +56,33 @@ def route(
     """logits: compute dtype [N, E] → weights fp32 [N, K] and experts int64 [N, K].
 
     chosen: integer [N, K], experts that were picked elsewhere; -1, or None for all, picks the K largest logits.
-    Source: vLLM `CPURouter` and `topk_softmax`.
+    Source: vLLM `CPURouter`, and `topk_softmax` on CUDA, which is asked itself.
     """
-    # In the compute dtype and unsorted, as vLLM asks on CPUs: among equal logits the same experts win.
-    index = logits.topk(top_k, dim=-1, sorted=False).indices
-    if logits.device.type != "cpu":
+    best = None
+    if rounding.rounds_as_cuda(logits):
+        best, index = _best_on_cuda(logits.detach(), top_k, renormalize)
         logits = logits.to(torch.float32)
+    else:  # in the compute dtype and unsorted, as vLLM asks on CPUs: among equal logits the same experts win
+        index = logits.topk(top_k, dim=-1, sorted=False).indices
     if chosen is not None:
         index = torch.where(chosen < 0, index, chosen.to(index.dtype))
     picked = logits.gather(-1, index)
     weights = picked.softmax(-1) if renormalize else (picked - logits.logsumexp(-1, keepdim=True)).exp()
+    if best is not None and chosen is None:
+        weights = weights + (best - weights).detach()  # the engine's own bits, with this gradient
     return weights.to(torch.float32), index
+
+
+def _best_on_cuda(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights fp32 [N, K] and experts int64 [N, K] by vLLM's operator; by torch's where there is none, the lower number
+    among equal logits."""
+    if logits.is_cuda and has_vllm():
+        from quant.kernels.vllm_operators import top_experts
+
+        return top_experts(logits, top_k, renormalize)
+    weights, index = logits.to(torch.float32).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, index = weights[:, :top_k], index[:, :top_k]
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), index
 
 
 def replay_experts(model: nn.Module, experts: torch.Tensor | None) -> None:

@@ -1,0 +1,10 @@
+"""Which optional libraries there are, asked once."""
+
+import functools
+from importlib.util import find_spec
+
+
+@functools.cache
+def has_vllm() -> bool:
+    """Whether vLLM is installed; imports nothing."""
+    return find_spec("vllm") is not None
