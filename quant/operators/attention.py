@@ -1,19 +1,22 @@
 """Causal attention of whole sequences: by the engine's kernel where the learner can call it, else by torch's.
 
 On CPUs the engine's kernel gives the same bits for a token whether it is prefilled, decoded, or scored here. Its
-backward is torch's, which computes scores and probabilities again in fp32.
+backward is torch's, which computes scores and probabilities again in fp32. On CUDA FlashAttention takes all sequences
+in one call, by the engine's kernel too, with torch's FlashAttention as backward; decoding splits keys otherwise there.
 
 Axes: B sequences, T tokens, N tokens of all sequences, H heads, G heads of keys and values, D head size.
 """
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from quant.kernels import flash_attention
+from quant.runtime.libraries import has_vllm
 
 
 def attention(
@@ -29,17 +32,24 @@ def attention(
     lengths: of the sequences that one row (B = 1) holds; None where every row is one sequence. kernel: the family the
     learner multiplies with, one of `quant.kernels.KERNELS`.
     """
-    if not uses_engine_kernel(kernel, q.device.type, q.shape[-1]):
-        y = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, lengths)
-        return y.transpose(1, 2)
-    lengths = [q.shape[1]] * q.shape[0] if lengths is None else list(lengths)
-    return _EngineAttention.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, lengths).view(q.shape)
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
+    sequences = [q.shape[1]] * q.shape[0] if lengths is None else list(lengths)
+    if flash_attention.takes(packed[0]):
+        return _FlashAttention.apply(*packed, scale, sequences, _multiplies_by_vllm(kernel)).view(q.shape)
+    if uses_cpu_kernel(kernel, q.device.type, q.shape[-1]):
+        return _EngineAttention.apply(*packed, scale, sequences).view(q.shape)
+    y = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, lengths)
+    return y.transpose(1, 2)
+
+
+def _multiplies_by_vllm(kernel: str) -> bool:
+    return kernel in ("auto", "vllm") and has_vllm()
 
 
 @cache
-def uses_engine_kernel(kernel: str, device: str, head_size: int) -> bool:
-    """Whether the forward's attention is the engine's kernel: with vLLM's products, on CPUs, for head sizes it has."""
-    if kernel not in ("auto", "vllm") or device != "cpu" or not find_spec("vllm"):
+def uses_cpu_kernel(kernel: str, device: str, head_size: int) -> bool:
+    """Whether the forward's attention is the engine's kernel for CPUs: with vLLM's products, for head sizes it has."""
+    if not _multiplies_by_vllm(kernel) or device != "cpu":
         return False
     from quant.kernels.cpu_attention import takes_heads_of
 
@@ -67,6 +77,33 @@ def torch_attention(
         y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
         done.append(y.transpose(0, 1).flatten(1, 2)[None])
     return torch.cat(done, dim=2).to(q.dtype)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Kept: q, k, v, the output, and a number a head and token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        lengths: list[int],
+        engine: bool,
+    ) -> torch.Tensor:
+        """q: [N, H, D], k, v: [N, G, D] → [N, H, D]."""
+        y, sums = flash_attention.flash_attention(q, k, v, scale, lengths, engine)
+        ctx.save_for_backward(q, k, v, y, sums)
+        ctx.scale, ctx.lengths = scale, lengths
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        """By torch's FlashAttention."""
+        q, k, v, y, sums = ctx.saved_tensors
+        gradients = flash_attention.flash_gradients(grad_outputs[0], (q, k, v), y, sums, ctx.scale, ctx.lengths)
+        return *gradients, None, None, None
 
 
 class _EngineAttention(torch.autograd.Function):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quant.kernels import cpu_attention as kernel
-from quant.operators.attention import attention, torch_attention, uses_engine_kernel
+from quant.operators.attention import attention, torch_attention, uses_cpu_kernel
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
 
@@ -71,7 +71,5 @@ def test_the_size_of_a_page_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_other_families_devices_and_heads_take_torchs():
-    assert uses_engine_kernel("auto", "cpu", 64)
-    assert not any(
-        uses_engine_kernel(*case) for case in [("torch", "cpu", 64), ("auto", "cuda", 64), ("auto", "cpu", 24)]
-    )
+    assert uses_cpu_kernel("auto", "cpu", 64)
+    assert not any(uses_cpu_kernel(*case) for case in [("torch", "cpu", 64), ("auto", "cuda", 64), ("auto", "cpu", 24)])
