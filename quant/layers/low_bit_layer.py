@@ -6,11 +6,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
+from quant.kernels.activations import multiplied_activation
 from quant.kernels.base import ExpertsMatmul, LowBitMatmul
 from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
 from quant.materialize import LowBitWeight
-from quant.materialize.activations import LowBitActivation, quantize_activation
+from quant.materialize.activations import LowBitActivation
 from quant.materialize.code_changes import quantized_weights
 from quant.materialize.experts import LowBitExperts
 from quant.runtime.zero3 import gathered
@@ -134,7 +135,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         multiplied, else the input itself."""
         if not self.quantizes_activations:
             return (x,)
-        low_bit = quantize_activation(x, self.scheme)
+        low_bit = multiplied_activation(x, self.scheme)
         return low_bit.codes, low_bit.scale, low_bit.zero_point
 
 
