@@ -3,7 +3,8 @@
 Forward:  y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, by the engine's experts module.
 Backward: expert after expert, the products are repeated in fp32 on the values the codes stand for and
           differentiated, every rounding counted as identity. Nothing but the layer's input is kept between forward
-          and backward, and no more than one expert is dequantized at a time.
+          and backward, and no more than one expert is dequantized at a time. In bfloat16 on CUDA all experts go at
+          once, through grouped products (`quant.layers.grouped_backward`).
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
@@ -16,16 +17,22 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from quant.checkpoint.families import ExpertsShape
+from quant.kernels.activations import multiplied_activation
 from quant.kernels.base import ExpertsMatmul
 from quant.kernels.experts_loop import ExpertsLoop
 from quant.kernels.plain import PlainMatmul
+from quant.layers import grouped_backward
 from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
 from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from quant.layers.straight_through import add_weight_gradient
+from quant.materialize import LowBitWeight
 from quant.materialize.activations import LowBitActivation, quantize_activation
 from quant.materialize.experts import LowBitExperts, materialize_experts
 from quant.schemes import Scheme
+
+_AT_ONCE = 16
+"""Experts that are dequantized together on the way to grouped products."""
 
 
 class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
@@ -93,6 +100,23 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         gate_up, down = (matrix.to(self.context.compute_dtype).to(torch.float32) for matrix in self.merged(expert))
         return gate_up, down
 
+    def multiplies_grouped(self, dy: torch.Tensor) -> bool:
+        """Whether the backward of such an output gradient takes all experts at once."""
+        ranks = [adapter.rank for adapter in self.adapters if adapter is not None]
+        sizes = self.shape.hidden, self.shape.intermediate, *ranks
+        return dy.is_cuda and dy.dtype == torch.bfloat16 and grouped_backward.aligned(*sizes)
+
+    def stacks_used(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """All experts' matrices as the forward multiplied them, rounded once to `dtype`, [E, 2I, H] and [E, H, I]."""
+        if not self.context.multiplies_codes:
+            gate_up, down = (matrix.to(self.context.compute_dtype).to(dtype) for matrix in self.merged())
+            return gate_up, down
+        assert self.low_bit is not None
+        pairs = self.low_bit.stacks or (None, None)
+        matrices = zip(*((expert.gate_up, expert.down) for expert in self.low_bit.experts), strict=True)
+        gate_up, down = (_dequantized(one, stack, dtype) for one, stack in zip(matrices, pairs, strict=True))
+        return gate_up, down
+
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
@@ -117,14 +141,26 @@ class _StraightThrough(torch.autograd.Function):
         gradients = experts.context.gradients
         weights, index, *kept = ctx.saved_tensors
         multiplied = multiplied_input(kept)
-        x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
-        dy = grad_outputs[0].to(torch.float32)
-        dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
         dmasters, returned = _master_gradients(experts, ctx.needs_input_grad[2:4])
         dfactors = [
             () if a is None else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
             for a in experts.adapters
         ]
+        if experts.multiplies_grouped(grad_outputs[0]):
+            dx, dweights = _grouped(experts, multiplied, weights, index, grad_outputs[0], dmasters, dfactors)
+            return (
+                dx.to(experts.context.forward_dtype),
+                dweights,
+                *returned,
+                None,
+                None,
+                None,
+                *dfactors[0],
+                *dfactors[1],
+            )
+        x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
+        dy = grad_outputs[0].to(torch.float32)
+        dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
         for expert in index.unique().tolist():
             rows, slots = (index == expert).nonzero(as_tuple=True)
             grads = _expert_backward(experts, expert, x[rows], weights[rows, slots], dy[rows])
@@ -137,7 +173,70 @@ class _StraightThrough(torch.autograd.Function):
                 if adapter is not None:
                     for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
                         into[expert] = gradients.unscaled(grad)
-        return dx.to(experts.context.forward_dtype), dweights, *returned, None, None, None, *dfactors[0], *dfactors[1]
+        return _returned(experts, dx, dweights, returned, dfactors)
+
+
+def _returned(
+    experts: RoutedLowBitExperts,
+    dx: torch.Tensor,
+    dweights: torch.Tensor,
+    dmasters: Sequence[torch.Tensor | None],
+    dfactors: Sequence[Sequence[torch.Tensor]],
+) -> tuple[torch.Tensor | None, ...]:
+    """What autograd is given, in the order of the forward's arguments."""
+    return dx.to(experts.context.forward_dtype), dweights, *dmasters, None, None, None, *dfactors[0], *dfactors[1]
+
+
+def _dequantized(matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype) -> torch.Tensor:
+    """[E, O, I], the fp32 values of `_AT_ONCE` experts at a time; of one where there is no stack of all."""
+    rows, columns = matrices[0].shape
+    experts = len(matrices)
+    values = torch.empty(experts, rows, columns, dtype=dtype, device=matrices[0].codes.device)
+    for start in range(0, experts, 1 if stack is None else _AT_ONCE):
+        stop = min(start + _AT_ONCE, experts)
+        part = matrices[start] if stack is None else stack.rows(start * rows, stop * rows)
+        values.view(-1, columns)[start * rows :][: part.shape[0]].copy_(part.dequantized(dtype))
+    return values
+
+
+def _grouped(
+    experts: RoutedLowBitExperts,
+    multiplied: torch.Tensor | LowBitActivation,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    dy: torch.Tensor,
+    dmasters: Sequence[torch.Tensor | None],
+    dfactors: Sequence[Sequence[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the input, fp32 [N, H], and of the weights, fp32 [N, K], by grouped products; those of masters and
+    of adapters are added to `dmasters` and `dfactors`."""
+
+    def as_multiplied(values: torch.Tensor) -> torch.Tensor:
+        return multiplied_activation(values, experts.scheme).dequantized(dy.dtype)
+
+    x = multiplied.dequantized(dy.dtype) if isinstance(multiplied, LowBitActivation) else multiplied.to(dy.dtype)
+    unscale = 1.0 / experts.context.gradients.scale
+    parts = []
+    for part in grouped_backward.token_gradients(
+        x,
+        weights,
+        index,
+        dy,
+        experts.stacks_used(dy.dtype),
+        experts.activation,
+        as_multiplied if experts.quantizes_activations else lambda values: values,
+    ):
+        parts.append((part.x, part.weights))
+        for dmaster, matrix in zip(dmasters, part.matrices, strict=True):
+            if dmaster is not None:
+                dmaster.add_(matrix.product(), alpha=unscale)
+        for adapter, dfactor, matrix in zip(experts.adapters, dfactors, part.matrices, strict=True):
+            if adapter is not None:
+                a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
+                for into, gradient in zip(dfactor, matrix.factors(a, b), strict=True):
+                    into.add_(gradient, alpha=adapter.scale * unscale)
+    dx, dweights = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return dx, dweights
 
 
 def _master_gradients(

@@ -1,7 +1,9 @@
 """The two products of a straight-through backward, and what is rounded in them.
 
 dx = dy · Ŵ    Ŵ and the sum rounded to the dtype of `dy`, sums in fp32; or everything in fp32 and the sum rounded.
-dW = dyᵀ · x̂   operands as they are: products of 16-bit values are exact in fp32, sums and result are fp32.
+dW = dyᵀ · x̂   operands as they are: products of 16-bit values are exact in fp32, sums and result are fp32. On CUDA the
+               values that low-bit activations stand for are rounded to the dtype of `dy`, for its tensor cores:
+               |error| ≤ u · Σ_n |dy| |x̂| more, which is what a `dy` of that dtype leaves open anyway.
 
 Axes: N tokens, O output rows, I input columns.
 """
@@ -40,14 +42,27 @@ def add_weight_gradient(
     """total += dyᵀ · x / scale. total: fp32 [O, I]. dy: fp32 or compute dtype [N, O]. x: [N, I] as multiplied, fp32,
     compute dtype or low bits."""
     unscale = 1.0 / gradients.scale
-    if dy.is_cuda:
-        x = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x
-        if dy.dtype == x.dtype != torch.float32:
-            total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32), alpha=unscale)
-            return
+    if dy.is_cuda and dy.dtype != torch.float32:
+        total.add_(product_in_fp32(*_operands(dy, x)), alpha=unscale)
+        return
     whole = dy.is_cuda or dy.dtype == x.dtype == torch.float32
     tokens, rows = (max(1, dy.shape[0]), dy.shape[1]) if whole else (_TOKENS, _BLOCK // _TOKENS)
     for dy_part, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
         wide = x_part.dequantized(torch.float32) if isinstance(x_part, LowBitActivation) else x_part.to(torch.float32)
         for into, part in zip(total.split(rows), dy_part.split(rows, dim=1), strict=True):
             into.addmm_(part.to(torch.float32).t(), wide, alpha=unscale)
+
+
+def _operands(dy: torch.Tensor, x: torch.Tensor | LowBitActivation) -> tuple[torch.Tensor, torch.Tensor]:
+    """dyᵀ [O, N] and x [N, I] for tensor cores: of one 16-bit dtype, or both fp32 where x is."""
+    if isinstance(x, LowBitActivation):
+        return dy.t(), x.dequantized(dy.dtype)
+    wider = torch.promote_types(dy.dtype, x.dtype)
+    return dy.to(wider).t(), x.to(wider)
+
+
+def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a · b with fp32 sums, fp32 [O, I]. a: [O, N], b: [N, I], of one dtype."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(torch.float32) @ b.to(torch.float32)

@@ -249,8 +249,8 @@ def prediction(**changes) -> planning.Plan:
 
 
 def test_a_prediction_by_hand():
-    """128 sequences a GPU: AdamW moves 28 bytes of each of its 8.19e9 / 8 masters four times; dW of w8a8 is in fp32,
-    which 67 TFLOP/s at half their peak compute; decoding bf16 is bound by memory."""
+    """128 sequences a GPU: AdamW moves 28 bytes of each of its 8.19e9 / 8 masters four times; w8a8's backward is
+    that of bf16; decoding bf16 is bound by memory."""
     found = prediction()
     rows = {(row.scheme, row.kind): row for row in found.rows}
     shapes, bandwidth = NAMED["qwen3-8b"], 0.8 * 3.35e12
@@ -261,8 +261,7 @@ def test_a_prediction_by_hand():
     read = prefill_work(shapes, get_scheme("bf16"), BF16, 16, 512).seconds(found.cluster.machine)
     assert bf16.phases["sample"] == pytest.approx(read + 4096 * (weights + cache) / bandwidth)
     product = 2 * shapes.active * 128 * (512 + 4096)
-    extra = product / (0.5 * 67e12) - product / (0.5 * 989e12)
-    assert low.phases["backward"] - bf16.phases["backward"] == pytest.approx(extra)
+    assert low.phases["backward"] == bf16.phases["backward"] > 2 * product / (0.5 * 989e12)
     faster = product / (0.5 * 989e12) - product / (0.5 * 1979e12)
     assert bf16.phases["forward"] - low.phases["forward"] == pytest.approx(faster)
     assert low.memory == pytest.approx(2 * shapes.checkpoint_bytes("w8a8", BF16.itemsize) + 2 * shapes.parameters)

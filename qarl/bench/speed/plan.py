@@ -179,7 +179,7 @@ class _Step:
             "sample": self.sample(scheme),
             "old": forward if updates > 1 else 0.0,
             "forward": forward,
-            "backward": self.backward(scheme, kind),
+            "backward": self.backward(),
             "optimizer": updates * self.optimizer(),
             "materialize": (updates if kind != "plain" else 1) * self.materialize(codes),
             "publish": self.moving(2 * codes) + 2 * codes / self.assumed.hash_rate,
@@ -221,18 +221,11 @@ class _Step:
         operations[low_bit] = operations.get(low_bit, 0.0) + self.products() / slower
         return Work(0.0, operations).computing(self.cluster.machine) + self.elementwise()
 
-    def backward(self, scheme: Scheme, kind: str) -> float:
-        """dx in the compute dtype; dW too, or in fp32 where x is known by its low-bit codes
-        (`quant.layers.straight_through.add_weight_gradient`), and for routed experts all of it in fp32 with the forward
-        once more (`quant.layers.experts`)."""
-        plain, low_bit_input = self.options.dtype, kind == "qarl" and scheme.activations is not None
-        product = self.products()
-        operations = {plain: 2 * self.others(), "float32": 0.0}
-        if self.shapes.experts:
-            operations["float32"] += 3 * product
-        else:
-            operations[plain] += product
-            operations["float32" if low_bit_input else plain] += product
+    def backward(self) -> float:
+        """dx and dW in the compute dtype; for routed experts with the first of their products once more
+        (`quant.layers.grouped_backward`), counted as the whole forward."""
+        products = 3 if self.shapes.experts else 2
+        operations = {self.options.dtype: 2 * self.others() + products * self.products()}
         reduced = self.assumed.master_bytes * self.shapes.parameters * self.options.updates * self.apart
         seconds = Work(0.0, operations).computing(self.cluster.machine) + 2 * self.elementwise()
         return seconds + reduced / self.cluster.gpu.link

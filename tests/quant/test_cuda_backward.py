@@ -1,0 +1,99 @@
+"""Gradients as CUDA has them: values on CPU tensors, and on tensors without values that say they are on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quant.layers import grouped_backward
+from quant.layers.experts import RoutedLowBitExperts
+from quant.layers.gradients import Gradients
+from quant.layers.lora import Adapter
+from quant.layers.straight_through import _operands, add_weight_gradient, product_in_fp32
+from quant.materialize.activations import quantize_activation
+from quant.schemes import get_scheme
+from tests.support.fake_cuda import Calls, fake_cuda
+from tests.support.layers import collected, experts_fake_quant_gradients, make_experts, routed
+from tests.support.tensors import normal, relative_error
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8", "fp8-block", "nvfp4"])
+def test_weight_gradients_of_quantized_activations_by_tensor_cores(scheme: str):
+    """Contract: operands of the gradient's dtype, |error| ≤ (2⁻⁹ + N 2⁻²³) Σ|dy||x̂|; on a GPU no product in fp32."""
+    low_bit = quantize_activation(normal(200, 128, seed=1).to(BF16), get_scheme(scheme))
+    dy = normal(200, 64, seed=2).to(BF16)
+    left, right = _operands(dy, low_bit)
+    assert left.dtype == right.dtype == BF16
+    x = low_bit.dequantized(torch.float32).double()
+    error = (product_in_fp32(left, right).double() - dy.double().t() @ x).abs()
+    assert (error <= (2.0**-9 + 202 * 2.0**-23) * (dy.double().abs().t() @ x.abs())).all()
+    if low_bit.codes.dtype == torch.uint8:
+        return  # whose table of values is no tensor of that kind
+    with fake_cuda() as calls:
+        there = quantize_activation(torch.empty(200, 128, dtype=BF16, device="cuda"), get_scheme(scheme))
+        total, dy = torch.empty(64, 128, device="cuda"), torch.empty(200, 64, dtype=BF16, device="cuda")
+        add_weight_gradient(total, dy, there, Gradients())
+    assert calls.dtypes == {BF16}
+
+
+def grouped_gradients(experts: RoutedLowBitExperts, tokens: int, monkeypatch: pytest.MonkeyPatch, grouped: bool):
+    """Of input, routing weights and everything that is trained, with or without grouped products."""
+    monkeypatch.setattr(RoutedLowBitExperts, "multiplies_grouped", lambda self, dy: grouped)
+    weights, index = routed(tokens)
+    index = torch.where(index == 3, 4, index)  # no token for expert 3, some twice to 4
+    x = normal(tokens, 128, seed=6).to(BF16).requires_grad_()
+    weights.requires_grad_()
+    dy = normal(tokens, 128, seed=7).to(BF16)
+    for leaf in (*experts.masters, *experts.factors):
+        leaf.grad = None
+    experts(x, index, weights).backward(dy)
+    trained = experts.factors or experts.masters
+    return (x.detach(), weights.detach(), index, dy), collected(x, weights, *trained)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16-g32", "w8a8", "fp8", "nvfp4"])
+def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.MonkeyPatch):
+    """Contract: within 2 % of autograd's in float64, 4 % where rounded activations take another code here and there;
+    tokens in several parts, an expert without any. A wrong order of rows, weight or expert is off by the gradient's own
+    size."""
+    monkeypatch.setattr(grouped_backward, "TOKENS", 16)
+    experts = make_experts(scheme)
+    inputs, found = grouped_gradients(experts, 40, monkeypatch, grouped=True)
+    expected = experts_fake_quant_gradients(experts, *inputs)
+    for gradient, other in zip(found, expected, strict=True):
+        assert relative_error(gradient.double(), other) < (0.04 if experts.quantizes_activations else 0.02)
+    assert not found[2][3].any() and not found[3][3].any()
+
+
+def test_experts_adapters_by_grouped_products(monkeypatch: pytest.MonkeyPatch):
+    experts = make_experts("w4a16-g32")
+    generator = torch.Generator().manual_seed(0)
+    experts.gate_up_adapter, experts.down_adapter = (Adapter(m, 8, 16.0, generator) for m in experts.masters)
+    for adapter in (experts.gate_up_adapter, experts.down_adapter):
+        torch.nn.init.normal_(adapter.lora_B, std=0.02, generator=generator)
+    for master in experts.masters:
+        master.requires_grad_(False)
+    experts.refresh()
+    experts.context.gradients.scale = 4.0
+    both = [grouped_gradients(experts, 40, monkeypatch, grouped)[1] for grouped in (True, False)]
+    assert len(both[0]) == 6
+    assert all(relative_error(a.double(), b.double()) < 0.02 for a, b in zip(*both, strict=True))
+
+
+def test_no_expert_is_asked_about_by_the_host():
+    """Contract: the calls do not grow with the number of experts, and nothing asks for a value (tensors of the device
+    "meta" have none), for which the host would wait."""
+    counts = []
+    for count in (4, 128):
+        there = {"device": "meta", "dtype": BF16}
+        gate_up, down = torch.empty(count, 64, 32, **there), torch.empty(count, 32, 32, **there)
+        x, weights = torch.empty(50, 32, **there), torch.empty(50, 2, device="meta")
+        index = torch.zeros(50, 2, dtype=torch.int64, device="meta")
+        with Calls() as calls:
+            (part,) = grouped_backward.token_gradients(x, weights, index, x, (gate_up, down), F.silu, lambda used: used)
+            shapes = [tuple(matrix.product().shape) for matrix in part.matrices]
+        assert shapes == [(count, 64, 32), (count, 32, 32)]
+        assert part.x.shape == x.shape and part.weights.shape == weights.shape
+        counts.append(len(calls.names))
+    assert counts[0] == counts[1] < 100
