@@ -83,7 +83,8 @@ class RolloutConfig(Section):
         description="mixtures of experts on GPUs: learn with the experts the engine chose, where routing differs",
     )
     enforce_eager: bool = Field(
-        default=True, description="no CUDA graphs, which would hold tensors a publish replaces; leave it on"
+        default=True,
+        description="decode without CUDA graphs; false is faster on GPUs, and has run on none yet (docs/cuda.md)",
     )
 
 

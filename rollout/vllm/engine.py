@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.types import Completion, Prompt, Sampling
-from rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
+from rollout.vllm.options import (
+    VllmOptions,
+    llm_arguments,
+    prepare_environment,
+    refuse_graphs_over_freed_memory,
+    refuse_unsupported,
+)
 
 if TYPE_CHECKING:
     from quant.kernels.engine_layers import EngineLayers
@@ -51,6 +57,12 @@ class VllmEngine:
             ) from error
 
         VllmEngine._open = True
+        if not options.enforce_eager:
+            try:
+                refuse_graphs_over_freed_memory(options, {layer.kernel for layer in self.layers()})
+            except EngineError:
+                self.close()
+                raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`. Log-probs are of the distribution sampled from where `VllmOptions.processed_logprobs`

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
     return {
         "dtype": options.dtype,
         "enforce_eager": options.enforce_eager,
+        **_graph_arguments(options),
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         # Bytes, not a share of the device, which the learner needs too: the share is only compared with what is free.
@@ -95,6 +97,27 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs" if options.processed_logprobs else "raw_logprobs",
         **_cpu_arguments(options),
     }
+
+
+def _graph_arguments(options: VllmOptions) -> dict[str, Any]:
+    """CUDA graphs of vLLM's own kernels. Its default is to compile them by Inductor, whose norms round otherwise than
+    the learner's (`quant.operators.rounding`)."""
+    import torch
+
+    if options.enforce_eager or not torch.cuda.is_available():
+        return {}
+    return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
+
+
+def refuse_graphs_over_freed_memory(options: VllmOptions, kernels: Collection[str]) -> None:
+    """Raise `EngineError` where captured graphs would read memory that a publish frees: Humming's kernels make their
+    locks anew with every weight version. kernels: names of those that the engine's layers multiply with."""
+    unsafe = sorted(name for name in kernels if "Humming" in name)
+    if unsafe and not options.enforce_eager:
+        raise EngineError(
+            f"rollout.enforce_eager false with {unsafe[0]}: CUDA graphs would keep locks that this kernel replaces "
+            "with every weight version; set rollout.enforce_eager true"
+        )
 
 
 def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
