@@ -8,6 +8,7 @@ Axes: N tokens, O output rows, I input columns, E experts.
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,25 @@ schemes = pytest.mark.parametrize("scheme", SCHEMES)
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
+_INT4 = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
+RUNS = {
+    (8, 0): ("bf16", *_INT4, "w8a16", "w8a8"),
+    (8, 9): ("bf16", *_INT4, "w8a16", "w8a8", "fp8"),
+    (9, 0): ("bf16", *_INT4, "w8a16", "w8a8", "w4afp8", "fp8", "fp8-block", "nvfp4a16", "mxfp4a16"),
+}
+"""Schemes that vLLM's sources have dense kernels for on a GPU of a capability: there a refusal fails a test."""
+RUNS_EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
+"""Of those, the ones it has for routed experts too."""
+
+
 def need(scheme: str, family: str, experts: bool = False) -> None:
-    """Skip with the reason where this machine cannot run a scheme."""
+    """Skip with the reason where this machine cannot run a scheme; fail where it is known to."""
     if family == "vllm" and not find_spec("vllm"):
         pytest.skip("vllm is not installed")
     reason = why_not(scheme, DTYPE, family, experts)
+    known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (not experts or scheme in RUNS_EXPERTS)
+    if reason and family == "vllm" and known:
+        pytest.fail(f"vLLM has kernels for {scheme!r} on GPUs of this capability: {reason}")
     if reason:
         pytest.skip(reason)
 
@@ -119,11 +134,19 @@ def test_experts_agree_with_the_dequantized_ones(scheme: str, family: str):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_an_engine_that_was_published_to_equals_a_fresh_one(
-    random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str
+    random_policy: Callable[[bool], Path],
+    random_experts: Callable[[bool], Path],
+    tmp_path: Path,
+    scheme: str,
+    eager: bool,
+    experts: bool,
 ):
-    """Audit, five publishes of changing weights, log-probs bit for bit those of an engine loaded afresh."""
+    """Audit, five publishes of changing weights, log-probs those of an engine loaded afresh: bit for bit, or, where
+    sums change their order from call to call, within twice what two calls of the fresh engine differ by."""
     from quant.checkpoint.load import load_masters
     from rollout.vllm.engine import VllmEngine
     from rollout.vllm.options import VllmOptions
@@ -131,13 +154,14 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     from sync.export import export_checkpoint
     from sync.publisher import Publisher
 
-    need(scheme, "vllm")
-    folder = random_policy(False)
+    need(scheme, "vllm", experts)
+    folder = (random_experts if experts else random_policy)(False)
+    options = VllmOptions(max_model_len=128, enforce_eager=eager)
     masters = load_masters(folder, torch.float32, torch.device("cuda"))
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(DTYPE, "vllm"))
     sequences = [list(range(20, 60)), [5] * 20]
     export_checkpoint(model, folder, tmp_path / "start")
-    engine = VllmEngine(tmp_path / "start", VllmOptions(max_model_len=128))
+    engine = VllmEngine(tmp_path / "start", options)
     require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
     publisher = Publisher(model, engine, sequences, get_scheme(scheme).bound, 1)
     for version in range(1, 6):
@@ -149,6 +173,8 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     published = engine.logprobs(sequences)
     engine.close()
     export_checkpoint(model, folder, tmp_path / "end")
-    fresh = VllmEngine(tmp_path / "end", VllmOptions(max_model_len=128))
-    assert fresh.logprobs(sequences) == published
+    fresh = VllmEngine(tmp_path / "end", options)
+    first, second = (torch.tensor(list(chain(*fresh.logprobs(sequences)))) for _ in range(2))
     fresh.close()
+    difference = (torch.tensor(list(chain(*published))) - first).abs().max()
+    assert difference <= 2 * (second - first).abs().max(), f"{difference} nats"

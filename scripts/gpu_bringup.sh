@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# The first 45 minutes on a GPU: each step finds what only a GPU can show, the ones others depend on first.
+# Has run on no GPU yet.
+#
+#   scripts/gpu_bringup.sh [FOLDER]     default: gpu-bringup
+#
+# FOLDER gets a log and a JSON a step: {"step", "status", "seconds", "log"}, and what the commands write. A step that
+# passed is not run again, so call it anew after a repair. Exit status: how many steps failed. A step whose base failed
+# is skipped and counts as failed.
+set -uo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+out="$(realpath -m "${1:-gpu-bringup}")"
+venv="${VENV:-${QARL_ENV:-.venv}}"
+python="$venv/bin/python"
+qarl="$venv/bin/qarl"
+mkdir -p "$out"
+failed=0
+
+passed() { grep -q '"status": 0' "$out/$1.json" 2>/dev/null; }
+
+# step NAME MINUTES BASE COMMAND...   BASE: the step it depends on, or -
+step() {
+    local name=$1 minutes=$2 base=$3 start=$SECONDS status
+    shift 3
+    if passed "$name"; then echo "[gpu] $name: passed before"; return; fi
+    if [[ $base != - ]] && ! passed "$base"; then
+        echo "[gpu] $name: skipped, $base failed"
+        failed=$((failed + 1))
+        return
+    fi
+    echo "[gpu] $name: $*"
+    timeout "$((minutes * 60))" "$@" >"$out/$name.log" 2>&1
+    status=$?
+    printf '{"step": "%s", "status": %d, "seconds": %d, "log": "%s.log"}\n' \
+        "$name" "$status" "$((SECONDS - start))" "$name" >"$out/$name.json"
+    if ((status)); then
+        failed=$((failed + 1))
+        echo "[gpu] $name: status $status, the end of $out/$name.log:"
+        tail -n 15 "$out/$name.log"
+    fi
+}
+
+tests() { "$python" -m pytest -q -x -m gpu "$@"; }
+run() { # NAME OPTIONS...: a training whose folder is made anew
+    local name=$1
+    shift
+    rm -rf "$out/runs/$name"
+    "$qarl" train --output "$out/runs/$name" "$@"
+}
+killed_and_resumed() { # a run of 20 steps that is killed at 10 s of training and goes on
+    rm -rf "$out/runs/resumed"
+    "$qarl" train --output "$out/runs/resumed" --steps 20 --checkpoint.every 2 &
+    local pid=$!
+    until [[ -d $out/runs/resumed/checkpoints ]] && ls "$out/runs/resumed/checkpoints"/step-* >/dev/null 2>&1; do
+        kill -0 $pid 2>/dev/null || return 1
+        sleep 1
+    done
+    kill -9 $pid
+    wait $pid
+    "$qarl" train --resume "$out/runs/resumed"
+}
+large() { # SHAPE LAYERS NAME OPTIONS...: three steps of a real shape with random weights
+    local shape=$1 layers=$2 name=$3
+    shift 3
+    "$python" scripts/random_model.py "$shape" "$out/models/$shape-$layers" --layers "$layers" &&
+        run "$name" --config tiny-qwen3 --model "$out/models/$shape-$layers" --steps 3 --eval.problems 0 \
+            --learner.micro_batch_tokens 8192 --learner.gradient_checkpointing true "$@"
+}
+
+# minutes 0-6: the environment, and which schemes run
+step environment 10 - make env DEVICE=cuda
+step schemes 5 environment "$qarl" schemes --json "$out/schemes-table.json"
+# 6-9: codes as the CPU's, products
+step codes 5 environment tests tests/gpu/test_gpu.py -k codes
+step products 5 codes tests tests/gpu/test_gpu.py -k products
+step compiled 5 codes tests tests/quant/test_fused.py
+# 9-13: norms, rotation, gate, router, activation codes, attention against the engine's own
+step operators 5 environment tests tests/gpu/test_operators.py -k "not experts and not as_fast"
+# 13-17: gradients, experts, real shapes and their times
+step gradients 5 products tests tests/gpu/test_gpu.py -k "gradients or experts_agree"
+step times 5 gradients tests tests/gpu/test_operators.py -k "experts or as_fast"
+# 17-23: the engine after five publishes, dense and experts, without and with CUDA graphs
+step engine 6 products tests tests/gpu/test_gpu.py -k "fresh_one and dense and eager"
+step engine-experts 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and experts and eager"
+step engine-graphs 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and graphs"
+# 23-27: how far learner and sampler are apart
+step mismatch 6 engine "$qarl" bench mismatch --json "$out/mismatch-table.json"
+# 27-32: whole runs: train, export, resume
+step train 5 engine run w4a16 --steps 20
+step train-w8a8 5 train run w8a8 --scheme w8a8 --steps 10
+step train-fp8 5 train run fp8 --scheme fp8 --steps 10
+step train-experts 5 engine-experts run experts --config tiny-qwen3-moe --model tiny-qwen3-moe --steps 10
+step train-graphs 5 engine-graphs run graphs --rollout.enforce_eager false --steps 10
+step resume 5 train killed_and_resumed
+step zero3 5 train run zero3 --learner.zero_stage 3 --steps 5
+# 32-45: real shapes: peak memory and seconds a phase are in each run's metrics.jsonl
+step large 8 train large qwen3-1.7b 28 large
+step large-experts 8 train-experts large qwen3-30b-a3b 4 large-experts --learner.lora.name lora
+
+echo "[gpu] failed: $failed; results in $out"
+exit "$failed"

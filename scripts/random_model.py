@@ -1,0 +1,47 @@
+"""A model of a real one's shape with random weights and the embedded policy's tokenizer, to try memory and speed with
+where nothing can be downloaded: python scripts/random_model.py SHAPE FOLDER [--layers N]"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from qarl.embedded.recipe import ensure_tiny
+
+SHAPES = {
+    "qwen3-1.7b": Qwen3Config(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        max_position_embeddings=40960, norm_topk_prob=True,
+    ),
+}  # fmt: skip
+"""From those models' config.json."""
+
+
+def main() -> None:
+    """Write the folder; an existing one is left alone."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="decoder layers; without it the model's")
+    known = parser.parse_args()
+    if (known.folder / "config.json").exists():
+        return
+    config, source = SHAPES[known.shape], ensure_tiny("tiny-qwen3")
+    config.num_hidden_layers = known.layers or config.num_hidden_layers
+    config.layer_types = config.layer_types and config.layer_types[: config.num_hidden_layers]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(known.folder)
+    for file in source.iterdir():
+        if file.suffix not in (".safetensors", ".lock") and file.name != "config.json":
+            shutil.copy(file, known.folder)
+
+
+if __name__ == "__main__":
+    main()
