@@ -108,8 +108,9 @@ class MasterStep:
         for part, index in zip(self._parts, self._indices, strict=True):
             state = self._optimizer.state[part]
             moved = (state["exp_avg"] if "exp_avg" in state else state["momentum_buffer"]) != 0
-            meant += moved.sum()
-            lost += (moved & same[index]).sum()
+            # Not `sum`, which on CPUs widens its argument to int64, twice a master, to count it.
+            meant += moved.count_nonzero()
+            lost += (moved & same[index]).count_nonzero()
         return Lost(meant, lost)
 
     def _release(self) -> None:
