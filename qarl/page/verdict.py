@@ -77,7 +77,7 @@ def _headline(kind: Configuration, of: str) -> Finding:
             "published. Look at the completions below for what the reward was given.", True,
         )  # fmt: skip
     level, outcome = _outcome(runs)
-    return Finding(level, of, f"{outcome} in {steps}{seeds}. {_together(runs)}", True)
+    return Finding(level, of, f"{outcome} in {steps}{seeds}. {_together(runs)}".rstrip(), True)
 
 
 def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:

@@ -28,8 +28,8 @@ ERRORS = 6.0
 
 @dataclass(frozen=True)
 class EarlyWarning:
-    """sign: mismatch, entropy, length, deviation or reward. step: that it was seen at. text: what, how big, and what to
-    look at."""
+    """sign: mismatch, entropy, length, deviation, reward or groups. step: that it was seen at. text: what, how big, and
+    what to look at."""
 
     sign: str
     step: int
@@ -93,7 +93,7 @@ class _Series:
 
 _FIELDS = {
     "reward": "reward", "deviation": "reward_deviation", "tokens": "response_tokens", "truncated": "truncated",
-    "mismatch": "learn/mismatch/mean_abs", "entropy": "learn/entropy",
+    "mismatch": "learn/mismatch/mean_abs", "entropy": "learn/entropy", "groups": "mixed_reward_groups",
 }  # fmt: skip
 
 
@@ -125,6 +125,7 @@ class RunWatch:
         yield from self._of_entropy(self._series["entropy"])
         yield from self._of_length(self._series["tokens"], self._series["truncated"])
         yield from self._of_reward(self._series["reward"], self._series["deviation"])
+        yield from self._of_groups(self._series["groups"], self._series["reward"])
 
     def _of_mismatch(self, mismatch: _Series) -> Iterator[tuple[str, str]]:
         if mismatch.whole and mismatch.now > max(MISMATCH, MISMATCH_GROWN * mismatch.start):
@@ -152,7 +153,7 @@ class RunWatch:
         if not tokens.whole:
             return
         words = f"completions went from {tokens.start:,.0f} to {tokens.now:,.0f} tokens"
-        cut = truncated.now > max(TRUNCATED, 2 * truncated.start)
+        cut = truncated.now > max(TRUNCATED, 2 * truncated.first[0])  # a policy may break within a few steps
         if cut or (tokens.now > LENGTH_GROWN * tokens.start and self._lost()):
             yield (
                 "length",
@@ -174,6 +175,14 @@ class RunWatch:
                 "reward",
                 f"the reward fell from {reward.best:.3g} to {reward.now:.3g}: the checkpoints in between are "
                 "better; lower the learning rate, or see learn/mismatch and learn/phantom_clipped",
+            )
+
+    def _of_groups(self, groups: _Series, reward: _Series) -> Iterator[tuple[str, str]]:
+        if groups.count >= WINDOW and groups.now == 0:
+            yield (
+                "groups",
+                f"{WINDOW} steps in a row taught nothing: within every group all rewards were equal, {reward.now:.3g} "
+                "on average; the task is solved or out of reach, or the policy broke early",
             )
 
     def _gained(self) -> bool:

@@ -84,6 +84,15 @@ def test_a_resumed_run_is_not_warned_again():
     assert [w for line in lines[180:] for w in RunWatch(lines[:180]).add(line)] == []
 
 
+def test_a_policy_that_breaks_at_once_is_seen():
+    """Within two steps, as the embedded default at 40 times its learning rate: there is no healthy window to compare
+    with, but nothing is taught any more and every completion is cut off."""
+    broken = [{"step": n, "reward": 0.25 * (n == 1), "response_tokens": 8.0, "truncated": float(n > 5),
+               "mixed_reward_groups": 0.5 * (n == 1)} for n in range(1, 60)]  # fmt: skip
+    found = early_warnings(broken)
+    assert [(warning.sign, warning.step) for warning in found] == [("groups", 11), ("length", 20)]
+
+
 def test_steps_that_learned_nothing_are_stepped_over():
     """Without the learner's fields, and with values that are not finite."""
     lines = [{"step": n, "reward": 0.0, "learn/entropy": math.inf} for n in range(1, 100)]
