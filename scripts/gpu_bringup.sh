@@ -30,7 +30,7 @@ step() {
         return
     fi
     echo "[gpu] $name: $*"
-    timeout "$((minutes * 60))" "$@" >"$out/$name.log" 2>&1
+    timeout "$((minutes * 60))" bash -c '"$@"' "$name" "$@" >"$out/$name.log" 2>&1 # a shell, for functions below
     status=$?
     printf '{"step": "%s", "status": %d, "seconds": %d, "log": "%s.log"}\n' \
         "$name" "$status" "$((SECONDS - start))" "$name" >"$out/$name.json"
@@ -48,7 +48,7 @@ run() { # NAME OPTIONS...: a training whose folder is made anew
     rm -rf "$out/runs/$name"
     "$qarl" train --output "$out/runs/$name" "$@"
 }
-killed_and_resumed() { # a run of 20 steps that is killed at 10 s of training and goes on
+killed_and_resumed() { # a run of 20 steps that is killed at its first checkpoint and goes on
     rm -rf "$out/runs/resumed"
     "$qarl" train --output "$out/runs/resumed" --steps 20 --checkpoint.every 2 &
     local pid=$!
@@ -67,6 +67,8 @@ large() { # SHAPE LAYERS NAME OPTIONS...: three steps of a real shape with rando
         run "$name" --config tiny-qwen3 --model "$out/models/$shape-$layers" --steps 3 --eval.problems 0 \
             --learner.micro_batch_tokens 8192 --learner.gradient_checkpointing true "$@"
 }
+export python qarl out
+export -f tests run killed_and_resumed large
 
 # minutes 0-6: the environment, and which schemes run
 step environment 10 - make env DEVICE=cuda
