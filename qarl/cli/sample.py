@@ -28,7 +28,7 @@ def add_sample(commands: Any) -> None:
     )
     sample.add_argument("question", metavar="QUESTION", help="text of the user's turn")
     sample.add_argument("--beside", metavar="OTHER", help="another target, asked the same: where the run started")
-    sample.add_argument("--samples", type=int, metavar="N", help="answers (default 1)")
+    sample.add_argument("--samples", type=int, default=1, metavar="N", help="answers (default 1)")
     _add_sampling(sample)
     sample.set_defaults(run=_sample)
     chat = commands.add_parser(
@@ -85,7 +85,8 @@ def _line(console: Console) -> str:
 
 
 def _plan(known: argparse.Namespace) -> Plan:
-    chosen = {"samples": getattr(known, "samples", None) or 1, "temperature": known.temperature, "top_p": known.top_p}
+    samples = getattr(known, "samples", 1)  # a chat has one answer
+    chosen = {"samples": samples, "temperature": known.temperature, "top_p": known.top_p}
     overrides = {f"eval.{field}": str(value) for field, value in chosen.items() if value is not None}
     quiet_libraries()
     return plan_evaluation(known.target, overrides, known.max_new_tokens)

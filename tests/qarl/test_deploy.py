@@ -174,6 +174,8 @@ def test_answers_for_eyes(
     assert len(prompts) == 2 and prompts[1] > prompts[0] + 3, "the second turn follows the first and its answer"
     assert main(["sample", str(run.path), "x", "--temperature", "-1"]) == 2
     assert "eval.temperature -1.0 must be a number, at least 0" in capsys.readouterr().err
+    assert main(["sample", str(run.path), "x", "--samples", "0"]) == 2
+    assert "eval.samples 0 must be a whole number, at least 1" in capsys.readouterr().err
 
 
 def test_runs_are_a_table(run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
