@@ -45,10 +45,12 @@ def _push(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     folder = _pushable(Path(known.target))
     quiet_libraries()
     import huggingface_hub as hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     try:
-        hub.utils.validate_repo_id(known.repository)
-    except hub.errors.HFValidationError as error:
+        validate_repo_id(known.repository)
+    except HFValidationError as error:
         raise PushError(f"{known.repository!r} is no repository's name: {error}; write OWNER/NAME") from error
     if "/" not in known.repository:
         raise PushError(f"{known.repository!r} has no owner; write OWNER/NAME")
@@ -67,7 +69,7 @@ def _push(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         api.create_repo(known.repository, private=known.private or None, exist_ok=True)
         message = f"{note['run']}, step {note['step']}"
         done = api.upload_folder(repo_id=known.repository, folder_path=folder, commit_message=message)
-    except (hub.errors.HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, OSError) as error:
         raise RefusedPushError(f"{known.repository}: {' '.join(str(error).split())[:300]}") from error
     console.print(f"pushed: {done.commit_url}", soft_wrap=True, markup=False, highlight=False)
     return 0
