@@ -190,8 +190,18 @@ def schemes(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def memory(rows: list[dict[str, Any]]) -> str:
+    """Of `qarl bench memory`, MiB."""
+    lines = [line(("model", "scheme", "planned", "measured", "off")), "|---|---|---:|---:|---:|"]
+    for row in rows:
+        sizes = (f"{row[key] / 2**20:,.0f}" for key in ("planned", "measured"))
+        lines.append(line((row["model"], f"`{row['scheme']}`", *sizes, f"{row['off']:+.1%}")))
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
+    "memory": memory,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 

@@ -21,7 +21,7 @@ GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP32 = 4
 
-LIBRARIES = {"cpu": 0.9 * GIB, "cuda": 1.5 * GIB}
+LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
 """Code and tables of torch, vLLM and transformers, measured; CUDA's context, cuBLAS's and NCCL's buffers, assumed."""
 
 _BUCKET = 5 * 10**8
