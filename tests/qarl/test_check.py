@@ -44,6 +44,7 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
         "that in a box: ",
         "reward 0, counts as wrong",
         "64 allowed",
+        "memory: ",
         " free at ",
         "all well",
     ):
