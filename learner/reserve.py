@@ -13,7 +13,7 @@ import torch
 from configs.errors import QarlError
 from configs.schema.learner import LearnerConfig
 from quant.model.low_bit_model import LowBitModel
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import whole_shape
 
 _FP32 = 4
 
@@ -26,16 +26,16 @@ class OutOfMemoryError(QarlError):
 
 def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int:
     """What the first step adds to one process's device: fp32 gradients and moments of the masters that are trained, or
-    its share of them; DeepSpeed's stage 3 has its gradients from the start."""
+    its share of them; at stage 3 a master is this process's rows of it already."""
     matrices = model.matrices() if config.optimizer.name == "muon" else set()
-    sizes = {name: whole_shape(master).numel() for name, master in model.masters.items()}
+    sizes = {name: master.numel() for name, master in model.masters.items()}
     by_muon = {name for name in matrices if len(whole_shape(model.masters[name])) > 1}
     moments = sum(size * (1 if name in by_muon else 2) for name, size in sizes.items())
     if config.optimizer.offload == "cpu":
         moments = 0
     trained, stage = sum(sizes.values()), config.zero_stage or 0
-    shares = processes if stage else 1
-    gradients = {2: trained // shares, 3: 0}.get(stage, trained)
+    shares = processes if stage in (1, 2) else 1
+    gradients = trained // shares if stage == 2 else trained
     return (gradients + moments // shares) * _FP32
 
 

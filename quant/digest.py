@@ -15,8 +15,8 @@ import xxhash
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from quant.runtime.shards import shard_of, whole_value
 from quant.runtime.thread_pool import in_threads
-from quant.runtime.zero3 import gathered
 from quant.types import LowBitTensor
 
 _PIECE = 1 << 20
@@ -73,8 +73,7 @@ def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
     """Hex digest of a model's parameters as a stream, each gathered whole while it is read."""
     digest = StreamDigest()
     for name, parameter in parameters.items():
-        with gathered([parameter]):
-            digest.update(LowBitTensor(name, parameter))
+        digest.update(LowBitTensor(name, parameter if shard_of(parameter) is None else whole_value(parameter)))
     return digest.hexdigest()
 
 

@@ -199,9 +199,20 @@ def memory(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def communication(rows: list[dict[str, Any]]) -> str:
+    """Of `qarl bench communication`: what one process sends, over the masters' bytes, a row a stage."""
+    runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
+    sent = {(r["scheme"], r["optimizer"], r["processes"], r["stage"]): f"{r['share']:.2f}" for r in rows}
+    head = [f"{scheme}, {optimizer}, {count} processes" for scheme, optimizer, count in runs]
+    lines = [line(("ZeRO stage", *head)), "|---|" + "---:|" * len(runs)]
+    for stage in sorted({row["stage"] for row in rows}):
+        lines.append(line((f"`{stage}`", *(sent[(*run, stage)] for run in runs))))
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
-    "memory": memory,
+    "memory": memory, "communication": communication,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 

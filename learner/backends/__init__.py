@@ -1,4 +1,4 @@
-"""How gradients of the masters become a step: alone, or over several processes with DeepSpeed.
+"""How gradients of the masters become a step: alone, or over several processes, with DeepSpeed's ZeRO or by rows.
 
 A backend runs the model's forward, the backward of a loss share, and the step; objectives, log-probs and micro-batches
 know nothing of it.
@@ -66,6 +66,10 @@ def make_backend(model: LowBitModel, config: LearnerConfig, processes: Processes
     check_backend(config, processes.world)
     if config.zero_stage is None and processes.world == 1:
         return SingleProcess(model, config)
+    if config.zero_stage == 3:
+        from learner.backends.sharded import Sharded
+
+        return Sharded(model, config, processes)
     from learner.backends.zero import Zero
 
     return Zero(model, config, processes)

@@ -1,4 +1,4 @@
-"""Muon, and AdamW for the rest, over masters that ZeRO 1-3 have dealt to processes in flat pieces.
+"""Muon, and AdamW for the rest, over masters that ZeRO 1 and 2 have dealt to processes in flat pieces.
 
 Momentum is elementwise, so each process keeps that of its pieces. The orthogonalization needs whole matrices: their
 updates are put together in one process each, in turn, orthogonalized there, and handed back.
@@ -9,7 +9,6 @@ own, and the update has AdamW's size. DeepSpeed's own Muon clips what is orthogo
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -19,10 +18,8 @@ from torch import nn
 from configs.schema.learner import OptimizerConfig
 from learner.optim.master_step import muon
 from learner.optim.optimizer import flat_span, matrices_of
+from learner.optim.row_muon import MOMENTUM
 from learner.processes import Processes
-from quant.runtime.zero3 import whole_shape
-
-MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class PartitionedMuon(torch.optim.AdamW):
         """pieces: of each of Muon's masters, the flat tensor it is part of and this process's piece. All processes name
         the same masters in the same order, those too that they have nothing of."""
         for name, (flat, piece) in pieces.items():
-            shape = whole_shape(self._masters[name])
+            shape = self._masters[name].shape
             for index in matrices_of(name, shape):
                 start, (rows, columns) = flat_span(shape, index)
                 self._matrices.setdefault(id(flat), []).append(_Matrix(piece, rows, columns, start))
@@ -136,10 +133,7 @@ def _in_turns(matrices: list[_Matrix], world: int) -> Iterator[list[_Matrix]]:
 
 
 def pieces_of(zero: Any, masters: dict[str, nn.Parameter], rank: int) -> dict[str, tuple[torch.Tensor, Piece]]:
-    """What `PartitionedMuon.place` is given. zero: DeepSpeed's optimizer of stage 1, 2 or 3, where Muon's is the first
-    param group."""
-    if hasattr(zero, "grad_position"):
-        return {name: _of_stage_3(zero, master, rank) for name, master in masters.items()}
+    """What `PartitionedMuon.place` is given. zero: DeepSpeed's optimizer, where Muon's is the first param group."""
     flat, found = zero.single_partition_of_fp32_groups[0], {}
     for name, master in masters.items():
         mapping: Any = master._hp_mapping  # type: ignore[attr-defined]
@@ -149,11 +143,3 @@ def pieces_of(zero: Any, masters: dict[str, nn.Parameter], rank: int) -> dict[st
         start, at = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
         found[name] = (flat, Piece(start, start + mapping.lp_fragment_address.numel, at))
     return found
-
-
-def _of_stage_3(zero: Any, master: nn.Parameter, rank: int) -> tuple[torch.Tensor, Piece]:
-    """Every process has as many elements of a master, the last one padding after them."""
-    number, at, count = zero.grad_position[zero.get_param_id(master)]
-    whole = prod(whole_shape(master))
-    start = min(rank * count, whole)
-    return zero.fp32_partitioned_groups_flat[number], Piece(start, min(start + count, whole), at)

@@ -1,9 +1,9 @@
-"""DeepSpeed: the masters' gradients reduced over processes, and under ZeRO 1-3 what is sharded.
+"""DeepSpeed: the masters' gradients reduced over processes, and under ZeRO 1 and 2 what is sharded.
 
     stage 0   nothing; every process steps all masters with `MasterOptimizer`, so every optimizer and rounding works
     stage 1   the optimizer's moments and one fp32 copy of the masters
     stage 2   the gradients as well
-    stage 3   the masters as well: they are gathered layer by layer, to be materialized and while autograd needs them
+    stage 3   the masters as well, which is `learner.backends.sharded`
 
 The codes of a weight version, and the compute-dtype copies of embeddings and norms, are whole in every process: its own
 engine samples from the same. What is divided over processes is a mini-batch's list of micro-batches; DeepSpeed averages
@@ -19,28 +19,16 @@ from torch import nn
 
 from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
-from learner.backends.partitioned_muon import MOMENTUM, PartitionedMuon, pieces_of
+from learner.backends.partitioned_muon import PartitionedMuon, pieces_of
 from learner.backends.zero_config import deepspeed_config
+from learner.backends.zero_loading import quiet_deepspeed
 from learner.optim.master_step import adamw
 from learner.optim.optimizer import MasterOptimizer, Step, matrices_of, require_same_masters
+from learner.optim.row_muon import MOMENTUM
 from learner.processes import Processes
 from quant.model.low_bit_model import LowBitModel
-from quant.runtime.zero3 import gathered, whole_shape
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def quiet_deepspeed() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce (a minute, and a C++ compiler) where gloo does, from
-    logging every setting, and torch from warning that it calls collectives by names of older releases."""
-    import logging
-    import warnings
-
-    from deepspeed import ops
-
-    ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 class Zero:
@@ -104,8 +92,7 @@ class Zero:
         self._link()
         masters = {}
         for number, (name, master) in enumerate(self._model.masters.items()):
-            with gathered([master]):
-                whole = master.detach().clone()
+            whole = master.detach().clone()
             moments = self._moments(name, master) if steps is None else steps["masters"][name]
             if number % self._processes.world == self._processes.rank:
                 masters[name], optimizer["masters"][name] = whole, moments
@@ -117,7 +104,7 @@ class Zero:
 
         for name, master in self._model.masters.items():
             saved = state["masters"][name].to(self._model.device)
-            with torch.no_grad(), gathered([master], modified=True):
+            with torch.no_grad():
                 master.copy_(saved)
             if self._whole is None:
                 safe_set_full_fp32_param(master, saved)
@@ -138,7 +125,7 @@ class Zero:
         """As `MasterStep.state_dict`, put together from all processes."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        indices = list(matrices_of(name, whole_shape(master))) if name in self._matrices else [()]
+        indices = list(matrices_of(name, master.shape)) if name in self._matrices else [()]
         states = list(self._optimizer.optimizer.state.values())
         if not any(states):
             return {"moments": [{} for _ in indices]}
@@ -159,10 +146,8 @@ class Zero:
         zero.optimizer.state.clear()
         if steps is None:
             return
-        stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-        flats = zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
-        for number, flat in enumerate(flats):
-            group = zero.optimizer.param_groups[zero.sub_group_to_group_id[number] if stage3 else number]
+        for number, flat in enumerate(zero.single_partition_of_fp32_groups):
+            group = zero.optimizer.param_groups[number]
             whole = group.get("whole", False)
             moments = {key: torch.zeros_like(flat, requires_grad=False) for key in ((MOMENTUM,) if whole else _MOMENTS)}
             count = {} if whole else {"step": steps.to(flat.device, copy=True)}
@@ -171,14 +156,14 @@ class Zero:
         for name, master in self._model.masters.items():
             moments = saved[name]["moments"]
             for key in (MOMENTUM,) if name in self._matrices else _MOMENTS:
-                whole = torch.cat([part[key].flatten() for part in moments]).view(whole_shape(master))
+                whole = torch.cat([part[key].flatten() for part in moments]).view(master.shape)
                 safe_set_full_optimizer_state(master, whole.to(self._model.device), key)
 
 
 def muon_masters(model: LowBitModel) -> dict[str, nn.Parameter]:
     """The masters that Muon takes, by name."""
     matrices = model.matrices()
-    return {n: master for n, master in model.masters.items() if n in matrices and len(whole_shape(master)) > 1}
+    return {n: master for n, master in model.masters.items() if n in matrices and master.ndim > 1}
 
 
 def _common_steps(saved: dict[str, Any], matrices: Collection[str]) -> torch.Tensor | None:
@@ -194,8 +179,8 @@ def _common_steps(saved: dict[str, Any], matrices: Collection[str]) -> torch.Ten
         optimizer = "Muon" if other in matrices else "AdamW"
         what = f"master {other!r} has no {optimizer} moments" if other else f"masters are at steps {sorted(counts)}"
         raise ConfigError(
-            f"the checkpoint cannot go on under learner.zero_stage 1, 2 or 3: {what}, and ZeRO steps all masters of an "
-            "optimizer at once; resume with learner.zero_stage 0"
+            f"the checkpoint cannot go on under learner.zero_stage 1 or 2: {what}, and ZeRO steps all masters of an "
+            "optimizer at once; resume with learner.zero_stage 0 or 3"
         )
     return next((found[0]["step"] for found in parts.values() if "step" in found[0]), torch.zeros(()))
 

@@ -44,6 +44,11 @@ def deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
     generated = generated_config(config)
     if config.deepspeed is None:
         return generated
+    if config.zero_stage == 3:
+        raise ConfigError(
+            f"learner.deepspeed is {config.deepspeed!r}, but learner.zero_stage 3 is QaRL's own and reads no settings "
+            "of DeepSpeed; leave the file out, or set learner.zero_stage 0, 1 or 2"
+        )
     written = _read(config.deepspeed)
     for key, value in written.items():
         if key in generated and key != "zero_optimization":
@@ -79,19 +84,19 @@ def generated_config(config: LearnerConfig) -> dict[str, Any]:
 
 def _require_optimizer(config: LearnerConfig) -> None:
     optimizer, stage = config.optimizer, config.zero_stage or 0
-    if not stage:
+    if stage not in (1, 2):
         return
     if config.master_dtype != "float32":
         raise ConfigError(
-            f"learner.master_dtype {config.master_dtype!r} with learner.zero_stage {stage}: ZeRO 1-3 keep an fp32 copy "
-            "of 16-bit masters and round it to nearest, so that memory and rounding would not be those asked for; set "
-            "learner.zero_stage 0, or learner.master_dtype float32"
+            f"learner.master_dtype {config.master_dtype!r} with learner.zero_stage {stage}: ZeRO 1 and 2 keep an fp32 "
+            "copy of 16-bit masters and round it to nearest, so that memory and rounding would not be those asked for; "
+            "set learner.zero_stage 0 or 3, or learner.master_dtype float32"
         )
     if optimizer.offload != "none":
         raise ConfigError(
             f"learner.optimizer.offload {optimizer.offload!r} with learner.zero_stage {stage}: DeepSpeed steps "
-            "offloaded masters with an optimizer of its own; set learner.zero_stage 0, or leave the moments, of which "
-            "each process has its share alone, on the device"
+            "offloaded masters with an optimizer of its own; set learner.zero_stage 0 or 3, or leave the moments, of "
+            "which each process has its share alone, on the device"
         )
 
 

@@ -15,9 +15,23 @@ def partitioned_loading(config: LearnerConfig) -> Iterator[None]:
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    quiet_deepspeed()
     held = HfDeepSpeedConfig(deepspeed_config(config))  # transformers keeps a weak reference
     try:
         yield
     finally:
         del held
         unset_hf_deepspeed_config()
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed from compiling its shared-memory all-reduce (a minute, and a C++ compiler) where gloo does, from
+    logging every setting, and torch from warning that it calls collectives by names of older releases."""
+    import logging
+    import warnings
+
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -14,6 +14,8 @@ from torch import nn
 
 from configs.schema.learner import OptimizerConfig
 from learner.optim.rounding import Rounding, stochastic_round
+from learner.optim.row_muon import RowMuon
+from quant.runtime.shards import Shard
 
 Index = tuple[int | slice, ...]
 
@@ -31,7 +33,8 @@ class MasterStep:
     """Steps one master.
 
     indices: its matrices for Muon, empty for AdamW. rounding: of a 16-bit master, with its generator (on the master's
-    device) where that is stochastic. home: where moments lie between steps; None: with the master.
+    device) where that is stochastic. home: where moments lie between steps; None: with the master. cut: of a matrix
+    for Muon of which this process has some rows; `row_muon.orthogonalize` then comes before each step.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class MasterStep:
         rounding: Rounding,
         generator: torch.Generator | None,
         home: torch.device | None = None,
+        cut: Shard | None = None,
     ):
         self._master, self._rounding, self._generator, self._home = master, rounding, generator, home
         self._indices = indices or [(slice(None),) * min(1, master.ndim)]
@@ -49,7 +53,14 @@ class MasterStep:
         self._nothing = torch.empty((0,) * ndim, device=master.device)
         self._parts = [nn.Parameter(self._nothing) for _ in self._indices]
         self._at_home: dict[tuple[int, str], torch.Tensor] = {}
-        self._optimizer = muon(self._parts, config) if indices else adamw(self._parts, config)
+        self.cut = cut
+        self._optimizer: torch.optim.Optimizer
+        if not indices:
+            self._optimizer = adamw(self._parts, config)
+        elif cut is None:
+            self._optimizer = muon(self._parts, config)
+        else:
+            self._optimizer = RowMuon(self._parts[0], cut, muon(self._parts, config))
 
     @torch.no_grad()
     def step(self, lr: float, diagnose: bool = False) -> Lost | None:
@@ -72,6 +83,29 @@ class MasterStep:
         self._send_home()
         return lost
 
+    @property
+    def taught(self) -> bool:
+        """Whether there is a gradient."""
+        return self._master.grad is not None
+
+    @property
+    def row_muon(self) -> RowMuon:
+        """Of a cut matrix."""
+        assert isinstance(self._optimizer, RowMuon)
+        return self._optimizer
+
+    @torch.no_grad()
+    def update(self) -> torch.Tensor:
+        """Of a cut matrix: take its gradient into the momentum; what is to be orthogonalized, bfloat16 [o, I]."""
+        assert self._master.grad is not None
+        self._parts[0].data = self._widened()
+        self._parts[0].grad = self._master.grad.to(torch.float32)
+        self._fetch()
+        update = self.row_muon.update()
+        self._release()
+        self._send_home()
+        return update
+
     def value(self) -> torch.Tensor:
         """A copy of the master, fp32."""
         return self._widened().clone()
@@ -89,7 +123,11 @@ class MasterStep:
         """Whether a 16-bit master holds finite numbers alone, a scalar on its device; None for an fp32 one. One pass
         without a copy: the extremes of a tensor with a NaN are NaN."""
         master = self._master.detach()
-        return None if master.dtype == torch.float32 else torch.stack(torch.aminmax(master)).isfinite().all()
+        if master.dtype == torch.float32:
+            return None
+        if not master.numel():  # a shard without a row
+            return torch.ones((), dtype=torch.bool, device=master.device)
+        return torch.stack(torch.aminmax(master)).isfinite().all()
 
     def _store(self, wide: torch.Tensor) -> None:
         """Round the stepped copy into the master; an fp32 master was stepped in place."""
@@ -165,7 +203,7 @@ def adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True)
 
 
-def muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
     """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each."""
     return torch.optim.Muon(
         parts,

@@ -4,7 +4,7 @@ Masters are stepped one after another (`learner.optim.master_step`), each by a t
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,10 @@ from torch import nn
 from configs.errors import ConfigError
 from configs.schema.learner import OptimizerConfig
 from learner.optim.loss_scale import PrecisionError, short_name
-from learner.optim.master_step import Index, Lost, MasterStep
+from learner.optim.master_step import Index, MasterStep
+from learner.optim.row_muon import in_turns, orthogonalize
+from learner.processes import FailedElsewhereError, Processes
+from quant.runtime.shards import shard_of
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,30 @@ class Step:
 
 class MasterOptimizer:
     """One optimizer step over all masters, fp32, bf16 or fp16. State is that of the torch optimizers inside and
-    the generator of stochastic rounding. lr: learning rate of the steps to come."""
+    the generator of stochastic rounding. lr: learning rate of the steps to come.
 
-    def __init__(self, masters: dict[str, nn.Parameter], matrices: set[str], config: OptimizerConfig):
+    Of masters with a shard (`quant.runtime.shards`) every process steps its rows; `processes` are those that have them,
+    and call every method together.
+    """
+
+    def __init__(
+        self,
+        masters: dict[str, nn.Parameter],
+        matrices: set[str],
+        config: OptimizerConfig,
+        processes: Processes | None = None,
+    ):
         """masters: name → parameter; gradients of 16-bit ones are accumulated in fp32 from here on. matrices: names of
         the weights that Muon may take, [O, I] or stacked experts. Raises `ConfigError` for an offload that would move
         nothing."""
         self._config = config
+        self._processes = processes or Processes()
         self.lr = config.lr
         self._masters = list(masters.values())
+        self._sharded = any(shard_of(master) is not None for master in self._masters)
         device = self._masters[0].device
         home = _home(config, device)
-        self._generator = torch.Generator(device).manual_seed(config.rounding_seed)
+        self._generator = torch.Generator(device).manual_seed(config.rounding_seed + self._processes.rank)
         self._steps: dict[str, MasterStep] = {}
         for name, master in masters.items():
             if master.dtype != torch.float32:
@@ -48,7 +63,9 @@ class MasterOptimizer:
             by_muon = config.name == "muon" and name in matrices and master.ndim > 1
             indices = list(matrices_of(name, master.shape)) if by_muon else []
             rounding = config.rounding_of(str(master.dtype).removeprefix("torch."))
-            self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home)
+            cut = shard_of(master) if indices and master.ndim == 2 else None
+            self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home, cut)
+        self._cut = [step for step in self._steps.values() if step.cut is not None]
 
     def values(self) -> dict[str, torch.Tensor]:
         """Copies of the masters, fp32."""
@@ -56,8 +73,13 @@ class MasterOptimizer:
 
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
-        gradients = [p.grad.float() for p in self._masters if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        taught = [p for p in self._masters if p.grad is not None]
+        whole = _total_norm(p.grad for p in taught if shard_of(p) is None)
+        if not self._sharded:
+            return whole
+        here = _total_norm(p.grad for p in taught if shard_of(p) is not None)
+        squares = self._over_processes(torch.tensor(here**2, dtype=torch.float64, device=self._masters[0].device))
+        return math.sqrt(whole**2 + float(squares))
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient in place."""
@@ -81,20 +103,34 @@ class MasterOptimizer:
         is what it was. Raises `PrecisionError` where the step took a 16-bit master
         out of its dtype's range.
         """
-        done = [step.step(self.lr, diagnose) for step in self._steps.values()]
+        done = []
+        for turn in in_turns([step for step in self._cut if step.taught], self._processes.world):
+            orthogonalize([step.row_muon for step in turn], [step.update() for step in turn])
+            done += [step.step(self.lr, diagnose) for step in turn]
+        done += [step.step(self.lr, diagnose) for step in self._steps.values() if step.cut is None]
         self._require_range()
-        found: list[Lost] = [lost for lost in done if lost is not None]
         if not diagnose:
             return None
-        meant = sum(int(lost.meant) for lost in found)
-        return sum(int(lost.lost) for lost in found) / max(meant, 1)
+        zero = torch.zeros((), dtype=torch.int64, device=self._masters[0].device)
+        counts = [torch.stack([zero, zero]), *(torch.stack([lost.meant, lost.lost]) for lost in done if lost)]
+        meant, lost = self._over_processes(torch.stack(counts).sum(0)).tolist()
+        return lost / max(meant, 1)
+
+    def _over_processes(self, here: torch.Tensor) -> torch.Tensor:
+        """The sum over processes of something of the rows that each steps; of whole masters all have the same."""
+        return self._processes.total(here) if self._sharded else here
 
     def _require_range(self) -> None:
         """Raise `PrecisionError` naming the first master that is not finite; the device is waited for once."""
         within = {name: finite for name, step in self._steps.items() if (finite := step.in_range()) is not None}
-        if not within or bool(torch.stack(list(within.values())).all()):
+        if not within:
             return
-        name = next(name for name, finite in within.items() if not finite)
+        outside = torch.stack(list(within.values())).logical_not().sum()
+        if not self._over_processes(outside):
+            return
+        name = next((name for name, finite in within.items() if not finite), None)
+        if name is None:
+            raise FailedElsewhereError("a master left its range in another process, which says which")
         dtype = self._steps[name].dtype
         raise PrecisionError(
             f"master {name!r} left the range of {short_name(dtype)} (±{torch.finfo(dtype).max:.5g}) by this step; "
@@ -117,8 +153,15 @@ class MasterOptimizer:
         require_same_masters(state, self._steps)
         for name, step in self._steps.items():
             step.load_state_dict(state["masters"][name])
-        if state["generator"] is not None:  # of a backend that rounds nothing
-            self._generator.set_state(state["generator"].cpu())
+        generators = state["generator"]
+        if generators is not None:  # None: of a backend that rounds nothing
+            several = generators if generators.ndim == 2 else generators[None]
+            self._generator.set_state(several[self._processes.rank % len(several)].cpu().clone())
+
+
+def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:
+    wide = [gradient.float() for gradient in gradients if gradient is not None]
+    return float(torch.nn.utils.get_total_norm(wide)) if wide else 0.0
 
 
 def require_same_masters(state: dict[str, Any], masters: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from configs.errors import ConfigError
 from qarl.cli.bench_train import add_train, train
 from qarl.cli.bench_trl import add_trl, trl_settings
-from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
+from qarl.cli.options import check_json, dotted_overrides, numbers, refuse_rest, write_json
 from qarl.report.tables import PlainTable
 
 _Shown = PlainTable | Sequence[PlainTable]
@@ -25,7 +25,7 @@ def add_bench(commands: Any) -> None:
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
         _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
-        _add_learner, _add_schemes, _add_train, _add_speed, _add_memory,
+        _add_learner, _add_schemes, _add_train, _add_speed, _add_memory, _add_communication,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -119,10 +119,7 @@ def _ptq(known: argparse.Namespace, console: Console, overrides: dict[str, str])
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(seed) for seed in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--seeds {text!r} must be numbers with commas between, such as 0,1,2") from None
+    return numbers("seeds", text)
 
 
 def _add_objectives(names: Any) -> None:
@@ -393,3 +390,9 @@ def _memory(known: argparse.Namespace, console: Console) -> _Measured:
         _names(known.models), _names(known.schemes), lambda line: console.print(line, highlight=False)
     )
     return memory.table(rows), memory.as_data(rows)
+
+
+def _add_communication(names: Any) -> None:
+    from qarl.cli import bench_communication
+
+    _runs(bench_communication.add_options(names), bench_communication.measure)

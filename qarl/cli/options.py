@@ -62,3 +62,11 @@ def write_json(file: str | None, data: Any) -> None:
     """Write `data` to `file`, if one was asked for."""
     if file:
         Path(file).write_text(json.dumps(data, indent=2) + "\n")
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Of a comma-separated option. Raises `ConfigError` for anything else."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--{option} {text!r} must be numbers with commas between, such as 0,1,2") from None

@@ -25,9 +25,10 @@ LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
 """Code and tables of torch, vLLM and transformers, measured; CUDA's context, cuBLAS's and NCCL's buffers, assumed."""
 
 _BUCKET = 5 * 10**8
-_GATHERED = 10**9
-"""Elements, DeepSpeed's defaults: `reduce_bucket_size`, and `stage3_max_reuse_distance`, within which stage 3 keeps
-masters that it gathered."""
+"""Elements, DeepSpeed's default: `reduce_bucket_size`."""
+
+_AT_ONCE = 10**9
+"""Elements of its flat partition that DeepSpeed's optimizer steps at once."""
 
 _WIDE_ON_CPUS = ("fp8",)
 """Schemes whose kernel holds weights in fp32 on CPUs (`rollout.vllm.cpu_fp8`)."""
@@ -97,7 +98,7 @@ class _Count:
             Part("codes", self.codes(), f"the learner's weights in {self.config.scheme}"),
             Part("kernel layout", self.kernels(), "the engine's own" if self.shares_layers else "the learner's own"),
             Part("reference", self.reference(), "of the KL penalty"),
-            Part("ZeRO buffers", self.buffers(), "gathered masters, gradients on their way"),
+            Part("ZeRO buffers", self.buffers(), "gradients on their way"),
             Part("engine", self.engine(), "its weights"),
             Part("KV cache", self.cache(), f"{self.cache() // self.cache_a_token:,} tokens"),
             Part("activations", kept, f"{self.tokens:,} tokens, {checkpointing}"),
@@ -113,14 +114,14 @@ class _Count:
 
     @property
     def stage(self) -> int | None:
-        """DeepSpeed's ZeRO stage; None without DeepSpeed."""
+        """The ZeRO stage; None in one process without."""
         stage = self.config.learner.zero_stage
         return stage if stage is not None or self.processes == 1 else 0
 
     @property
     def shares(self) -> int:
-        """Processes that moments are divided over."""
-        return self.processes if self.stage else 1
+        """Processes that moments are divided over; at stage 3 adapters are whole in each."""
+        return self.processes if self.stage in (1, 2) or (self.stage == 3 and not self.adapters) else 1
 
     @cached_property
     def adapters(self) -> int:
@@ -137,12 +138,12 @@ class _Count:
     def masters(self) -> int:
         base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
         if self.stage == 3:
-            return (base + self.adapters * _FP32) // self.processes
+            return base // self.processes + self.adapters * _FP32
         stepped = self.trained * _FP32 // self.processes if self.stage in (1, 2) else 0
         return base + self.adapters * _FP32 + stepped
 
     def gradients(self) -> int:
-        whole, share = self.trained * _FP32, self.trained * _FP32 // self.processes
+        whole, share = self.trained * _FP32, self.trained * _FP32 // self.shares
         return {1: whole + share, 2: 2 * share, 3: share}.get(self.stage or 0, whole)
 
     def moments(self, offloaded: bool = False) -> int:
@@ -198,13 +199,13 @@ class _Count:
         return base + self.codes() + self.in_kernels + self.shapes.head * self.itemsize
 
     def buffers(self) -> int:
-        """Of DeepSpeed. Without one, and at stage 0 with its own buckets, gradients are added in place."""
+        """DeepSpeed's of gradients, at stage 0 and without in place; at stage 3 a module's whole gradient, until
+        each process has its rows."""
         if self.stage is None:
             return 0
-        if self.stage < 3:
-            return (_BUCKET if self.stage else min(_BUCKET, self.trained)) * _FP32
-        gathered = min(self.shapes.parameters, max(_GATHERED, self.largest_module))
-        return (_BUCKET + gathered + min(self.trained, self.largest_module)) * _FP32
+        if self.stage == 3:
+            return min(self.trained, self.largest_module) * _FP32
+        return (_BUCKET if self.stage else min(_BUCKET, self.trained)) * _FP32
 
     def engine(self) -> int:
         tied = self.shapes.tied and self.device == "cuda"
@@ -294,12 +295,13 @@ class _Count:
 
     def step(self) -> float:
         """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and, where lost updates are
-        counted, the values before; of ZeRO's flat partitions the update."""
+        counted, the values before; of ZeRO's flat partitions the update. At stage 3 a process has its rows of a master,
+        and what Muon orthogonalizes whole, with what is sent of it."""
         learner = self.config.learner
-        if self.stage:
-            return max(2 * _FP32 * min(self.trained // self.shares, _GATHERED), self.merging())
-        largest = min(self.trained, self.largest_module)
-        matrix = min(self.trained, self.largest_matrix)
+        if self.stage in (1, 2):
+            return max(2 * _FP32 * min(self.trained // self.shares, _AT_ONCE), self.merging())
+        largest = min(self.trained, self.largest_module) // self.shares
+        matrix = min(self.trained, self.largest_matrix) * (2 if self.stage == 3 else 1)
         wide = 3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
         muon = (_FP32 + 3 * 2) * matrix if learner.optimizer.name == "muon" else 0
         lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0

@@ -45,9 +45,9 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
         changes.append(Change({"learner.micro_batch_tokens": longest}, 1))
     if machine.device == "cuda" and machine.count > 1 and (processes < machine.count or learner.zero_stage != 3):
         changes.append(Change({"learner.zero_stage": 3}, 2, spreads=processes < machine.count))
-    if machine.device == "cuda" and learner.optimizer.offload == "none" and not learner.zero_stage:
+    if machine.device == "cuda" and learner.optimizer.offload == "none" and learner.zero_stage not in (1, 2):
         changes.append(Change({"learner.optimizer.offload": "cpu"}, 4))
-    if learner.master_dtype == "float32" and not learner.zero_stage:
+    if learner.master_dtype == "float32" and learner.zero_stage not in (1, 2):
         changes.append(Change({"learner.master_dtype": "bfloat16"}, 5))
     if rollout.max_new_tokens > _SHORT_ANSWERS:
         short = rollout.max_prompt_tokens + _SHORT_ANSWERS
@@ -62,9 +62,6 @@ def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int
     fields = {path: value for change in changes for path, value in change.fields.items()}
     spreads = any(change.spreads for change in changes)
     processes = machine.count if spreads else processes
-    zero = fields.get("learner.zero_stage")
-    if zero and (fields.get("learner.optimizer.offload") or fields.get("learner.master_dtype")):
-        return None  # ZeRO 1-3 refuse both (`learner.backends.zero_config`)
     if plan.config.rollout.prompts % processes:
         return None
     try:

@@ -12,6 +12,7 @@ from configs.errors import ConfigError
 from configs.schema.lora import LoraConfig
 from configs.schema.run import RunConfig
 from learner.backends import check_backend
+from learner.backends.sharded import shard_masters
 from learner.backends.zero_loading import partitioned_loading
 from learner.gradients import require_compiler
 from learner.learner import Learner
@@ -150,6 +151,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     def initial_model() -> LowBitModel:
         reading = partitioned_loading(learning)
         masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], together.device, reading)
+        shard_masters(masters, learning, together, [scheme, *(get_scheme(rule.scheme) for rule in config.layers)])
         context = LayerContext(dtype, config.learner.kernel, config.learner.aligned, compute)
         model = LowBitModel(masters, scheme, context, config.learner.operators, config.layers)
         if config.quantization.scale == "kept":
@@ -174,7 +176,7 @@ def trained_part(policy: Policy, config: RunConfig) -> list[str]:
     if policy.model.context.compute_dtype != policy.model.context.dtype:
         told.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
     if policy.processes.world > 1 or stage is not None:
-        told.append(f"processes: {policy.processes.world}, DeepSpeed ZeRO stage {stage or 0}")
+        told.append(f"processes: {policy.processes.world}, ZeRO stage {stage or 0}")
     return told
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import whole_shape
 from quant.schemes import SchemeError
 
 STACKED: Mapping[str, tuple[str, ...]] = {

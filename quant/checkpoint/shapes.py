@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from configs.schema.run import LayerRule
 from quant.checkpoint.families import family_of, fused_experts
 from quant.checkpoint.plan import Plan, make_plan
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import whole_shape
 from quant.schemes import Scheme, SchemeError
 
 

@@ -13,9 +13,9 @@ class PlainMatmul:
     name = "plain"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self._weight = weight
+        self.weight = weight
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [N, I] → compute dtype [N, O]."""
-        return nn.functional.linear(x, self._weight, self._bias)
+        return nn.functional.linear(x, self.weight, self._bias)

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from quant.layers.context import LayerContext
 from quant.layers.gradients import Gradients
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import fill, shard_of, whole_shape
 
 
 class MasterCopy:
@@ -33,9 +33,9 @@ class MasterCopy:
 
     def refresh(self, master: torch.Tensor) -> None:
         """Take over the master's present values."""
-        self.published.copy_(master)
+        fill(self.published, master, shard_of(master))
         if self.computed is not self.published:
-            self.computed.copy_(master)
+            fill(self.computed, master, shard_of(master))
 
 
 class ComputeCopy(nn.Module):
@@ -90,12 +90,13 @@ def detach_copy(module: nn.Module, key: str, copy: MasterCopy) -> None:
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-        ctx.gradients = gradients
+        ctx.master, ctx.gradients = master, gradients
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        return ctx.gradients.unscaled(grad_outputs[0].to(torch.float32, copy=True)), None, None
+        gradient = ctx.gradients.unscaled(grad_outputs[0].to(torch.float32, copy=True))
+        return ctx.gradients.delivered(ctx.master, gradient), None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -118,4 +119,4 @@ class _Lookup(torch.autograd.Function):
             return None, None, None
         rows = embedding.weight.shape[0]
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
-        return None, gradients.unscaled(gradient), None
+        return None, gradients.delivered(embedding.master, gradients.unscaled(gradient)), None

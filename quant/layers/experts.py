@@ -29,6 +29,7 @@ from quant.layers.straight_through import add_weight_gradient
 from quant.materialize import LowBitWeight
 from quant.materialize.activations import LowBitActivation, quantize_activation
 from quant.materialize.experts import LowBitExperts, materialize_experts
+from quant.runtime.shards import fill, shard_of, whole_shape
 from quant.schemes import Scheme
 
 _AT_ONCE = 16
@@ -60,6 +61,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         self.activation: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[shape.activation].forward
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
+        self._casts: list[torch.Tensor] = []
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:
@@ -73,14 +75,21 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     def _materialize(self) -> LowBitExperts:
         gate_up, down = self.merged()
-        scales = self._kept_scales()
-        return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, self.low_bit, scales)
+        scales, shards = self._kept_scales(), [shard_of(master) for master in self.masters]
+        return materialize_experts(
+            gate_up, down, self.scheme, self.context.dtype, self.layer, self.low_bit, scales, shards
+        )
 
     def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
         return self.context.factory.experts(self.layer, self.shape, low_bit)
 
     def _cast(self) -> ExpertsMatmul:
-        casts = zip(*(merged.to(self.context.compute_dtype, copy=True) for merged in self.merged()), strict=True)
+        dtype = self.context.compute_dtype
+        self._casts = [
+            fill(torch.empty(whole_shape(master), dtype=dtype, device=merged.device), merged, shard_of(master))
+            for master, merged in zip(self.masters, self.merged(), strict=True)
+        ]
+        casts = zip(*self._casts, strict=True)
         pairs = [(PlainMatmul(gate_up, None), PlainMatmul(down, None)) for gate_up, down in casts]
         return ExpertsLoop(pairs, self.shape.activation)
 
@@ -97,7 +106,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         if self.context.multiplies_codes:
             codes = self.low_bit.experts[expert]
             return codes.gate_up.dequantized(torch.float32), codes.down.dequantized(torch.float32)
-        gate_up, down = (matrix.to(self.context.compute_dtype).to(torch.float32) for matrix in self.merged(expert))
+        gate_up, down = (cast[expert].to(torch.float32) for cast in self._casts)
         return gate_up, down
 
     def multiplies_grouped(self, dy: torch.Tensor) -> bool:
@@ -109,7 +118,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
     def stacks_used(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """All experts' matrices as the forward multiplied them, rounded once to `dtype`, [E, 2I, H] and [E, H, I]."""
         if not self.context.multiplies_codes:
-            gate_up, down = (matrix.to(self.context.compute_dtype).to(dtype) for matrix in self.merged())
+            gate_up, down = (cast.to(dtype) for cast in self._casts)
             return gate_up, down
         assert self.low_bit is not None
         pairs = self.low_bit.stacks or (None, None)
@@ -138,53 +147,49 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         experts: RoutedLowBitExperts = ctx.experts
-        gradients = experts.context.gradients
         weights, index, *kept = ctx.saved_tensors
-        multiplied = multiplied_input(kept)
-        dmasters, returned = _master_gradients(experts, ctx.needs_input_grad[2:4])
+        dmasters, given = _master_gradients(experts, ctx.needs_input_grad[2:4])
         dfactors = [
             () if a is None else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
             for a in experts.adapters
         ]
-        if experts.multiplies_grouped(grad_outputs[0]):
-            dx, dweights = _grouped(experts, multiplied, weights, index, grad_outputs[0], dmasters, dfactors)
-            return (
-                dx.to(experts.context.forward_dtype),
-                dweights,
-                *returned,
-                None,
-                None,
-                None,
-                *dfactors[0],
-                *dfactors[1],
-            )
-        x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
-        dy = grad_outputs[0].to(torch.float32)
-        dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
-        for expert in index.unique().tolist():
-            rows, slots = (index == expert).nonzero(as_tuple=True)
-            grads = _expert_backward(experts, expert, x[rows], weights[rows, slots], dy[rows])
-            dx.index_add_(0, rows, grads.x)
-            dweights[rows, slots] = grads.weights
-            for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
-                if dmaster is not None:
-                    add_weight_gradient(dmaster[expert], dout, used, gradients)
-            for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
-                if adapter is not None:
-                    for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
-                        into[expert] = gradients.unscaled(grad)
-        return _returned(experts, dx, dweights, returned, dfactors)
+        dy = grad_outputs[0]
+        gradients_of = _grouped if experts.multiplies_grouped(dy) else _one_by_one
+        dx, dweights = gradients_of(experts, multiplied_input(kept), weights, index, dy, dmasters, dfactors)
+        returned = [
+            None if gradient is None else experts.context.gradients.delivered(master, gradient)
+            for master, gradient in zip(experts.masters, given, strict=True)
+        ]
+        return dx.to(experts.context.forward_dtype), dweights, *returned, None, None, None, *dfactors[0], *dfactors[1]
 
 
-def _returned(
+def _one_by_one(
     experts: RoutedLowBitExperts,
-    dx: torch.Tensor,
-    dweights: torch.Tensor,
+    multiplied: torch.Tensor | LowBitActivation,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    dy: torch.Tensor,
     dmasters: Sequence[torch.Tensor | None],
     dfactors: Sequence[Sequence[torch.Tensor]],
-) -> tuple[torch.Tensor | None, ...]:
-    """What autograd is given, in the order of the forward's arguments."""
-    return dx.to(experts.context.forward_dtype), dweights, *dmasters, None, None, None, *dfactors[0], *dfactors[1]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_grouped`, an expert at a time, in fp32."""
+    gradients = experts.context.gradients
+    x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
+    dy = dy.to(torch.float32)
+    dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
+    for expert in index.unique().tolist():
+        rows, slots = (index == expert).nonzero(as_tuple=True)
+        grads = _expert_backward(experts, expert, x[rows], weights[rows, slots], dy[rows])
+        dx.index_add_(0, rows, grads.x)
+        dweights[rows, slots] = grads.weights
+        for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
+            if dmaster is not None:
+                add_weight_gradient(dmaster[expert], dout, used, gradients)
+        for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
+            if adapter is not None:
+                for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
+                    into[expert] = gradients.unscaled(grad)
+    return dx, dweights
 
 
 def _dequantized(matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype) -> torch.Tensor:
@@ -247,7 +252,7 @@ def _master_gradients(
         experts.context.gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)
     ]
     returned = [
-        torch.zeros_like(master, dtype=torch.float32) if need and total is None else None
+        torch.zeros(whole_shape(master), device=master.device) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, placed, strict=True)
     ]
     return [total if given is None else given for total, given in zip(placed, returned, strict=True)], returned

@@ -7,6 +7,7 @@ import torch
 
 from quant.runtime.compile import compiled
 from quant.runtime.cpu_blocks import row_blocks
+from quant.runtime.shards import shard_of
 
 
 class Gradients:
@@ -35,6 +36,20 @@ class Gradients:
         if master.grad is None:
             master.grad = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
         return master.grad
+
+    def delivered(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What autograd is given for a master: its fp32 gradient; or None where processes have parts of the master.
+        Each then adds its part of their sum to what it has, and the whole, overwritten, is let go of: the gradient of
+        one layer at a time."""
+        shard = shard_of(master)
+        if shard is None:
+            return gradient
+        part = shard.reduce(gradient)
+        if master.grad is None:
+            master.grad = part.clone()
+        else:
+            master.grad += part
+        return None
 
     def over_rows(self, body: Callable[..., Any], rows: Sequence[torch.Tensor], *whole: Any) -> list[Any]:
         """body(*rows, *whole), which writes into the first of `rows`, tensors of equally many rows; on CPUs a block of

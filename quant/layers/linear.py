@@ -19,7 +19,7 @@ backward as its codes.
 Axes: N tokens, O output rows, I input columns.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,10 @@ from quant.layers.context import LayerContext
 from quant.layers.lora import Adapter
 from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from quant.layers.straight_through import add_weight_gradient, input_gradient
-from quant.materialize import LowBitWeight, materialize
+from quant.materialize import LowBitWeight
 from quant.materialize.activations import LowBitActivation
-from quant.runtime.zero3 import whole_shape
+from quant.materialize.shard import materialize_rows
+from quant.runtime.shards import fill, shard_of, whole_shape, whole_value
 from quant.schemes import Scheme
 
 
@@ -75,24 +76,21 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         """See `LowBitLayer.adapters`."""
         return (self.adapter,)
 
-    def _read_by_refresh(self) -> Iterator[nn.Parameter]:
-        for layer in (self, *self.fused):
-            yield from layer.parameters()
-
     def _materialize(self) -> LowBitWeight:
         if self.bias is not None:
-            self.low_bit_bias = self.bias.detach().to(self.context.dtype, copy=True)
+            self.low_bit_bias = whole_value(self.bias, self.context.dtype)
         weight, fused = self.merged()[0], tuple(other.merged()[0] for other in self.fused)
-        (scale,) = self._kept_scales()
-        return materialize(weight, self.scheme, self.context.dtype, self.layer, fused, self.low_bit, scale)
+        (scale,), dtype, shard = self._kept_scales(), self.context.dtype, shard_of(self.master)
+        return materialize_rows(weight, shard, self.scheme, dtype, self.layer, fused, self.low_bit, scale)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
         return self.context.factory(self.layer, low_bit, self.low_bit_bias)
 
     def _cast(self) -> LowBitMatmul:
-        dtype, (weight,) = self.context.compute_dtype, self.merged()
-        bias = None if self.bias is None else self.bias.detach().to(dtype, copy=True)
-        return PlainMatmul(weight.to(dtype, copy=True), bias)
+        dtype, (merged,) = self.context.compute_dtype, self.merged()
+        room = torch.empty(whole_shape(self.master), dtype=dtype, device=merged.device)
+        weight = fill(room, merged, shard_of(self.master))
+        return PlainMatmul(weight, None if self.bias is None else whole_value(self.bias, dtype))
 
     @property
     def out_features(self) -> int:
@@ -120,7 +118,8 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         assert self.low_bit is not None
         if self.context.multiplies_codes:
             return self.low_bit.dequantized(dtype)
-        return self.merged()[0].to(self.context.compute_dtype).to(dtype)
+        assert isinstance(self._plain, PlainMatmul)
+        return self._plain.weight.to(dtype)
 
 
 def fuse_scales(linears: dict[str, LowBitLinear], stacked: Mapping[str, Sequence[str]] = STACKED) -> None:
@@ -161,15 +160,18 @@ class _StraightThrough(torch.autograd.Function):
         dx = None
         if need_x:
             dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.fp32_input_grad else dy.dtype))
-        dw = gradients.into(linear.master) if need_master else None
-        added = dw is not None
+        dw = db = None
         if need_master:
             assert linear.low_bit is not None
-            dw = torch.zeros(linear.low_bit.shape, dtype=torch.float32, device=dy.device) if dw is None else dw
-            add_weight_gradient(dw, dy, x, gradients)
-        db = gradients.unscaled(dy.sum(0, dtype=torch.float32)) if need_bias else None
+            total = gradients.into(linear.master)
+            added = torch.zeros(linear.low_bit.shape, dtype=torch.float32, device=dy.device) if total is None else total
+            add_weight_gradient(added, dy, x, gradients)
+            dw = gradients.delivered(linear.master, added) if total is None else None
+        if need_bias:
+            assert linear.bias is not None
+            db = gradients.delivered(linear.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32)))
         dfactors = ()
         if linear.adapter is not None:
             used = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
             dfactors = linear.adapter.gradients(dy.to(torch.float32), used)
-        return dx, None if added else dw, db, None, None, *(gradients.unscaled(dfactor) for dfactor in dfactors)
+        return dx, dw, db, None, None, *(gradients.unscaled(dfactor) for dfactor in dfactors)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import nn
 
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import Shard, whole_shape
 
 
 class Adapter(nn.Module):
@@ -41,18 +41,20 @@ class Adapter(nn.Module):
         return self.alpha / self.rank
 
     @torch.no_grad()
-    def merge(self, base: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+    def merge(self, base: torch.Tensor, shard: Shard | None = None) -> torch.Tensor:
         """base + s · B A, added up in fp32 and rounded once to the base's dtype; shape of `base`.
 
-        base: fp32, bf16 or fp16 [O, I] or [E, O, I]; with `expert` that expert's alone, [O, I], to the same bits as
-        within the stack. A B of zeros gives `base` itself: what adds nothing changes no bit, not even a zero's sign.
+        base: fp32, bf16 or fp16 [O, I] or [E, O, I], or this process's rows of it, which `shard` says. A B of zeros
+        gives `base` itself: what adds nothing changes no bit, not even a zero's sign.
         """
-        a, b = self._factors(expert)
+        a, b = self.lora_A.detach(), self.lora_B.detach()
+        if b.ndim == 2:
+            return self._add(base, a, b if shard is None else shard.rows(b)) if b.any() else base
+        if shard is not None:
+            a, b = shard.rows(a), shard.rows(b)
         if not b.any():
             return base
-        if base.ndim == 3:
-            return torch.stack([self.merge(matrix, e) for e, matrix in enumerate(base)])
-        return torch.addmm(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)
+        return torch.stack([self._add(m, x, y) if y.any() else m for m, x, y in zip(base, a, b, strict=True)])
 
     def gradients(
         self, dy: torch.Tensor, x: torch.Tensor, expert: int | None = None
@@ -60,6 +62,9 @@ class Adapter(nn.Module):
         """Of A and B (of one expert's). dy: fp32 [N, O], of the output; x: fp32 [N, I], as multiplied."""
         a, b = self._factors(expert)
         return self.scale * ((dy @ b).t() @ x), self.scale * (dy.t() @ (x @ a.t()))
+
+    def _add(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)
 
     def _factors(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = self.lora_A.detach(), self.lora_B.detach()

@@ -1,6 +1,5 @@
 """What linear layers and routed experts have in common: masters, one weight version of them, and its kernel."""
 
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from quant.materialize import LowBitWeight
 from quant.materialize.activations import LowBitActivation
 from quant.materialize.code_changes import quantized_weights
 from quant.materialize.experts import LowBitExperts
-from quant.runtime.zero3 import gathered
+from quant.runtime.shards import shard_of
 from quant.schemes import Scheme
 
 Codes = TypeVar("Codes", LowBitWeight, LowBitExperts)
@@ -67,26 +66,18 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """The masters' present values in the compute dtype."""
         raise NotImplementedError
 
-    def _read_by_refresh(self) -> Iterator[nn.Parameter]:
-        yield from self.parameters()
-
     @torch.no_grad()
     def refresh(self) -> None:
         """Materialize the masters' present values, into the buffers of the version before: whatever still points to
         those tensors then sees the new version. The kernel is prepared by the next use of `product`."""
         self._kernel = None
-        with gathered(self._read_by_refresh()):
-            self.low_bit = self._materialize()
-            self.version += 1
-            self._recast()  # now, for the masters may have moved on by the next forward
+        self.low_bit = self._materialize()
+        self.version += 1
+        self.recast()  # now, for the masters may have moved on by the next forward
 
     @torch.no_grad()
     def recast(self) -> None:
         """Cast an unaligned layer's masters anew, to a compute dtype that has changed."""
-        with gathered(self._read_by_refresh()):
-            self._recast()
-
-    def _recast(self) -> None:
         if not self.context.aligned:
             self._plain = None
             self._plain = self._cast()
@@ -114,11 +105,13 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         weight."""
         self._kernel = None
 
-    def merged(self, expert: int | None = None) -> tuple[torch.Tensor, ...]:
+    def merged(self) -> tuple[torch.Tensor, ...]:
         """What is materialized: each master with its adapter's product added where it has one, in the master's dtype
-        and shape; of stacks with `expert` that expert's matrices alone."""
-        masters = [m.detach() if expert is None else m.detach()[expert] for m in self.masters]
-        return tuple(m if a is None else a.merge(m, expert) for m, a in zip(masters, self.adapters, strict=True))
+        and shape, so this process's rows of it."""
+        return tuple(
+            master.detach() if adapter is None else adapter.merge(master.detach(), shard_of(master))
+            for master, adapter in zip(self.masters, self.adapters, strict=True)
+        )
 
     @property
     def factors(self) -> tuple[nn.Parameter, ...]:

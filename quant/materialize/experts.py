@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from quant.checkpoint.families import ExpertLayout
-from quant.materialize import LowBitWeight, materialize
+from quant.materialize import LowBitWeight
+from quant.materialize.shard import materialize_rows
+from quant.runtime.shards import Shard
 from quant.schemes import Scheme
 
 
@@ -60,32 +62,52 @@ def materialize_experts(
     layer: str,
     out: LowBitExperts | None = None,
     scales: Sequence[torch.Tensor | None] = (None, None),
+    shards: Sequence[Shard | None] = (None, None),
 ) -> LowBitExperts:
     """Quantize a layer's experts. gate_up: master [E, 2I, H]; down: master [E, H, I]; dtype: compute dtype.
 
     Unless a scale spans a whole matrix (gate and up then share it), a stack is one pass into one buffer, of which every
     expert's tensors are views. out: an earlier result, whose buffers are written again and returned. scales: of the two
-    stacks, where they are kept (see `materialize`). Raises what `materialize` raises.
+    stacks, where they are kept (see `materialize`). shards: where the masters are this process's experts alone; what
+    comes out is whole. Raises what `materialize` raises.
     """
     masters = (gate_up.detach(), down.detach())
     if scheme.fuses_scales:
-        kept = zip(*((e.gate_up, e.down) for e in out.experts), strict=True) if out else ([None] * len(gate_up),) * 2
-        made = [
-            [materialize(matrix, scheme, dtype, layer, out=into) for matrix, into in zip(stack, outs, strict=True)]
-            for stack, outs in zip(masters, kept, strict=True)
+        kept = list(zip(*((e.gate_up, e.down) for e in out.experts), strict=True)) if out else [None, None]
+        weights = [
+            [
+                materialize_rows(matrix, part, scheme, dtype, layer, out=outs[number] if outs else None)
+                for number, (matrix, part) in enumerate(_matrices(stack, shard))
+            ]
+            for stack, shard, outs in zip(masters, shards, kept, strict=True)
         ]
-        return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in zip(*made, strict=True)))
-    flat = [stack.reshape(-1, stack.shape[2]) for stack in masters]
+        return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in zip(*weights, strict=True)))
+    flat = [stack.flatten(0, 1) for stack in masters]
     if out is not None:
         assert out.stacks is not None
-        for stack, into, scale in zip(flat, out.stacks, scales, strict=True):
-            materialize(stack, scheme, dtype, layer, out=into, scale=scale)
+        for stack, shard, into, scale in zip(flat, shards, out.stacks, scales, strict=True):
+            materialize_rows(stack, shard, scheme, dtype, layer, out=into, scale=scale)
         return out
     first, second = (
-        materialize(stack, scheme, dtype, layer, scale=scale) for stack, scale in zip(flat, scales, strict=True)
+        materialize_rows(stack, shard, scheme, dtype, layer, scale=scale)
+        for stack, shard, scale in zip(flat, shards, scales, strict=True)
     )
-    views = zip(*(_split(whole, len(gate_up)) for whole in (first, second)), strict=True)
+    experts = len(gate_up) if shards[0] is None else shards[0].shape[0]
+    views = zip(*(_split(whole, experts) for whole in (first, second)), strict=True)
     return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (first, second))
+
+
+def _matrices(stack: torch.Tensor, shard: Shard | None) -> Iterator[tuple[torch.Tensor, Shard | None]]:
+    """Every expert's matrix: of a stack with a shard, all of it in one process and no row elsewhere."""
+    if shard is None:
+        yield from ((matrix, None) for matrix in stack)
+        return
+    rows, columns = shard.shape[1:]
+    for expert in range(shard.shape[0]):
+        edges = tuple(0 if edge <= expert else rows for edge in shard.edges)
+        here = edges[shard.rank] < edges[shard.rank + 1]
+        matrix = stack[expert - shard.edges[shard.rank]] if here else stack.new_empty((0, columns))
+        yield matrix, Shard(torch.Size((rows, columns)), shard.rank, edges)
 
 
 def _split(whole: LowBitWeight, experts: int) -> list[LowBitWeight]:

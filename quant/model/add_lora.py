@@ -18,7 +18,7 @@ from quant.checkpoint.families import ExpertLayout, family_of
 from quant.checkpoint.patterns import matching, nearest_names
 from quant.layers.lora import Adapter
 from quant.model.low_bit_model import LowBitModel
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import whole_shape
 from quant.schemes import is_protected
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.([^.]+)$")

@@ -28,7 +28,6 @@ from quant.model.stream import checkpoint_tensors, layer_reports
 from quant.model.surgery import replace_layers
 from quant.operators.decoder import packed_forward
 from quant.operators.moe import OperatorError, RouterLog, replay_experts
-from quant.runtime.zero3 import gathered
 from quant.schemes import Scheme
 from quant.types import LayerReport, LowBitTensor
 
@@ -115,8 +114,7 @@ class LowBitModel(nn.Module):
             with flips.over(layer) if flips else contextlib.nullcontext():
                 layer.refresh()
         for name, copy in self._layers.copies.items():
-            with gathered([self.loaded[name]]):
-                copy.refresh(self.loaded[name])
+            copy.refresh(self.loaded[name])
         if self.after_refresh is not None:
             self.after_refresh()
 

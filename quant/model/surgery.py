@@ -20,7 +20,7 @@ from quant.layers.linear import LowBitLinear, fuse_scales
 from quant.layers.stack import LinearStack, stack_linears
 from quant.operators.autograd import GatedMLP
 from quant.operators.decoder import EngineAttention, install_engine_operators, why_not
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import whole_shape
 from quant.schemes import SchemeError
 
 

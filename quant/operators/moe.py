@@ -17,7 +17,7 @@ from torch import nn
 from configs.errors import InputError
 from quant.operators import rounding
 from quant.runtime.libraries import has_vllm
-from quant.runtime.zero3 import whole_shape
+from quant.runtime.shards import whole_shape
 
 
 class OperatorError(InputError):

@@ -1,4 +1,4 @@
-"""Two processes under DeepSpeed's ZeRO 0-3 against one process without: the same masters, codes and checkpoints.
+"""Two processes under ZeRO 0-3 against one process without: the same masters, codes and checkpoints.
 
 The processes are real, over gloo (`tests/support/zero_worker.py`); one launch does all jobs of this file.
 """
@@ -48,6 +48,7 @@ LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 
 EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
 BFLOAT16 = {"master_dtype": "bfloat16"}
+PLAIN: dict[str, Any] = {**LEARNER, "aligned": False}
 
 
 def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, list[list[float]]]:
@@ -101,6 +102,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs += [job("lora stage 3", 3, learner=LORA, scheme="w4a16", dtype="bfloat16", last=2)]
     jobs += [job("kl stage 3", 3, learner=KL, last=3)]
     jobs += [job("experts stage 3", 3, learner=EXPERTS, folder=str(folder / "experts"), last=3)]
+    jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
+    jobs += [job("bfloat16 stage 3", 3, learner={**MUON, **BFLOAT16}, last=2)]
     for name in ("intact", "damaged"):
         jobs += [{"read": str(written_by_two(folder / name, name)), "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -196,7 +199,7 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
         LowBitModel(
             load_masters(folder, torch.float32),
             get_scheme(scheme),
-            LayerContext(dtype, "reference"),
+            LayerContext(dtype, "reference", config.aligned),
         )
         for _ in range(2)
     )
@@ -215,6 +218,7 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
         ("lora stage 3", "model", "w4a16", torch.bfloat16, LORA, 2),
         ("experts stage 3", "experts", "bf16", torch.float32, EXPERTS, 3),
         ("kl stage 3", "model", "bf16", torch.float32, KL, 3),
+        ("plain stage 3", "model", "w8a8", torch.bfloat16, PLAIN, 3),
     ],
 )
 def test_partitioned_adapters_experts_and_references(
@@ -227,8 +231,8 @@ def test_partitioned_adapters_experts_and_references(
     batches: int,
 ):
     """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn under ZeRO-3 what
-    they learn in one process; so does a policy held to a partitioned reference. The base's digest is that of the whole
-    base."""
+    they learn in one process; so do a policy held to a partitioned reference, and a plain learner, which multiplies a
+    cast that is put together. The base's digest is that of the whole base."""
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)  # type: ignore[operator]
     ours = done[job]["state"]
     assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (not job.startswith("lora"))
@@ -263,6 +267,25 @@ def test_muon_over_pieces_is_muon_over_matrices(done: dict[str, dict[str, Any]],
     for name, master in masters.items():
         assert (master.detach() - gradient_of(name, 0)).abs().mean() > 2e-5
         assert torch.equal(done[f"cut {cut}"]["masters"][name], master.detach())
+
+
+@pytest.mark.slow
+def test_a_process_holds_and_sends_its_share_alone(done: dict[str, dict[str, Any]]):
+    """Under ZeRO-3: half of every master, up to a row, with its gradient and moments. A step sends fp32 gradients once
+    a micro-batch and the weight version once an update, and no more than a tenth beyond (norms, metrics)."""
+    numbers = done["w4a16 stage 3"]
+    assert numbers["held"] == pytest.approx(0.5, abs=0.02)
+    assert 0.5 * numbers["expected_bytes"] < numbers["sent_bytes"] < 1.1 * numbers["expected_bytes"]
+
+
+@pytest.mark.slow
+def test_16_bit_masters_are_rounded_in_every_process(done: dict[str, dict[str, Any]]):
+    """Stage 3 rounds bfloat16 masters stochastically, each process with a generator of its own, which the checkpoint
+    keeps."""
+    state = done["bfloat16 stage 3"]["state"]
+    assert all(master.dtype == torch.bfloat16 for master in state["masters"].values())
+    first, second = state["optimizer"]["generator"]
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.slow
@@ -310,8 +333,9 @@ def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: dict[str, d
     ("settings", "file", "message"),
     [
         ({"zero_stage": 1, **BFLOAT16}, None, r"'bfloat16' with learner\.zero_stage 1.*fp32 copy"),
-        ({"zero_stage": 3}, {"zero_optimization": {"stage": 2}}, r"stage to 2, QaRL to 3.*learner\.zero_stage"),
-        ({"zero_stage": 3}, {"gradient_clipping": 5.0}, r"gradient_clipping to 5\.0, QaRL to 1\.0.*grad_clip"),
+        ({"zero_stage": 2}, {"zero_optimization": {"stage": 1}}, r"stage to 1, QaRL to 2.*learner\.zero_stage"),
+        ({"zero_stage": 2}, {"gradient_clipping": 5.0}, r"gradient_clipping to 5\.0, QaRL to 1\.0.*grad_clip"),
+        ({"zero_stage": 3}, {"dump_state": True}, r"zero_stage 3 is QaRL's own.*leave the file out"),
         ({"zero_stage": 1}, {"optimizer": {"type": "Adam"}}, r"sets optimizer to .*learner\.optimizer\."),
         ({"zero_stage": 1}, {"bf16": {"enabled": True}}, r"sets bf16 to .*learner\.master_dtype decides"),
         ({"zero_stage": 1}, {"scheduler": {}}, r"scheduler.*warmup_steps"),

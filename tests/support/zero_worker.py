@@ -3,9 +3,11 @@
 A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`.
 """
 
+import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ import torch
 from configs.schema.learner import LearnerConfig, OptimizerConfig
 from configs.schema.lora import LoraConfig
 from learner.backends.partitioned_muon import PartitionedMuon, Piece
+from learner.backends.sharded import shard_masters
 from learner.backends.zero_loading import partitioned_loading
 from learner.learner import Learner
 from learner.processes import Processes, join_processes, leave_processes
+from qarl.bench.communication import Sent
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
 from quant.checkpoint.load import load_masters
 from quant.layers.context import LayerContext
 from quant.model.add_lora import add_adapters
 from quant.model.low_bit_model import LowBitModel
+from quant.runtime.shards import whole_shape
 from quant.schemes import MASTER_DTYPES, get_scheme
 from tests.support.learners import batch_of
 
@@ -35,8 +40,9 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     def initial_model() -> LowBitModel:
         reading = partitioned_loading(config)
         masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], reading=reading)
-        context = LayerContext(dtype, "reference", config.aligned)
-        return LowBitModel(masters, get_scheme(job["scheme"]), context)
+        scheme, context = get_scheme(job["scheme"]), LayerContext(dtype, "reference", config.aligned)
+        shard_masters(masters, config, processes, [scheme])
+        return LowBitModel(masters, scheme, context)
 
     model = initial_model()
     if isinstance(config.lora, LoraConfig):
@@ -45,12 +51,32 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
         learner.load_state_dict(torch.load(job["resume"]))
-    stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
+    with Sent(processes.world) as sent, counted(learner.backend, "backward") as backwards:
+        stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
     if processes.first:
         codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
         numbers = [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
-        torch.save({"state": state, "codes": codes, "numbers": numbers}, job["save"])
+        held, whole = (sum(f(p).numel() for p in model.masters.values()) for f in (torch.detach, whole_shape))
+        tied = model.linears["lm_head"].published_weight.codes if "lm_head" in model.linears else torch.empty(0)
+        gradients = 4 * (whole + tied.numel()) * backwards[0]
+        version = tied.nbytes + sum(tensor.nbytes for tensor in codes.values())
+        expected = (gradients + version * sum(s.updates for s in stats)) * (processes.world - 1) / processes.world
+        made = {"state": state, "codes": codes, "numbers": numbers, "held": held / whole}
+        torch.save({**made, "sent_bytes": sent.bytes, "expected_bytes": expected}, job["save"])
+
+
+@contextlib.contextmanager
+def counted(owner: object, method: str) -> Iterator[list[int]]:
+    """Within this context the first item is how often the object's method was called."""
+    calls, original = [0], getattr(owner, method)
+
+    def call(*args: Any) -> Any:
+        calls[0] += 1
+        return original(*args)
+
+    setattr(owner, method, call)
+    yield calls
 
 
 SHAPES = {"a": (6, 10), "experts.gate_up_proj": (3, 8, 4), "b": (7, 3)}

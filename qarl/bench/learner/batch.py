@@ -34,7 +34,8 @@ class BenchModel:
     tokens: int
 
 
-def _qwen3(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+def qwen3(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Fields of `Qwen3Config`, half as many key-value heads as heads."""
     return {
         "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
@@ -43,8 +44,8 @@ def _qwen3(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: 
 
 
 MODELS = {
-    "tiny": BenchModel(_qwen3(512, 128, 256, 2, 4, 32), prompts=8, samples=8, tokens=48),
-    "150m": BenchModel(_qwen3(65536, 768, 2816, 12, 12, 64), prompts=4, samples=8, tokens=64),
+    "tiny": BenchModel(qwen3(512, 128, 256, 2, 4, 32), prompts=8, samples=8, tokens=48),
+    "150m": BenchModel(qwen3(65536, 768, 2816, 12, 12, 64), prompts=4, samples=8, tokens=64),
 }
 """tiny: the embedded policy's architecture, 0.4 million parameters. 150m: 149 million in 12 layers and a tied output
 head of 65,536 words, 50 of them in the embedding."""

@@ -1,0 +1,126 @@
+"""ZeRO stage 3 where nothing reads masters but their own step: each process has some rows, of all of them.
+
+Forward and backward multiply codes, which are whole in every process. So a master's rows, gradient and moments stay
+with their process (`quant.runtime.shards`), and what travels in a step is
+
+    gradients   fp32, a layer at a time in the backward, each row to its process; no process ever has a whole gradient
+    codes       once a weight version, quantized by the rows' processes and gathered: an eighth of the masters in int4
+    Muon        an update's rows to the process that orthogonalizes the matrix, and back, in bfloat16
+
+Each process steps its rows with `MasterOptimizer`, so every optimizer, master dtype and rounding works. What has no
+shard (an adapter's factors) is whole in every process, which all step it alike. Files are read under DeepSpeed's
+partitioning, so that no process ever holds a whole model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from configs.schema.learner import LearnerConfig
+from learner.optim.optimizer import MasterOptimizer, Step, matrices_of
+from learner.optim.row_muon import MOMENTUM
+from learner.processes import Processes
+from quant.model.low_bit_model import LowBitModel
+from quant.runtime.shards import fill, shard_of, shard_parameters, whole_shape, whole_value
+from quant.schemes import MASTER_DTYPES, Scheme
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Sharded:
+    """See `learner.backends.Backend`. model: of parameters that `shard_masters` has cut."""
+
+    def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
+        self.policy, self._processes = model, processes
+        self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer, processes)
+        by_muon = config.optimizer.name == "muon"
+        self._matrices = {n for n in model.matrices() if by_muon and len(whole_shape(model.masters[n])) > 1}
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Backend.backward`."""
+        loss.backward()
+
+    def set_learning_rate(self, lr: float) -> None:
+        """See `Backend.set_learning_rate`."""
+        self.optimizer.lr = lr
+
+    def step(self, diagnose: bool = False) -> Step:
+        """See `Backend.step`."""
+        for master in self.policy.masters.values():
+            if shard_of(master) is None and master.grad is not None:
+                self._processes.total(master.grad)
+        done = self.optimizer.clipped_step(diagnose)
+        self.optimizer.zero_grad()
+        return done
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Backend.state_dict`."""
+        mine = self.optimizer.state_dict()
+        generators = torch.stack(self._processes.gathered(mine["generator"]))
+        stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))
+        masters, steps = {}, {}
+        for number, (name, master) in enumerate(self.policy.masters.items()):
+            whole = whole_value(master)
+            moments = self._whole_moments(name, master, mine["masters"][name]["moments"], name in stepped)
+            if number % self._processes.world == self._processes.rank:
+                masters[name], steps[name] = whole, {"moments": moments}
+        return {"masters": masters, "optimizer": {"masters": steps, "generator": generators}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Backend.load_state_dict`."""
+        steps = {}
+        for name, master in self.policy.masters.items():
+            shard, saved = shard_of(master), state["masters"][name].to(self.policy.device)
+            with torch.no_grad():
+                master.copy_(saved if shard is None else shard.rows(saved))
+            steps[name] = {"moments": self._own_moments(name, master, state["optimizer"]["masters"][name]["moments"])}
+        self.optimizer.load_state_dict({**state["optimizer"], "masters": steps})
+
+    def _keys(self, name: str) -> tuple[str, ...]:
+        return (MOMENTUM,) if name in self._matrices else _MOMENTS
+
+    def _whole_moments(
+        self, name: str, master: nn.Parameter, mine: list[dict[str, Any]], stepped: bool
+    ) -> list[dict[str, Any]]:
+        """As `MasterStep.state_dict` has them of the whole master. mine: of this process's rows."""
+        shard = shard_of(master)
+        if shard is None:
+            return mine
+        indices = list(matrices_of(name, shard.shape)) if name in self._matrices else [()]
+        if not stepped:
+            return [{} for _ in indices]
+        whole = {}
+        for key in self._keys(name):
+            rows = torch.cat([part[key].flatten() for part in mine if key in part] or [master.new_empty(0)])
+            room = torch.empty(shard.shape, device=master.device)
+            whole[key] = fill(room, rows.view(master.shape), shard)
+        counts = {} if name in self._matrices else {"step": mine[0]["step"]}
+        return [{**counts, **{key: tensor[index].clone() for key, tensor in whole.items()}} for index in indices]
+
+    def _own_moments(self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The inverse of `_whole_moments`, for this process's rows."""
+        shard = shard_of(master)
+        if shard is None:
+            return saved
+        indices = list(matrices_of(name, master.shape)) if name in self._matrices else [()]
+        if not any(saved) or not indices:
+            return [{} for _ in indices or [()]]
+        own = {}
+        for key in self._keys(name):
+            whole = torch.cat([part[key].flatten() for part in saved]).view(shard.shape)
+            own[key] = shard.rows(whole)
+        counts = {} if name in self._matrices else {"step": saved[0]["step"]}
+        return [{**counts, **{key: tensor[index].clone() for key, tensor in own.items()}} for index in indices]
+
+
+def shard_masters(
+    model: PreTrainedModel, config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]
+) -> None:
+    """Leave this process its rows, where `learner.zero_stage` is 3. schemes: of the model's layers; rows that share a
+    block of one stay together."""
+    if config.zero_stage == 3:
+        unit = max((scheme.block[0] for scheme in schemes if scheme.block), default=1)
+        shard_parameters(model, processes.rank, processes.world, unit, MASTER_DTYPES[config.master_dtype])

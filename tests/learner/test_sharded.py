@@ -1,0 +1,65 @@
+"""Masters of which each process has some rows: materialized and stepped as whole ones are, bit for bit.
+
+The processes are real, over gloo (`tests/support/shard_worker.py`). Whole trainings are in `test_zero.py`.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from quant.runtime.shards import cut_rows
+from tests.support.runs import ROOT
+from tests.support.shard_worker import ROWS, gradient_of, row_steps
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes made of rows."""
+    folder = tmp_path_factory.mktemp("sharded")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*launch, "-m", "tests.support.shard_worker", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=400,
+    )
+    return torch.load(folder / "made.pt")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_stepped_as_the_whole_is(made: dict[str, Any], name: str):
+    """With equal gradients three steps are those of one process, bit for bit: AdamW, Muon over matrices cut between
+    processes and over experts, 16-bit masters rounded to nearest. Between steps the state goes through a checkpoint,
+    whose moments are those of one process."""
+    theirs, their_state = row_steps(name)
+    ours, our_state = made[name]
+    for key, master in theirs.items():
+        assert not torch.equal(gradient_of(key, 0).to(master.dtype), master.detach())
+        assert torch.equal(ours[key], master.detach())
+        moments = (state["masters"][key]["moments"] for state in (our_state, their_state))
+        for mine, other in zip(*moments, strict=True):
+            assert mine.keys() == other.keys() != set()
+            assert all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+def test_rows_are_materialized_as_the_whole_is(made: dict[str, Any]):
+    """Codes, scales and tensor-wide scales of every scheme, of matrices and of experts, kept scales included;
+    also where a process has no row."""
+    assert len(made["equal"]) > 30
+    assert [name for name, equal in made["equal"].items() if not equal] == []
+
+
+@pytest.mark.parametrize(("rows", "world", "unit"), [(1, 2, 1), (7, 3, 1), (384, 2, 128), (128, 4, 128), (64, 8, 1)])
+def test_every_row_is_one_processes(rows: int, world: int, unit: int):
+    """Parts follow each other, blocks are not cut, and shares differ by a block at most; a vector is wholly one's."""
+    edges = cut_rows(torch.Size((rows, 4)), 0, world, unit, turn=3).edges
+    shares = [b - a for a, b in itertools.pairwise(edges)]
+    assert edges[0] == 0 and edges[-1] == rows and all(edge % unit == 0 for edge in edges)
+    assert max(shares) - min(shares) <= unit
+    vector = cut_rows(torch.Size((rows,)), 0, world, unit, turn=3).edges
+    assert [b - a for a, b in itertools.pairwise(vector)].count(rows) == 1

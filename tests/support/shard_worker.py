@@ -1,0 +1,136 @@
+"""One process of `tests/learner/test_sharded.py`: python -m torch.distributed.run -m tests.support.shard_worker FOLDER.
+
+What is made of rows here, without a model, goes to `FOLDER/made.pt`.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from configs.schema.learner import LearnerConfig
+from learner.backends.sharded import Sharded
+from learner.processes import Processes, join_processes, leave_processes
+from qarl.run.checkpoint import merge_states
+from quant.checkpoint.families import ExpertLayout
+from quant.materialize import materialize
+from quant.materialize.experts import materialize_experts
+from quant.materialize.shard import materialize_rows
+from quant.runtime.shards import cut_rows, shard_of, shard_parameters, whole_value
+from quant.schemes import SCHEMES, Scheme, is_integer
+
+SHAPES = {"a": (6, 16), "experts.gate_up_proj": (3, 8, 32), "b": (7, 48), "norm": (16,)}
+"""Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last elements beyond them
+are rounded otherwise, wherever a process's part ends."""
+
+
+def gradient_of(key: str, step: int) -> torch.Tensor:
+    """fp32, of one of `SHAPES`, a function of its arguments."""
+    return random(*SHAPES[key], seed=1000 * step + len(key))
+
+
+ROWS = ("adamw", "muon", "muon bfloat16")
+"""Optimizers of `row_steps`, and masters' dtypes."""
+
+
+def row_steps(name: str, processes: Processes | None = None) -> tuple[dict[str, torch.nn.Parameter], dict[str, Any]]:
+    """Three steps over masters of `SHAPES` with gradients of `gradient_of`, of whole masters or of each
+    process's rows; between them the optimizer's state goes through a checkpoint. Masters and state."""
+    kind, _, dtype = name.partition(" ")
+    settings = {"name": kind, "lr": 1e-2, "rounding": "nearest", "grad_clip": 1e9}
+    masters = {key: torch.nn.Parameter(gradient_of(key, 0).to(getattr(torch, dtype or "float32"))) for key in SHAPES}
+    holder = torch.nn.ParameterDict({str(n): master for n, master in enumerate(masters.values())})
+    if processes is not None:
+        shard_parameters(holder, processes.rank, processes.world)
+        masters = dict(zip(SHAPES, holder.values(), strict=True))
+
+    def learner() -> Sharded:
+        model: Any = SimpleNamespace(
+            masters=masters, matrices=lambda: set(SHAPES) - {"norm"}, device=torch.device("cpu")
+        )
+        config = LearnerConfig.model_validate({"optimizer": settings})
+        return Sharded(model, config, processes or Processes())
+
+    stepping = learner()
+    for step in range(1, 4):
+        for key, master in masters.items():
+            gradient = gradient_of(key, step)
+            shard = shard_of(master)
+            master.grad = (gradient if shard is None else shard.rows(gradient)).clone()
+        stepping.step()
+        state = stepping.state_dict()
+        if processes is not None:
+            state = merge_states(processes.gathered(state))
+        stepping = learner()
+        stepping.load_state_dict(state)
+    return masters, state["optimizer"]
+
+
+def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
+    """Whether a matrix of so many blocks of rows, made of rows, is that made of the whole: into new buffers, and over
+    the first version, with kept scales where there are some."""
+    height = scheme.block[0] if scheme.block else 1
+    shape = torch.Size((blocks * height, 256))
+    first, second, partner = (random(*shape, seed=seed) for seed in range(3))
+    shard = cut_rows(shape, processes.rank, processes.world, height, 0)
+    fused = (partner,) if scheme.fuses_scales else ()
+    rows = tuple(shard.rows(other) for other in fused)
+    ours = theirs = kept = None
+    equal = []
+    for weight in (first, second):
+        theirs = materialize(weight, scheme, torch.bfloat16, "weight", fused, theirs, kept)
+        ours = materialize_rows(shard.rows(weight), shard, scheme, torch.bfloat16, "weight", rows, ours, kept)
+        equal.append(same_tensors(ours.tensors(), theirs.tensors()))
+        if scheme.weights is not None and is_integer(scheme.weights):
+            assert theirs.scale is not None
+            kept = theirs.scale.clone()
+    return all(equal)
+
+
+def equal_experts(scheme: Scheme, processes: Processes) -> bool:
+    """Whether three experts, made by the processes that have them, are those made of the whole stacks."""
+    height = scheme.block[0] if scheme.block else 1
+    stacks = [random(3, count * height, 256, seed=count) for count in (2, 1)]
+    shards = [cut_rows(stack.shape, processes.rank, processes.world, 1, 0) for stack in stacks]
+    gate_up, down = (shard.rows(stack) for shard, stack in zip(shards, stacks, strict=True))
+    theirs = materialize_experts(stacks[0], stacks[1], scheme, torch.bfloat16, "experts")
+    ours = materialize_experts(gate_up, down, scheme, torch.bfloat16, "experts", shards=shards)
+    ours = materialize_experts(gate_up, down, scheme, torch.bfloat16, "experts", ours, shards=shards)
+    return same_tensors(ours.tensors(ExpertLayout()), theirs.tensors(ExpertLayout()))
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_tensors(ours: Iterator[tuple[str, torch.Tensor]], theirs: Iterator[tuple[str, torch.Tensor]]) -> bool:
+    """Names and bytes."""
+    return all(
+        a == b and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for (a, x), (b, y) in zip(ours, theirs, strict=True)
+    )
+
+
+def main() -> None:
+    folder, processes = Path(sys.argv[1]), join_processes()
+    torch.set_num_threads(1)
+    made: dict[str, Any] = {}
+    for name in ROWS:
+        masters, state = row_steps(name, processes)
+        made[name] = {key: whole_value(master) for key, master in masters.items()}, state
+    equal = {}
+    for name, scheme in SCHEMES.items():
+        equal |= {f"{name}, {blocks} blocks": equal_matrices(scheme, blocks, processes) for blocks in (1, 3)}
+        equal[f"{name}, experts"] = equal_experts(scheme, processes)
+    told = processes.gathered(equal)
+    if processes.first:
+        made["equal"] = {key: all(one[key] for one in told) for key in equal}
+        torch.save(made, folder / "made.pt")
+    leave_processes()
+
+
+if __name__ == "__main__":
+    main()
