@@ -15,6 +15,9 @@ from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import list_checkpoints
 from qarl.train import train
 
+_PLANNED = {("rollout", "kv_cache_gib"): None, ("learner", "gradient_checkpointing"): "auto"}
+"""Fields that `qarl.plan` decides where they have this value; `qarl train` records what it decided."""
+
 
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise `ConfigError` where there are none, or one twice."""
@@ -45,6 +48,9 @@ def existing_run(config: RunConfig) -> RunFolder | None:
         return None
     folder = RunFolder.open(path)
     wanted, found = (located(c).model_dump(mode="json", exclude={"output"}) for c in (config, folder.config()))
+    for (section, field), undecided in _PLANNED.items():
+        if wanted[section][field] == undecided:
+            found[section][field] = undecided
     for key, value in wanted.items():
         if found[key] != value:
             raise ConfigError(
