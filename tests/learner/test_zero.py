@@ -94,16 +94,16 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs = [job(f"stage {stage}", stage) for stage in range(4)]
     jobs += [job(f"w4a16 stage {stage}", stage, scheme="w4a16", dtype="bfloat16", last=2) for stage in (0, 3)]
     jobs += [job(f"half stage {stage}", stage, BATCHES // 2, resume=str(folder / "half.pt")) for stage in (0, 2, 3)]
-    jobs += [job(f"muon stage {stage}", stage, learner=MUON, last=2) for stage in range(4)]
+    jobs += [job(f"muon stage {stage}", stage, learner=MUON, last=2) for stage in range(3)]
     resumed = {"first": 1, "last": 2, "learner": MUON, "resume": str(folder / "muon.pt")}
-    jobs += [job(f"muon half stage {stage}", stage, **resumed) for stage in (1, 3)]
+    jobs += [job("muon half stage 1", 1, **resumed)]
     jobs += [job("muon experts stage 3", 3, learner={**EXPERTS, **MUON}, folder=str(folder / "experts"), last=1)]
     jobs += [{"cut": cut, "optimizer": MUON["optimizer"], "save": str(folder / f"cut {cut}.pt")} for cut in CUTS]
     jobs += [job("lora stage 3", 3, learner=LORA, scheme="w4a16", dtype="bfloat16", last=2)]
     jobs += [job("kl stage 3", 3, learner=KL, last=3)]
     jobs += [job("experts stage 3", 3, learner=EXPERTS, folder=str(folder / "experts"), last=3)]
     jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
-    jobs += [job("bfloat16 stage 3", 3, learner={**MUON, **BFLOAT16}, last=2)]
+    jobs += [job("bfloat16 stage 3", 3, learner={**MUON, **BFLOAT16}, last=1)]
     for name in ("intact", "damaged"):
         jobs += [{"read": str(written_by_two(folder / name, name)), "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -244,7 +244,7 @@ def test_partitioned_adapters_experts_and_references(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(4)), "muon half stage 1", "muon half stage 3"])
+@pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(3)), "muon half stage 1"])
 def test_muon_in_two_processes_is_muon_in_one(done: dict[str, dict[str, Any]], job: str):
     """Also where a checkpoint of one process goes on in two. These gradients have fewer tokens than rows, and the
     orthogonalization in bfloat16 blows the rounding noise of their null space up to a share of the update, anew with
@@ -289,11 +289,10 @@ def test_16_bit_masters_are_rounded_in_every_process(done: dict[str, dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_muons_momentum_goes_back_to_one_process(done: dict[str, dict[str, Any]], stage: int):
+def test_muons_momentum_goes_back_to_one_process(done: dict[str, dict[str, Any]]):
     """A checkpoint of two processes holds the momentum of every matrix as one process keeps it."""
     ours, _ = plain(0, MUON)
-    ours.load_state_dict(done[f"muon half stage {stage}"]["state"])
+    ours.load_state_dict(done["muon half stage 1"]["state"])
     found, wanted = ours.state_dict()["optimizer"]["masters"], trained(2, muon=True)[1]
     for name in wanted:
         for mine, other in zip(found[name]["moments"], wanted[name]["moments"], strict=True):
