@@ -76,7 +76,7 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig())
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         default=None,
-        description="DeepSpeed's ZeRO stage, higher for larger models; without it 0; in one process, none",
+        description="ZeRO stage, higher for larger models; without it 0; in one process, none",
     )
     deepspeed: Text | None = Field(
         default=None, description="JSON file of more settings for DeepSpeed, for clusters that need them"
