@@ -39,7 +39,7 @@ def token_logprobs(
     positions whose logits are held at once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient
     and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output head and
     normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead, which processes that
-    compute different rows have to agree on (ZeRO-3 gathers the head's master for each call). temperature: that tokens
+    compute different rows have to agree on (ZeRO-3 hands out the head's gradient each time). temperature: that tokens
     were sampled at; log-probs and entropy are of logits / temperature, divided in fp32, as in vLLM.
     """
     return model(_token_logprobs, tokens, response_mask, experts, length, chunk_tokens, entropy, chunks, temperature)

@@ -9,7 +9,7 @@ Backward: expert after expert, the products are repeated in fp32 on the values t
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         self.gate_up_proj = gate_up
         self.down_proj = down
         self.shape = shape
-        # The function, not the module: the backward calls it once an expert that has tokens, and ZeRO-3 wants every
-        # process to call the same modules.
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[shape.activation].forward
+        self.activation: nn.Module = ACT2FN[shape.activation]
         self.gate_up_adapter: Adapter | None = None
         self.down_adapter: Adapter | None = None
         self._casts: list[torch.Tensor] = []

@@ -133,7 +133,7 @@ class LowBitModel(nn.Module):
                 raise
 
     def forward(self, compute: "Callable[..., Result]", *args: object) -> Result:
-        """`compute(self, *args)` as one call of this module, so that whatever hooks into modules (ZeRO-3) sees one
+        """`compute(self, *args)` as one call of this module, so that whatever wraps modules (DeepSpeed) sees one
         forward begin and end, whichever of the methods below it is made of."""
         return compute(self, *args)
 
