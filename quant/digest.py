@@ -8,7 +8,7 @@ stream is the hash of, tensor after tensor, its header and the hash of each of i
 many threads there were, nor on the tensors' device or strides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import xxhash
@@ -34,11 +34,10 @@ class StreamDigest:
 
     def update(self, item: LowBitTensor) -> None:
         """Add one tensor; its bytes have been read, in place on CPU, when this returns."""
-        tensor = item.tensor
-        self._hash.update(f"{item.name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        for digest in self._digests(tensor):
+        self._hash.update(_header(item))
+        for digest in self._digests(item.tensor):
             self._hash.update(digest)
-        self.bytes += tensor.nbytes
+        self.bytes += item.tensor.nbytes
         self.tensors += 1
 
     def _digests(self, tensor: torch.Tensor) -> list[bytes]:
@@ -69,12 +68,29 @@ _last: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The tensor hashed last for sending, how often it had been written to, and the hashes of its pieces."""
 
 
+def tensor_part(item: LowBitTensor) -> bytes:
+    """What one tensor adds to its stream's digest; to be kept where most tensors of a stream stay what they are."""
+    return _header(item) + b"".join(_hashed(item.tensor))
+
+
+def digest_of_parts(parts: Iterable[bytes]) -> str:
+    """The digest of the stream whose tensors these are the parts of (`tensor_part`), in stream order."""
+    whole = xxhash.xxh3_128()
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()
+
+
 def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
     """Hex digest of a model's parameters as a stream, each gathered whole while it is read."""
     digest = StreamDigest()
     for name, parameter in parameters.items():
         digest.update(LowBitTensor(name, parameter if shard_of(parameter) is None else whole_value(parameter)))
     return digest.hexdigest()
+
+
+def _header(item: LowBitTensor) -> bytes:
+    return f"{item.name}|{item.tensor.dtype}|{tuple(item.tensor.shape)}|".encode()
 
 
 def _hashed(tensor: torch.Tensor) -> list[bytes]:

@@ -1,0 +1,265 @@
+"""Deltas: the version they make is the one they were made of, to the bit, and nothing else is ever taken.
+
+Blind spot: a delta that was forged together with its digest; who may send is the transport's to know.
+"""
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quant.delta import DeltaError, HeldVersion
+from quant.digest import StreamDigest
+from quant.materialize import materialize
+from quant.schemes import SCHEMES, get_scheme
+from quant.types import LowBitTensor
+from tests.support.profiles import examples, thorough
+
+Named = dict[str, torch.Tensor]
+DTYPES = (torch.int32, torch.int8, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32)
+
+
+def stream(tensors: Named) -> list[LowBitTensor]:
+    return [LowBitTensor(name, tensor) for name, tensor in tensors.items()]
+
+
+def digest(tensors: list[LowBitTensor]) -> str:
+    whole = StreamDigest()
+    for item in tensors:
+        whole.update(item)
+    return whole.hexdigest()
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    size = torch.empty(shape, dtype=dtype).nbytes
+    return torch.randint(0, 256, (size,), generator=generator).to(torch.uint8).view(dtype).view(shape)
+
+
+def altered(tensor: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
+    """A copy in which about that share of the bytes differ."""
+    new = tensor.clone()
+    octets = new.view(-1).view(torch.uint8)
+    octets ^= torch.randint(1, 256, octets.shape, generator=generator).to(torch.uint8) * (
+        torch.rand(octets.shape, generator=generator) < share
+    )
+    return new
+
+
+def same(held: HeldVersion, tensors: Named) -> bool:
+    theirs = {item.name: item.tensor for item in held.tensors()}
+    octets = [
+        (theirs[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8)) for name, t in tensors.items()
+    ]
+    return list(theirs) == list(tensors) and all(torch.equal(a, b) for a, b in octets)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(DTYPES),
+            st.lists(st.integers(0, 40), max_size=3),
+            st.sampled_from((0.0, 0.001, 0.05, 0.5, 1.0)),
+        ),
+        min_size=1, max_size=5,
+    ),
+    st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=examples(200))
+def test_a_delta_makes_the_version_it_is_of(tensors: list[tuple[torch.dtype, list[int], float]], seed: int):
+    """Of any dtypes and shapes, empty ones too, with any share of bytes changed, over several versions; it says which
+    tensors changed, and no more than those."""
+    generator = torch.Generator().manual_seed(seed)
+    version = {
+        f"t{n}": random_bytes(dtype, tuple(shape), generator).view(shape) for n, (dtype, shape, _) in enumerate(tensors)
+    }
+    sender, receiver = (HeldVersion(0, stream(version)) for _ in range(2))
+    for number in (1, 2):
+        after = {f"t{n}": altered(version[f"t{n}"], share, generator) for n, (*_, share) in enumerate(tensors)}
+        delta = sender.advance(number, stream(after))
+        changed = receiver.apply(delta, number, sender.digest)
+        octets = {
+            name: (version[name].view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8)) for name in after
+        }
+        assert list(changed) == [name for name, (a, b) in octets.items() if not torch.equal(a, b)]
+        assert same(receiver, after) and same(sender, after)
+        assert receiver.digest == sender.digest == digest(stream(after))
+        assert (receiver.version, len(delta) < sender.bytes + 300 * (1 + len(changed))) == (number, True)
+        version = after
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_schemes_tensors(scheme: str):
+    """What a small step of the masters changes is sent in a fraction of the bytes."""
+    generator = torch.Generator().manual_seed(0)
+    masters = {name: torch.randn(256, 512, generator=generator) * 0.02 for name in ("a", "b")}
+
+    def version() -> list[LowBitTensor]:
+        made = {name: materialize(m, get_scheme(scheme), torch.bfloat16) for name, m in masters.items()}
+        return [LowBitTensor(f"{n}.{suffix}", t) for n, weight in made.items() for suffix, t in weight.tensors()]
+
+    sender, receiver = (HeldVersion(0, version()) for _ in range(2))
+    for master in masters.values():
+        master += 1e-6 * torch.randn(master.shape, generator=generator)
+    after = version()
+    delta = sender.advance(1, after)
+    assert receiver.apply(delta, 1, sender.digest)
+    assert same(receiver, {item.name: item.tensor for item in after})
+    assert len(delta) < 0.05 * sender.bytes
+
+
+MAGIC_BYTES, START = 8, 12
+
+
+def small() -> tuple[Named, Named]:
+    """A version of eight tensors and the next, in which some changed here and there, some throughout, some not."""
+    generator = torch.Generator().manual_seed(1)
+    shares = (0.01, 0.01, 0.0, 1.0, 0.02, 0.0, 0.4, 0.005)
+    before = {
+        f"layers.{n}.weight": random_bytes(DTYPES[n % len(DTYPES)], (16, 24), generator) for n in range(len(shares))
+    }
+    after = {name: altered(t, share, generator) for (name, t), share in zip(before.items(), shares, strict=True)}
+    return before, after
+
+
+@pytest.fixture
+def made() -> tuple[HeldVersion, bytes, str]:
+    """A receiver of version 1, and the delta to version 2 with its digest."""
+    before, after = small()
+    return (
+        HeldVersion(1, stream(before)),
+        HeldVersion(1, stream(before)).advance(2, stream(after)),
+        digest(stream(after)),
+    )
+
+
+def reheaded(delta: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """With another header, its length right."""
+    (length,) = struct.unpack_from("<I", delta, MAGIC_BYTES)
+    header = json.loads(delta[START : START + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    return delta[:MAGIC_BYTES] + struct.pack("<I", len(encoded)) + encoded + delta[START + length :]
+
+
+def entry(**fields: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header["tensors"][0].update(fields)
+
+
+def bomb(header: dict[str, Any]) -> None:
+    """A gigabyte, in the place of a tensor of 1,536 bytes."""
+    header["tensors"][0].update(changes=2**30 // 5)
+
+
+HOSTILE = {
+    "wrong base": (lambda h: h.update(base_digest="0" * 32), "send the whole version"),
+    "version skipped": (lambda h: h.update(base=0), "from version 0"),
+    "other version": (lambda h: h.update(version=3), "makes version 3 .* and 2 .* was announced"),
+    "other result": (lambda h: h.update(digest="0" * 32), r"\(0000000000000000…\), and 2 \("),
+    "other shape": (entry(shape=[24, 16]), r"is 'int32' \[24, 16\], and 'int32' \[16, 24\] is held"),
+    "other dtype": (entry(dtype="float32"), "'float32'"),
+    "a name of no tensor": (entry(name="layers.9.weight"), "not among the 8 tensors"),
+    "a path": (entry(name="../../etc/passwd"), "not among"),
+    "a name without an end": (entry(name="x" * 10_000), "header cannot be read|no delta"),
+    "negative size": (entry(size=-1), "greater than or equal to 0"),
+    "huge size": (entry(size=2**70), "are announced"),
+    "negative changes": (entry(changes=-5), "greater than or equal to 0"),
+    "bomb": (bomb, "more than one in 8"),
+    "one change more": (lambda h: h["tensors"][0].update(changes=h["tensors"][0]["changes"] + 1), "decompressed"),
+    "one change less": (lambda h: h["tensors"][0].update(changes=h["tensors"][0]["changes"] - 1), "decompressed"),
+    "whole, and too short": (entry(changes=None), "bytes instead of 1536"),
+    "floating size": (entry(size=1.5), "valid integer"),
+    "unknown field": (lambda h: h.update(pickle="gASV"), "not permitted"),
+    "lost field": (lambda h: h.pop("base"), "base: Field required"),
+    "twice": (lambda h: h["tensors"].__setitem__(1, h["tensors"][0]), "are announced|twice|decompressed"),
+    "no tensors": (lambda h: h.update(tensors=[]), "0 bytes of tensors are announced"),
+    "deep": (lambda h: h.update(tensors=json.loads("[" * 500 + "]" * 500)), "header cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_header_is_refused_and_nothing_changes(made: tuple[HeldVersion, bytes, str], kind: str):
+    receiver, delta, announced = made
+    change, message = HOSTILE[kind]
+    before, after = small()
+    with pytest.raises(DeltaError, match=message):
+        receiver.apply(reheaded(delta, change), 2, announced)
+    assert same(receiver, before) and receiver.version == 1
+    receiver.apply(delta, 2, announced)
+    assert same(receiver, after)
+
+
+def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[HeldVersion, bytes, str]):
+    """Found when all of it has been applied."""
+    receiver, delta, _ = made
+    before, _ = small()
+    other = "0" * 32
+    with pytest.raises(DeltaError, match=f"not {other[:16]}… as it says"):
+        receiver.apply(reheaded(delta, lambda header: header.update(digest=other)), 2, other)
+    assert same(receiver, before) and receiver.version == 1
+
+
+def test_a_delta_applies_once(made: tuple[HeldVersion, bytes, str]):
+    receiver, delta, announced = made
+    receiver.apply(delta, 2, announced)
+    with pytest.raises(DeltaError, match=r"from version 1 .* and version 2"):
+        receiver.apply(delta, 2, announced)
+
+
+def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
+    """Bits flipped, bytes replaced, cut out, repeated, swapped or taken from another delta, anywhere or in the header;
+    half the time with a header of the length it says."""
+    data = bytearray(delta)
+    (length,) = struct.unpack_from("<I", delta, MAGIC_BYTES)
+    for _ in range(chance.choice((1, 1, 1, 2, 5))):
+        end = len(data) if chance.random() < 0.5 else START + length
+        at, size = chance.randrange(max(1, min(end, len(data)))), chance.choice((1, 2, 4, 16, 100))
+        kind = chance.randrange(6)
+        if kind == 0 and data:
+            data[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            data[at : at + size] = chance.randbytes(size)
+        elif kind == 2:
+            del data[at : at + size]
+        elif kind == 3:
+            data[at:at] = data[at : at + size]
+        elif kind == 4:
+            data[at : at + size] = other[at : at + size]
+        else:
+            digits = [n for n, b in enumerate(data[:end]) if 48 <= b <= 57]
+            if digits:
+                place = chance.choice(digits)
+                data[place : place + 1] = chance.choice((b"-1", b"0", b"9" * 20, b"null", b"1e9", b"7"))
+    if chance.random() < 0.5 and len(data) > START:
+        closing = bytes(data).rfind(b"}]}")
+        if closing > START:
+            data[MAGIC_BYTES:START] = struct.pack("<I", closing + 3 - START)
+    return bytes(data)
+
+
+def test_ten_thousand_mutated_deltas():
+    """Each is refused in our own words or makes exactly the version it was of; what is held never changes otherwise."""
+    before, after = small()
+    sender, receiver = HeldVersion(1, stream(before)), HeldVersion(1, stream(before))
+    delta, announced = sender.advance(2, stream(after)), sender.digest
+    other = sender.advance(3, stream(before))
+    chance, refused, taken = random.Random(7), 0, 0
+    count = 40_000 if thorough() else 10_000
+    for number in range(count):
+        try:
+            receiver.apply(mutated(delta, other, chance), 2, announced)
+        except DeltaError:
+            refused += 1
+        else:
+            assert same(receiver, after) and receiver.version == 2
+            taken += 1
+            receiver = HeldVersion(1, stream(before))
+        if number % 100 == 0:
+            assert same(receiver, before)
+    assert same(receiver, before)
+    assert refused > 0.9 * count and refused + taken == count
