@@ -8,6 +8,7 @@ transformers model, same run, same dtype.
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from configs.errors import ConfigError
 from configs.schema.run import RolloutConfig
 from learner.batching import make_batch
 from learner.mismatch import Mismatch, measure_mismatch
-from qarl.embedded.recipe import RECIPES, ensure_recipe
+from qarl.bench.random_policy import NAMES, random_policy
 from qarl.report.tables import PlainTable
 from qarl.run.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
 from qarl.run.session import model_folder
@@ -27,9 +28,6 @@ from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.engine import Engine
 from rollout.types import Group, Prompt, Sampling
-
-RANDOM = {"random-qwen3": "tiny-qwen3", "random-qwen3-moe": "tiny-qwen3-moe"}
-"""Names of untrained models → the embedded policy whose sizes they have."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +79,21 @@ def run(
     model: str, schemes: tuple[str, ...], dtypes: tuple[str, ...], prompts: int, tokens: int, peak: float | None,
     seed: int,
 ) -> list[MismatchRow]:  # fmt: skip
-    """As `measure`, from the command's words. model: also a name in `RANDOM`, whose output head is multiplied by 12."""
+    """As `measure`, from the command's words. model: also one of `random_policy.NAMES`, whose output head is multiplied
+    by 12."""
     for scheme in schemes:
         get_scheme(scheme)
     for dtype in dtypes:
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
-    if model in RANDOM:
-        recipe = dataclasses.replace(RECIPES[RANDOM[model]], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
-        folder = ensure_recipe(model, recipe)
-    else:
-        folder = model_folder(model)
-    peak = peak or (12.0 if model in RANDOM else 1.0)
+    peak = peak or (12.0 if model in NAMES else 1.0)
     quantized = tuple(s for s in schemes if s != "bf16")
-    return measure(
-        MismatchOptions(
-            folder=folder, schemes=quantized, dtypes=dtypes, prompts=prompts, tokens=tokens, peak=peak, seed=seed
+    with random_policy(model, seed) if model in NAMES else nullcontext(model_folder(model)) as folder:
+        return measure(
+            MismatchOptions(
+                folder=folder, schemes=quantized, dtypes=dtypes, prompts=prompts, tokens=tokens, peak=peak, seed=seed
+            )
         )
-    )
 
 
 def table(rows: list[MismatchRow]) -> PlainTable:

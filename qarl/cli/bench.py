@@ -67,7 +67,7 @@ def _add_mismatch(names: Any) -> None:
         "--model",
         default="random-qwen3",
         help="folder, hub id, embedded name, or a tiny untrained model with a peaky output head: random-qwen3 "
-        "(default), random-qwen3-moe",
+        "(default), random-qwen3-moe, random-llama, random-mistral (windows) or random-gemma3",
     )
     mismatch.add_argument("--schemes", default="w4a16,w8a8,fp8", help="comma-separated")
     mismatch.add_argument("--dtypes", default="bfloat16,float16", help="comma-separated")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from quant.runtime.shards import whole_shape
 from quant.schemes import SchemeError
@@ -59,6 +59,7 @@ class Family:
     tensor-wide scale → its parts. engine_operators: whether `quant.operators` computes its decoder as vLLM does.
     quantizes_router: whether vLLM multiplies the router in the scheme the checkpoint says. windowed: whether
     `config.sliding_window` alone limits attention; elsewhere `config.layer_types` says which layers it does.
+    centred_norms: whether norms' weights are kept less 1.
     """
 
     experts: ExpertLayout | None = None
@@ -67,6 +68,7 @@ class Family:
     engine_operators: bool = False
     quantizes_router: bool = True
     windowed: bool = False
+    centred_norms: bool = False
 
     def checkpoint_name(self, name: str) -> str:
         """A module's or parameter's name as checkpoints have it."""
@@ -80,6 +82,8 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(engine_operators=True, windowed=True),
     "qwen2": Family(engine_operators=True),
     "qwen3": Family(engine_operators=True),
+    "gemma": Family(engine_operators=True, centred_norms=True),
+    "gemma3_text": Family(engine_operators=True, centred_norms=True),
     "qwen3_moe": Family(ExpertLayout(), engine_operators=True, windowed=True),
     "mixtral": Family(
         ExpertLayout("w1", "w3", "w2"),
@@ -102,6 +106,13 @@ def family_of(model_type: str) -> Family:
     """The row of a model type. Those without one are taken for dense models in transformers' own names, run by
     transformers' operators."""
     return FAMILIES.get(model_type, Family())
+
+
+def attention_windows(config: PretrainedConfig) -> list[int | None]:
+    """Of every decoder layer, how many tokens one sees, itself the last; None where it sees all before it."""
+    everywhere = ["sliding_attention" if family_of(config.model_type).windowed else "full_attention"]
+    kinds = getattr(config, "layer_types", None) or everywhere * config.num_hidden_layers
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

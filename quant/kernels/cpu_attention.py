@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 
 _BLOCK = 32
-"""Tokens of a page: the least the kernel takes. Its size changes no bit (tests/engine/test_attention.py)."""
+"""Tokens of a page: the least the kernel takes. Its size changes no bit (tests/quant/test_attention.py)."""
 
 
 def cpu_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int], window: int | None = None
 ) -> torch.Tensor:
     """Causal attention within each of several sequences that follow one another.
 
-    q: [N, H, D], k, v: [N, G, D], in a compute dtype. lengths: of the sequences, Σ = N. Returns [N, H, D] in that
-    dtype, rounded once.
+    q: [N, H, D], k, v: [N, G, D], in a compute dtype. lengths: of the sequences, Σ = N. window: how many tokens each
+    sees, itself the last; None: all before it. Returns [N, H, D] in that dtype, rounded once.
     """
     from vllm import _custom_ops as ops
 
@@ -45,7 +45,7 @@ def cpu_attention(
         dtype=q.dtype,
         query_start_loc=start,
         causal=True,
-        sliding_window_size=-1,
+        sliding_window_size=window or -1,
         isa=isa,
         enable_kv_split=False,
     )
@@ -60,7 +60,7 @@ def cpu_attention(
         scale=scale,
         causal=True,
         alibi_slopes=None,
-        sliding_window=-1,
+        sliding_window=window or -1,
         block_table=first[:, None] + torch.arange(int(pages.max()), dtype=torch.int32),
         softcap=0,
         scheduler_metadata=plan,

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # registers the operators
 
-_CAUSAL = [-1, 0]
-"""Window: everything to the left, nothing to the right."""
-
 _LARGEST_HEAD = 256
 
 
@@ -25,18 +22,25 @@ def takes(q: torch.Tensor) -> bool:
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int], engine: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    lengths: Sequence[int],
+    engine: bool,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each of several sequences that follow one another.
 
     q: [N, H, D], k, v: [N, G, D], in a 16-bit dtype. lengths: of the sequences, Σ = N. engine: by vLLM's kernel where
-    it has one for this device. Returns [N, H, D] and the log Σ exp, fp32 [H, N].
+    it has one for this device. window: how many tokens each sees, itself the last; None: all before it. Returns
+    [N, H, D] and the log Σ exp, fp32 [H, N].
     """
     version = _engine_version(q.shape[-1]) if engine else None
     starts, longest = _starts(tuple(lengths), q.device), max(lengths)
     if version is None:
         y, sums, _ = torch.ops.torch_attn._varlen_attn(
-            q, k, v, starts, starts, longest, longest, True, scale, _CAUSAL, True
+            q, k, v, starts, starts, longest, longest, True, scale, _sides(window), True
         )
         return y, sums
     from vllm.v1.attention.backends import fa_utils
@@ -52,6 +56,7 @@ def flash_attention(
         cu_seqlens_k=starts,
         softmax_scale=scale,
         causal=True,
+        window_size=_sides(window),
         return_softmax_lse=True,
         fa_version=version,
     )
@@ -64,13 +69,19 @@ def flash_gradients(
     sums: torch.Tensor,
     scale: float,
     lengths: Sequence[int],
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of q, k and v (`operands`), each in its dtype and shape. dy, y: [N, H, D]; sums: the log Σ exp, fp32 [H, N]."""
     starts, longest = _starts(tuple(lengths), y.device), max(lengths)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=y.device)
     return torch.ops.torch_attn._varlen_attn_backward(
-        dy.contiguous(), *operands, y, sums, starts, starts, longest, longest, True, no_dropout, scale, _CAUSAL
+        dy.contiguous(), *operands, y, sums, starts, starts, longest, longest, True, no_dropout, scale, _sides(window)
     )
+
+
+def _sides(window: int | None) -> list[int]:
+    """How many tokens before and after a query are seen; -1 is all."""
+    return [-1 if window is None else window - 1, 0]
 
 
 def _engine_version(head_size: int) -> int | None:

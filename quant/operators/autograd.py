@@ -32,10 +32,10 @@ class RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, gradients: Gradients, added: bool = False
     ) -> torch.Tensor:
-        """x: fp32 or compute dtype [N, C]; weight: compute dtype [C] → compute dtype [N, C]. added: see
+        """x: fp32 or compute dtype [N, C]; weight: any dtype [C] → that dtype [N, C]. added: see
         `rounding.cuda_norm`."""
         ctx.gradients, ctx.epsilon = gradients, epsilon
-        if rounding.rounds_as_cuda(x):
+        if weight.dtype == x.dtype and rounding.rounds_as_cuda(x):  # the engine's kernels take no other (Gemma's)
             ctx.save_for_backward(x, weight)
             return rounding.cuda_norm(x, weight, epsilon, added)
         wide = x.to(torch.float32)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from quant.checkpoint.families import FAMILIES, family_of
+from quant.checkpoint.families import FAMILIES, attention_windows, family_of
 from quant.layers.context import LayerContext
 from quant.layers.gradients import Gradients
 from quant.layers.stack import LinearStack
@@ -37,34 +37,39 @@ OPERATORS = ("auto", "engine", "transformers")
 
 class EngineRMSNorm(nn.Module):
     """x / rms(x) · weight, rounded as vLLM's `ir.ops.rms_norm` on this device; `fused_add_rms_norm` where x is a sum of
-    residual and branch (added)."""
+    residual and branch (added). centred: the weight is kept less 1, which is added in fp32; so is the product, rounded
+    once, on every device."""
 
-    def __init__(self, norm: nn.Module, gradients: Gradients, added: bool = False):
+    def __init__(self, norm: nn.Module, gradients: Gradients, added: bool = False, centred: bool = False):
         super().__init__()
-        self._added = added
+        self._added, self._centred = added, centred
         self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
-        self.epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+        self.epsilon = float(norm.eps if centred else norm.variance_epsilon)  # type: ignore[arg-type]
         self._gradients = gradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype or fp32 [..., C] → the weight's dtype [..., C]."""
+        if self._centred:
+            weight = self.weight.to(torch.float32) + 1.0
+            return RMSNorm.apply(x, weight, self.epsilon, self._gradients, self._added).to(self.weight.dtype)
         return RMSNorm.apply(x, self.weight, self.epsilon, self._gradients, self._added)
 
 
 class EngineAttention(nn.Module):
-    """Causal self-attention of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts: rotary embedding in fp32,
-    rounded once; attention by the engine's kernel (`quant.operators.attention`). qkv: multiplies the projections as
-    one, where they are low-bit layers."""
+    """Causal self-attention of Llama, Mistral, Qwen2, Qwen3, Gemma and their mixtures of experts: rotary embedding in
+    fp32, rounded once; attention by the engine's kernel (`quant.operators.attention`). window: see there. centred: of
+    its norms. qkv: multiplies the projections as one, where they are low-bit layers."""
 
-    def __init__(self, module: nn.Module, context: LayerContext):
+    def __init__(self, module: nn.Module, context: LayerContext, window: int | None, centred: bool):
         super().__init__()
         self._context, gradients = context, context.gradients
         self.q_proj: nn.Module = module.get_submodule("q_proj")
         self.k_proj: nn.Module = module.get_submodule("k_proj")
         self.v_proj: nn.Module = module.get_submodule("v_proj")
         self.o_proj: nn.Module = module.get_submodule("o_proj")
-        self.q_norm = _norm_or_identity(module, "q_norm", gradients)
-        self.k_norm = _norm_or_identity(module, "k_norm", gradients)
+        self.q_norm = _norm_or_identity(module, "q_norm", gradients, centred)
+        self.k_norm = _norm_or_identity(module, "k_norm", gradients, centred)
+        self.window = window
         self.qkv: LinearStack | None = None
         self._gradients = gradients
         self.head_dim: int = module.head_dim  # type: ignore[assignment]
@@ -82,26 +87,42 @@ class EngineAttention(nn.Module):
         q = Rotate.apply(self.q_norm(q.view(heads)), cos, sin, self._gradients)
         k = Rotate.apply(self.k_norm(k.view(heads)), cos, sin, self._gradients)
         v = v.view(heads)
-        y = attention(q, k, v, self.scaling, lengths, self._context.kernel)
+        y = attention(q, k, v, self.scaling, lengths, self._context.kernel, self.window)
         return self.o_proj(y.reshape(*x.shape[:-1], -1))
 
 
-def _norm_or_identity(attention: nn.Module, name: str, gradients: Gradients) -> nn.Module:
+def _norm_or_identity(attention: nn.Module, name: str, gradients: Gradients, centred: bool) -> nn.Module:
     norm = getattr(attention, name, None)
-    return nn.Identity() if norm is None else EngineRMSNorm(norm, gradients)
+    return nn.Identity() if norm is None else EngineRMSNorm(norm, gradients, centred=centred)
 
 
 class EngineDecoderLayer(nn.Module):
-    """A pre-norm decoder layer whose residual stream crosses layers as the engine's norms take it: on CPUs as the
-    unrounded fp32 sum, on CUDA in the compute dtype. first: whether what comes in is the embedding, and no sum."""
+    """A pre-norm decoder layer whose residual stream crosses layers as the engine's norms take it: on CPUs, and where
+    norms are centred, as the unrounded fp32 sum, on CUDA else in the compute dtype. Gemma 3's norm what a branch gives
+    as well. window: of its attention. first: whether what comes in is the embedding, and no sum."""
 
-    def __init__(self, layer: nn.Module, context: LayerContext, first: bool = False):
+    def __init__(
+        self,
+        layer: nn.Module,
+        context: LayerContext,
+        window: int | None = None,
+        centred: bool = False,
+        first: bool = False,
+    ):
         super().__init__()
-        self._context, gradients = context, context.gradients
-        self.self_attn = EngineAttention(layer.self_attn, context)  # type: ignore[arg-type]
+        self._context, self._centred = context, centred
+
+        def norm(name: str, added: bool) -> EngineRMSNorm:
+            return EngineRMSNorm(layer.get_submodule(name), context.gradients, added, centred)
+
+        self.self_attn = EngineAttention(layer.get_submodule("self_attn"), context, window, centred)
         self.mlp: nn.Module = layer.get_submodule("mlp")
-        self.input_layernorm = EngineRMSNorm(layer.input_layernorm, gradients, added=not first)  # type: ignore[arg-type]
-        self.post_attention_layernorm = EngineRMSNorm(layer.post_attention_layernorm, gradients, added=True)  # type: ignore[arg-type]
+        self.norms_branches = hasattr(layer, "pre_feedforward_layernorm")
+        self.input_layernorm = norm("input_layernorm", added=not first)
+        self.post_attention_layernorm = norm("post_attention_layernorm", added=not self.norms_branches)
+        if self.norms_branches:
+            self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm", added=True)
+            self.post_feedforward_layernorm = norm("post_feedforward_layernorm", added=False)
 
     def forward(
         self,
@@ -126,11 +147,16 @@ class EngineDecoderLayer(nn.Module):
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None
     ) -> torch.Tensor:
         dtype = self._context.forward_dtype
-        sums = residual_dtype(hidden_states, dtype)
+        sums = torch.float32 if self._centred else residual_dtype(hidden_states, dtype)
         residual = hidden_states.to(dtype)
         branch = self.self_attn(self.input_layernorm(hidden_states), cos, sin, lengths)
+        if self.norms_branches:
+            branch = self.post_attention_layernorm(branch)
         total = branch.to(sums) + residual.to(sums)
-        branch = self.mlp(self.post_attention_layernorm(total))
+        if self.norms_branches:
+            branch = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(total)))
+        else:
+            branch = self.mlp(self.post_attention_layernorm(total))
         return branch.to(sums) + total.to(dtype).to(sums)
 
 
@@ -142,10 +168,22 @@ def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[i
     """
     positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])[None]
     hidden = decoder.embed_tokens(tokens)  # type: ignore[operator]
-    rotary = decoder.rotary_emb(hidden, positions)  # type: ignore[operator]
-    for layer in decoder.layers:  # type: ignore[union-attr]
+    angles = _angles(decoder, hidden, positions)
+    for layer, rotary in zip(decoder.layers, angles, strict=True):  # type: ignore[arg-type]
         hidden = layer(hidden, position_embeddings=rotary, lengths=lengths)
     return decoder.norm(hidden)  # type: ignore[operator]
+
+
+def _angles(
+    decoder: nn.Module, hidden: torch.Tensor, positions: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cosine and sine for every layer; where the configuration has a rotary embedding for each type of layer (Gemma 3),
+    its own."""
+    rotary, kinds = decoder.rotary_emb, getattr(decoder.config, "layer_types", None)
+    if kinds and set(kinds) <= decoder.config.rope_parameters.keys():  # type: ignore[operator, union-attr]
+        each = {kind: rotary(hidden, positions, kind) for kind in set(kinds)}  # type: ignore[operator]
+        return [each[kind] for kind in kinds]
+    return [rotary(hidden, positions)] * len(decoder.layers)  # type: ignore[operator, arg-type]
 
 
 def install_engine_operators(model: PreTrainedModel, context: LayerContext) -> None:
@@ -159,19 +197,17 @@ def install_engine_operators(model: PreTrainedModel, context: LayerContext) -> N
             layer.mlp = EngineMoeBlock(layer.mlp, number, getattr(model.config, "norm_topk_prob", True))
         else:
             layer.mlp = GatedMLP(layer.mlp, context.gradients)
-    layers = [EngineDecoderLayer(layer, context, number == 0) for number, layer in enumerate(decoder.layers)]  # type: ignore[arg-type]
-    decoder.layers = nn.ModuleList(layers)
-    decoder.norm = EngineRMSNorm(decoder.norm, context.gradients, added=True)  # type: ignore[arg-type]
+    centred = family_of(model.config.model_type).centred_norms
+    decoder.layers = nn.ModuleList(
+        EngineDecoderLayer(layer, context, window, centred, first=number == 0)
+        for number, (layer, window) in enumerate(zip(decoder.layers, attention_windows(model.config), strict=True))  # type: ignore[arg-type]
+    )
+    decoder.norm = EngineRMSNorm(decoder.norm, context.gradients, added=True, centred=centred)  # type: ignore[arg-type]
 
 
 def why_not(model: PreTrainedModel) -> str:
     """Why engine operators do not fit this model; "" where they do."""
-    config, family = model.config, family_of(model.config.model_type)
-    if not family.engine_operators:
-        known = ", ".join(kind for kind, row in FAMILIES.items() if row.engine_operators)
-        return f"model type {config.model_type!r} is none of {known}"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        family.windowed and getattr(config, "sliding_window", None)
-    ):
-        return "sliding-window attention is not covered"
-    return ""
+    kind = model.config.model_type
+    if family_of(kind).engine_operators:
+        return ""
+    return f"model type {kind!r} is none of {', '.join(name for name, row in FAMILIES.items() if row.engine_operators)}"

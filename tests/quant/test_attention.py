@@ -25,18 +25,19 @@ def inputs(dtype: torch.dtype, head: int = 32) -> Rows:
     return drawn(4), drawn(2), drawn(2)
 
 
-def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    y = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, LENGTHS)
+def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    y = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, LENGTHS, window)
     return y.transpose(1, 2)
 
 
+@pytest.mark.parametrize("window", [None, 7, 40])
 @pytest.mark.parametrize("head", [32, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, head: int):
+def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, head: int, window: int | None):
     """Both compute in fp32 and round once, vLLM's with an exponential good to 1e-5; gradients are torch's, of the same
     inputs."""
     ours, theirs = inputs(dtype, head), inputs(dtype, head)
-    y, expected = attention(*ours, 0.3, LENGTHS, "vllm"), by_torch(*theirs, 0.3)
+    y, expected = attention(*ours, 0.3, LENGTHS, "vllm", window), by_torch(*theirs, 0.3, window)
     bound = max(4 * torch.finfo(dtype).eps, 2e-5)
     torch.testing.assert_close(y, expected, rtol=bound, atol=bound)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -46,20 +47,33 @@ def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, 
         assert a.grad is not None and torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
-def test_sequences_packed_together_are_as_each_alone_to_the_bit():
+@pytest.mark.parametrize("window", [1, 7])
+def test_a_token_sees_its_window_alone(window: int):
+    """Contract: what lies before it changes no bit, and the first of it does."""
+    q, k, v = (t.detach()[:, :64] for t in inputs(torch.bfloat16))
+    whole = attention(q, k, v, 0.3, kernel="vllm", window=window)
+    moved = torch.arange(64)[None, :, None, None] < 20
+    changed = attention(q, torch.where(moved, -k, k), torch.where(moved, -v, v), 0.3, kernel="vllm", window=window)
+    same = (whole == changed).flatten(2).all(-1)[0]
+    assert same.tolist() == [n >= 20 + window - 1 for n in range(64)]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_sequences_packed_together_are_as_each_alone_to_the_bit(window: int | None):
     q, k, v = (t.detach() for t in inputs(torch.bfloat16))
-    together = attention(q, k, v, 0.3, LENGTHS, "vllm")
+    together = attention(q, k, v, 0.3, LENGTHS, "vllm", window)
     rows = zip(*(t.split(LENGTHS, dim=1) for t in (q, k, v)), strict=True)
-    alone = [attention(q_, k_, v_, 0.3, kernel="vllm")[0] for q_, k_, v_ in rows]
+    alone = [attention(q_, k_, v_, 0.3, kernel="vllm", window=window)[0] for q_, k_, v_ in rows]
     assert torch.equal(together[0], torch.cat(alone))
 
 
-def test_a_token_does_not_depend_on_what_follows_to_the_bit():
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_token_does_not_depend_on_what_follows_to_the_bit(window: int | None):
     """So decoding gives what scoring the whole sequence does."""
     q, k, v = (t.detach()[:, :64] for t in inputs(torch.bfloat16))
-    whole = attention(q, k, v, 0.3, kernel="vllm")
+    whole = attention(q, k, v, 0.3, kernel="vllm", window=window)
     for n in (1, 31, 32, 33, 63):
-        assert torch.equal(attention(q[:, :n], k[:, :n], v[:, :n], 0.3, kernel="vllm"), whole[:, :n])
+        assert torch.equal(attention(q[:, :n], k[:, :n], v[:, :n], 0.3, kernel="vllm", window=window), whole[:, :n])
 
 
 def test_the_size_of_a_page_changes_no_bit(monkeypatch: pytest.MonkeyPatch):

@@ -49,7 +49,10 @@ def test_attention_asks_the_engines_kernel(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", by_torch, raising=False)
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
     q, k, v = (normal(sum(LENGTHS), heads * 32, seed=heads).to(BF16).view(1, -1, heads, 32) for heads in (4, 2, 2))
+    attention(q, k, v, 0.3, LENGTHS, "vllm", window=4)
+    assert asked["window_size"] == [3, 0]
     y = attention(q, k, v, 0.3, LENGTHS, "vllm")
+    assert asked["window_size"] == [-1, 0]
     q_, k_, v_ = (t.transpose(1, 2) for t in (q, k, v))
     expected = torch_attention(q_, k_, v_, 0.3, LENGTHS).transpose(1, 2)
     assert torch.equal(y, expected)

@@ -12,6 +12,10 @@ from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -20,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -271,11 +277,27 @@ def mistral() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
 
 
+def windowed() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+
+
+def gemma() -> PreTrainedModel:
+    return GemmaForCausalLM(GemmaConfig(**SIZES))
+
+
+def gemma3() -> PreTrainedModel:
+    """A layer with a window, one without; each with its own rotary embedding."""
+    kinds = ["sliding_attention", "full_attention"]
+    angles = {kind: {"rope_type": "default", "rope_theta": 10.0**power} for power, kind in enumerate(kinds, 3)}
+    sizes = {"sliding_window": 5, "layer_types": kinds, "rope_parameters": angles, "query_pre_attn_scalar": 16}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **sizes))
+
+
 def qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
 
 
-@pytest.mark.parametrize("build", [llama, mistral, qwen2, qwen3])
+@pytest.mark.parametrize("build", [llama, mistral, windowed, qwen2, qwen3, gemma, gemma3])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2.5e-2)])
 def test_engine_operators_compute_the_same_function(
     build: Callable[[], PreTrainedModel], dtype: torch.dtype, bound: float
@@ -318,20 +340,15 @@ def test_engine_operators_are_closer_to_exact_arithmetic(dtype: torch.dtype):
 
 
 def test_engine_operators_say_why_they_do_not_fit():
-    """Other architectures and sliding windows are refused with a reason and the setting to change; "auto" falls back
-    to transformers' operators and the model says so."""
+    """Other architectures are refused with a reason and the setting to change; "auto" falls back to transformers'
+    operators and the model says so."""
     assert why_not(qwen3()) == ""
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY))
     assert "'gpt2' is none of llama" in why_not(gpt2)
     with pytest.raises(OperatorError, match=r"'gpt2'.*learner\.operators.*'transformers'"):
         install_engine_operators(gpt2, LayerContext(torch.bfloat16, "reference"))
-    windowed = qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    assert "sliding-window" in why_not(windowed)
-    assert "sliding-window" in why_not(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)))
-    assert wrap(windowed, "w8a8").operators == "transformers"
+    assert wrap(PhiForCausalLM(PhiConfig(**SIZES)), "w8a8").operators == "transformers"
     assert wrap(qwen3(), "w8a8").operators == "engine"
-    with pytest.raises(OperatorError, match="sliding-window"):
-        wrap(qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1), "w8a8", operators="engine")
 
 
 def is_untouched(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> bool:

@@ -1,0 +1,72 @@
+"""Untrained policies of several families, to compare kernels on where no weights are at hand."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, PretrainedConfig
+
+from qarl.embedded.recipe import MODEL_FILES, RECIPES, ensure_recipe
+
+_LIKE = {"random-qwen3": "tiny-qwen3", "random-qwen3-moe": "tiny-qwen3-moe"}
+"""Names → the embedded policy whose sizes they have."""
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+_WINDOW = 24
+"""Tokens: shorter than what benchmarks sample."""
+
+_CONFIGS: dict[str, PretrainedConfig] = {
+    "random-llama": LlamaConfig(**_SIZES),
+    "random-mistral": MistralConfig(**_SIZES, sliding_window=_WINDOW),
+    "random-gemma3": Gemma3TextConfig(
+        **_SIZES,
+        sliding_window=_WINDOW,
+        layer_types=_LAYERS,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        },
+        query_pre_attn_scalar=32,
+    ),
+}
+
+NAMES = (*_LIKE, *_CONFIGS)
+
+
+@contextmanager
+def random_policy(name: str, seed: int) -> Iterator[Path]:
+    """The model folder of a policy in `NAMES`, which may be gone after the `with`."""
+    config = _CONFIGS.get(name)
+    like = _LIKE["random-qwen3"] if config else _LIKE[name]
+    untrained = dataclasses.replace(RECIPES[like], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
+    source = ensure_recipe("random-qwen3" if config else name, untrained)
+    if config is None:
+        yield source
+        return
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        for file in MODEL_FILES:
+            shutil.copy(source / file, folder)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms as initialized would hide how they are multiplied
+                parameter.add_(0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0)
+        model.save_pretrained(folder)
+        yield folder
