@@ -20,17 +20,24 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from quant.checkpoint.families import ExpertsShape
+from quant.kernels.base import KernelError
 from quant.kernels.vllm_layers import drop_loaders, kernel_name
 from quant.kernels.vllm_step import engine_step
 from quant.materialize.experts import LowBitExperts
 
 
 class VllmExperts:
-    """One layer's experts, ready to multiply."""
+    """One layer's experts, ready to multiply. Raises `KernelError` for kernels that route tokens themselves."""
 
     def __init__(self, experts: RoutedExperts):
         self._experts = experts
         self.name = kernel_name(experts)
+        if experts.quant_method.is_monolithic:
+            raise KernelError(
+                f"experts {experts.layer_name!r}: vLLM chose {self.name}, which routes tokens itself and gives no "
+                "gradient to the router; `uv pip uninstall flashinfer-python`, whose kernels they are, and vLLM takes "
+                "another"
+            )
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `ExpertsMatmul`."""
@@ -45,8 +52,19 @@ def vllm_experts(
     layer: str, shape: ExpertsShape, weights: LowBitExperts, config: VllmConfig, quant_config: QuantizationConfig | None
 ) -> VllmExperts:
     """Build and fill vLLM's module. To be called with `config` current and the compute dtype as torch's default."""
-    dtype, device = torch.get_default_dtype(), weights.device
-    layout = shape.layout
+    experts = empty_experts(layer, shape, weights.device, config, quant_config)
+    for _ in experts.load_weights(weights.tensors(shape.layout)):
+        pass  # the loader is a generator: it loads as it is read
+    experts.quant_method.process_weights_after_loading(experts)
+    drop_loaders(experts)
+    return VllmExperts(experts)
+
+
+def empty_experts(
+    layer: str, shape: ExpertsShape, device: torch.device, config: VllmConfig, quant_config: QuantizationConfig | None
+) -> RoutedExperts:
+    """vLLM's module, with its kernel chosen and nothing loaded. To be called as `vllm_experts`."""
+    dtype, layout = torch.get_default_dtype(), shape.layout
     moe = FusedMoEConfig(
         num_experts=shape.experts,
         experts_per_token=shape.top_k,
@@ -70,7 +88,7 @@ def vllm_experts(
         num_fused_shared_experts=0,
         map_global_to_local=lambda expert: expert,
     )
-    experts = RoutedExperts(
+    return RoutedExperts(
         layer,
         dtype,
         moe,
@@ -80,8 +98,3 @@ def vllm_experts(
         ckpt_down_proj_name=layout.down,
         ckpt_up_proj_name=layout.up,
     )
-    for _ in experts.load_weights(weights.tensors(layout)):
-        pass  # the loader is a generator: it loads as it is read
-    experts.quant_method.process_weights_after_loading(experts)
-    drop_loaders(experts)
-    return VllmExperts(experts)

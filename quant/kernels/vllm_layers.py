@@ -20,9 +20,11 @@ def kernel_name(layer: Any) -> str:
     activations.
     """
     method = layer.quant_method
-    fused = getattr(method, "moe_kernel", None)
+    fused, chosen = getattr(method, "moe_kernel", None), getattr(method, "experts_cls", None)
     if fused is not None:
         return type(fused.fused_experts).__name__ + _activations(fused.fused_experts)
+    if chosen is not None:  # experts of which nothing is loaded
+        return chosen.__name__
     expert = getattr(method, "expert_layer", None)
     if expert is not None:
         return f"{kernel_name(expert)}, per expert"

@@ -1,14 +1,21 @@
 """vLLM's kernel selection as on a GPU, without one: its Python asks the platform, which is a stand-in here."""
 
 import functools
+import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import vllm.platforms
+import vllm.utils.humming
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+
+CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 
 _PACKAGES = ("has_humming", "has_deep_gemm")
 """What the CUDA lock installs or vLLM's wheel for CUDA bundles."""
@@ -21,6 +28,22 @@ _WHEEL = {
     "cutlass_group_gemm_supported": 90,
 }
 """Questions that the wheel's operators answer, and the least capability they say yes to."""
+
+
+_LAZY = ("vllm.model_executor.layers.fused_moe.oracle", "vllm.model_executor.layers.fused_moe.experts")
+"""Packages whose modules vLLM imports as it chooses: imported beforehand, else they would keep the stand-in."""
+
+
+class HummingGemms(StrEnum):
+    """As `humming.GemmType`, of which choosing reads a kernel's own; that package is in the CUDA lock alone."""
+
+    INDEXED = "indexed"
+    GROUPED_CONTIGUOUS = "grouped_contiguous"
+    GROUPED_MASKED = "grouped_masked"
+
+
+_SCHEMAS = "quant_key_to_input_schema"
+"""vLLM's function that asks whether Humming quantizes such activations: it does for MXFP4 and NVFP4 (by reading)."""
 
 
 class StubCuda(Platform):
@@ -54,28 +77,35 @@ def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
     capability."""
     stub = type("Stub", (StubCuda,), {"capability": DeviceCapability(*capability)})()
     number = 10 * capability[0] + capability[1]
-    places: list[tuple[ModuleType, str, Any]] = []
+    _import_lazy()
+    places: list[tuple[ModuleType, str, Any]] = [(vllm.platforms, "_current_platform", stub)]
     for name, module in list(sys.modules.items()):
         if name.startswith(("vllm.", "quant.kernels.")) and isinstance(module, ModuleType):
             attributes = vars(module)
             if isinstance(attributes.get("current_platform"), Platform):
                 places.append((module, "current_platform", stub))
             places += [(module, key, lambda: True) for key in _PACKAGES if key in attributes]
+            places += [(module, _SCHEMAS, lambda key: None)] if _SCHEMAS in attributes else []
             places += [(module, key, _from(least, number)) for key, least in _WHEEL.items() if key in attributes]
     _forget(places)
     patches = [patch.object(module, key, value) for module, key, value in places]
-    for one in patches:
-        one.start()
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
+        stack.callback(_forget, places)
         for one in patches:
-            one.stop()
-        _forget(places)
+            stack.enter_context(one)
+        stack.enter_context(patch.dict(vars(vllm.utils.humming), {"GemmType": HummingGemms}))
+        yield
 
 
-def _from(least: int, number: int) -> Callable[[int], bool]:
-    return lambda asked: number >= least
+@functools.cache
+def _import_lazy() -> None:
+    for package in map(importlib.import_module, _LAZY):
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def _from(least: int, number: int) -> Callable[..., bool]:
+    return lambda *asked: number >= least
 
 
 def _forget(places: list[tuple[ModuleType, str, Any]]) -> None:

@@ -1,0 +1,107 @@
+"""Which kernels vLLM chooses for routed experts on GPUs, as tests/quant/test_cuda_kernels.py asks for dense layers."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts, fused_moe
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+from quant.checkpoint.families import FAMILIES, ExpertLayout, ExpertsShape
+from quant.kernels import KernelError
+from quant.kernels.vllm import VllmFactory
+from quant.kernels.vllm_experts import VllmExperts, empty_experts
+from quant.kernels.vllm_layers import kernel_name
+from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
+from tests.support.cuda_platform import CAPABILITIES, stub_cuda
+from tests.support.kernels import no_cuda
+
+SHAPES = {  # experts, of which a token, hidden columns, columns of an expert
+    "tiny-qwen3-moe": (8, 2, 128, 128),
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Mixtral-8x7B": (8, 2, 4096, 14336),
+}
+META = torch.device("meta")
+LAYOUTS = {family.experts for family in FAMILIES.values() if family.experts}
+numbers = itertools.count()
+"""vLLM takes a layer's name once a process."""
+
+
+def engines_experts(model: str, scheme: CompressedTensorsConfig | None, layout: ExpertLayout) -> RoutedExperts:
+    """As vLLM's decoders of these families build them, without parallelism."""
+    experts, top_k, hidden, columns = SHAPES[model]
+    return FusedMoEFactory(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=columns,
+        renormalize=True,
+        quant_config=scheme,
+        tp_size=1,
+        dp_size=1,
+        pcp_size=1,
+        prefix=f"model.layers.{next(numbers)}.mlp.experts",
+        ckpt_names=(layout.gate, layout.down, layout.up),
+    ).routed_experts
+
+
+def learners_experts(
+    factory: VllmFactory, model: str, scheme: CompressedTensorsConfig | None, layout: ExpertLayout
+) -> RoutedExperts:
+    experts, top_k, hidden, columns = SHAPES[model]
+    shape = ExpertsShape(experts, top_k, hidden, columns, "silu", layout)
+    return empty_experts(f"learner.{next(numbers)}.experts", shape, META, factory._config, scheme)
+
+
+def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
+    """As a GPU's vLLM reads the checkpoint's; QaRL's own on CPUs multiplies experts one by one."""
+    written = scheme.quantization_config([])
+    return CompressedTensorsConfig.from_config(written) if written else None
+
+
+def fits(scheme: Scheme, model: str) -> bool:
+    _, _, hidden, columns = SHAPES[model]
+    try:
+        for shape in ((2 * columns, hidden), (hidden, columns)):
+            scheme.check_layer("experts", shape)
+    except SchemeError:
+        return False
+    return True
+
+
+@no_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int, int]):
+    """Contract: for every scheme vLLM has experts for, every shape of these mixtures and every family's names of
+    matrices. On 9.0 W4A16 is Humming's there, whose forward asks for a context (tests/quant/test_cuda_kernels.py)."""
+    factory, chosen = VllmFactory(torch.bfloat16), {}
+    with stub_cuda(capability):
+        for name, model in itertools.product(SCHEMES, SHAPES):
+            scheme = get_scheme(name)
+            if not fits(scheme, model):
+                continue
+            for layout in LAYOUTS:
+                quantized = config_of(scheme)
+                with factory._loading(META):
+                    try:
+                        engine = kernel_name(engines_experts(model, quantized, layout))
+                    except (NotImplementedError, ValueError, AssertionError):  # no kernel: `support` refuses the scheme
+                        continue
+                    assert kernel_name(learners_experts(factory, model, quantized, layout)) == engine, (name, model)
+                chosen[name, model] = engine
+    assert len(chosen) > 30
+    expected = {(8, 0): "Marlin", (8, 9): "Marlin", (9, 0): "HummingIndexed", (10, 0): "Marlin"}[capability]
+    assert chosen["w4a16", "Qwen3-30B-A3B"] == f"{expected}Experts"
+
+
+@no_cuda
+def test_a_kernel_that_routes_tokens_itself_is_refused():
+    """FlashInfer's on Blackwell: their router is inside, and the learner's has a gradient."""
+    layer = SimpleNamespace(
+        layer_name="experts",
+        quant_method=SimpleNamespace(is_monolithic=True, experts_cls=fused_moe.fused_experts, moe_kernel=None),
+    )
+    with pytest.raises(KernelError, match=r"routes tokens itself.*uninstall flashinfer-python"):
+        VllmExperts(layer)  # type: ignore[arg-type]
