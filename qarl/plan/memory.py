@@ -95,7 +95,7 @@ class _Count:
             Part("masters", self.masters(), f"{counted(shapes.parameters)} in {learner.master_dtype}{shared}"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
             Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
-            Part("codes", self.codes(), f"the learner's weights in {self.config.scheme}"),
+            Part("codes", self.codes(), self.codes_note),
             Part("kernel layout", self.kernels(), "the engine's own" if self.shares_layers else "the learner's own"),
             Part("reference", self.reference(), "of the KL penalty"),
             Part("ZeRO buffers", self.buffers(), "gradients on their way"),
@@ -175,12 +175,19 @@ class _Count:
         twice: to be looked up, and to be multiplied."""
         return (2 * self.shapes.head + self.shapes.router) * self.itemsize
 
-    def codes(self) -> int:
+    @property
+    def codes_note(self) -> str:
+        scheme = self.config.scheme
+        return f"the learner's weights in {scheme}" if self.config.learner.keep_codes else f"{scheme} made when needed"
+
+    def codes(self, kept: bool | None = None) -> int:
+        """kept: whether the codes themselves are, beside what the forward reads else; None: as configured."""
         learner = self.config.learner
         casts = 0
         if not learner.aligned:
             casts = self.shapes.parameters * ITEMSIZE[learner.compute_dtype or self.config.dtype]
-        return self.low_bit + self.outside + casts
+        low_bit = self.low_bit if (learner.keep_codes if kept is None else kept) else 0
+        return low_bit + self.outside + casts
 
     @property
     def shares_layers(self) -> bool:
@@ -196,7 +203,7 @@ class _Count:
             return 0
         shares = self.processes if self.stage == 3 else 1
         base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype] // shares
-        return base + self.codes() + self.in_kernels + self.shapes.head * self.itemsize
+        return base + self.codes(kept=True) + self.in_kernels + self.shapes.head * self.itemsize
 
     def buffers(self) -> int:
         """DeepSpeed's of gradients, at stage 0 and without in place; at stage 3 a module's whole gradient, until

@@ -221,6 +221,8 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         export_checkpoint(policy.model, policy.folder, folder.engine_start)
 
     processes.first_does(export)
+    if not config.learner.keep_codes:
+        policy.model.release_codes()
     with ExitStack() as stack:
         room = reserved(policy.model, config.learner, processes.world)
         with phase("starting the engine"), room:
