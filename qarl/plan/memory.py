@@ -193,7 +193,13 @@ class _Count:
     def shares_layers(self) -> bool:
         """Whether the learner multiplies with the engine's layers, or with its masters' casts: no copy of its own."""
         learner = self.config.learner
-        return not learner.aligned or (learner.kernel in ("auto", "vllm") and learner.operators != "transformers")
+        engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers" and self.samples
+        return not learner.aligned or engines
+
+    @property
+    def samples(self) -> bool:
+        """Whether there is an engine: a replay has none."""
+        return self.config.from_rollouts is None
 
     def kernels(self) -> int:
         return 0 if self.shares_layers else self.in_kernels + self.shapes.head * self.itemsize
@@ -215,6 +221,8 @@ class _Count:
         return (_BUCKET if self.stage else min(_BUCKET, self.trained)) * _FP32
 
     def engine(self) -> int:
+        if not self.samples:
+            return 0
         tied = self.shapes.tied and self.device == "cuda"
         return self.in_kernels + self.outside - (self.shapes.head * self.itemsize if tied else 0)
 
@@ -223,7 +231,7 @@ class _Count:
         return self.shapes.key_value_bytes(self.itemsize)
 
     def cache(self) -> int:
-        return (self.config.rollout.kv_cache_gib or 1) * GIB
+        return (self.config.rollout.kv_cache_gib or 1) * GIB if self.samples else 0
 
     @property
     def largest_matrix(self) -> int:
@@ -321,6 +329,8 @@ class _Count:
 
     def sampling(self) -> float:
         """The engine's own activations: of the tokens it computes at once, and of the logits it samples from."""
+        if not self.samples:
+            return 0
         s, b, rollout = self.shapes, self.itemsize, self.config.rollout
         sequences = min(rollout.max_num_seqs, -(-rollout.prompts // self.processes) * rollout.samples)
         tokens = _ENGINE_TOKENS[self.device]
