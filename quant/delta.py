@@ -10,14 +10,13 @@ Layout, integers little-endian:
 
     b"qarl-dlt" | bytes of the header, uint32 | header, JSON (`_Header`) | payloads of its tensors, one after the other
 
-Only tensors that changed are listed. Where N of a tensor's bytes changed, few of them, its payload is five planes of N
-bytes, compressed together by zstd: the four bytes, lowest first, of each one's distance to the changed byte before,
-less one (uint32), then the XOR of each one's values. Otherwise it is the tensor's bytes.
+Only tensors that changed are listed, each with its blocks of 16 MiB. Where N of a block's bytes changed, fewer than
+half, its payload is five planes of N bytes, compressed together by zstd: the four bytes, lowest first, of each one's
+distance to the changed byte before, less one (uint32), then the XOR of each one's values. Otherwise it is the bytes.
 """
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.errors import QarlError
 from quant.digest import digest_of_parts, tensor_part
+from quant.runtime.thread_pool import in_threads
 from quant.types import LowBitTensor
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,15 +35,15 @@ Bytes = npt.NDArray[np.uint8]
 _MAGIC = b"qarl-dlt"
 _START = struct.Struct("<8sI")
 _PLANES = 5
-_LARGEST_GAP = (1 << 32) - 1
+_BLOCK = 1 << 24
 _CHUNK = 1 << 18
 """Bytes compared at a time: both sides and their XOR stay in a core's cache."""
 
-_FEWEST_BYTES_A_CHANGE = 8
-"""A tensor with more changes than one in so many bytes is sent whole. It also bounds what a delta can make a receiver
-allocate: for the positions of all changes, as many bytes as it holds already."""
+_FEWEST_BYTES_A_CHANGE = 2
+"""A block with more changes than one in so many bytes is sent whole. It also bounds what a delta can make a receiver
+allocate, to some times a block."""
 
-_HEADER_BYTES_A_TENSOR = 2048
+_HEADER_BYTES_A_TENSOR, _HEADER_BYTES_A_BLOCK = 2048, 64
 """At most, names of 1,024 characters included."""
 
 _ZSTD = pyarrow.Codec("zstd", compression_level=1)
@@ -58,17 +58,24 @@ class DeltaError(QarlError):
     heading = "delta"
 
 
+class _Block(BaseModel):
+    """changes: how many of its bytes are listed, None where it is sent whole. size: of the payload, in bytes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    changes: _Count | None
+    size: _Count
+
+
 class _Entry(BaseModel):
-    """One changed tensor. changes: how many of its bytes are listed, None where it is sent whole. size: of the
-    payload, in bytes."""
+    """One changed tensor, all of its blocks."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     name: Annotated[str, Field(max_length=1024)]
     dtype: Annotated[str, Field(max_length=32)]
     shape: tuple[int, ...]
-    changes: _Count | None
-    size: _Count
+    blocks: tuple[_Block, ...]
 
 
 class _Header(BaseModel):
@@ -81,23 +88,6 @@ class _Header(BaseModel):
     base: int
     base_digest: _Digest
     tensors: tuple[_Entry, ...]
-
-
-@dataclass(frozen=True)
-class _Change:
-    """of one tensor's bytes. positions: int64 [N], rising, None: all. values: uint8 [N], XORs, or new bytes of all."""
-
-    positions: npt.NDArray[np.int64] | None
-    values: Bytes
-
-    def apply(self, held: Bytes) -> "_Change":
-        """Change `held` in place; returns the change that undoes it."""
-        if self.positions is None:
-            before = held.copy()
-            held[:] = self.values
-            return _Change(None, before)
-        held[self.positions] ^= self.values
-        return self
 
 
 class HeldVersion:
@@ -127,20 +117,22 @@ class HeldVersion:
         It is no larger than the version itself by more than its header.
         """
         base, base_digest = self.version, self.digest
-        entries, payloads = [], []
+        entries, payloads = [], list[bytes]()
         for item, (name, held) in zip(stream, self._tensors.items(), strict=True):
             new = item.tensor.detach().cpu().contiguous()
             assert (item.name, new.dtype, new.shape) == (name, held.dtype, held.shape), f"{item.name!r} is not {name!r}"
-            change = _difference(_bytes(held), _bytes(new))
-            if change is None:
-                continue
-            change.apply(_bytes(held))
-            self._parts[name] = tensor_part(LowBitTensor(name, held))
-            payload = _encoded(change)
-            count = None if change.positions is None else len(change.positions)
-            dtype = str(held.dtype).removeprefix("torch.")
-            entries.append(_Entry(name=name, dtype=dtype, shape=tuple(held.shape), changes=count, size=len(payload)))
-            payloads.append(payload)
+            blocks = _advanced(_bytes(held), _bytes(new))
+            if any(payload for _, payload in blocks):
+                self._parts[name] = tensor_part(LowBitTensor(name, held))
+                entries.append(
+                    _Entry(
+                        name=name,
+                        dtype=_short(held.dtype),
+                        shape=tuple(held.shape),
+                        blocks=tuple(_Block(changes=changes, size=len(payload)) for changes, payload in blocks),
+                    )
+                )
+                payloads += [payload for _, payload in blocks]
         self.version = version
         header = _Header(
             version=version, digest=self.digest, base=base, base_digest=base_digest, tensors=tuple(entries)
@@ -154,7 +146,7 @@ class HeldVersion:
         version, digest: what the sender announced it to make. Raises `DeltaError`, and is what it was, where it is
         damaged, from another version than is held, or makes another than was announced.
         """
-        header, payloads = _read(delta, _HEADER_BYTES_A_TENSOR * (1 + len(self._tensors)))
+        header, payload = _read(delta, self._longest_header())
         if (header.base, header.base_digest) != (self.version, self.digest):
             raise DeltaError(
                 f"it is from version {header.base} ({header.base_digest[:16]}…), and version {self.version} "
@@ -165,20 +157,52 @@ class HeldVersion:
                 f"it makes version {header.version} ({header.digest[:16]}…), and {version} ({digest[:16]}…) was "
                 "announced; send the whole version"
             )
-        changes = [self._decoded(entry, payload) for entry, payload in zip(header.tensors, payloads, strict=True)]
         names = [entry.name for entry in header.tensors]
         if len(set(names)) < len(names):
             raise DeltaError("it changes a tensor twice; send the whole version")
-        self._become(header, dict(zip(names, changes, strict=True)))
+        for entry in header.tensors:
+            self._check(entry)
+        self._become(header, payload)
         return tuple(names)
 
-    def _become(self, header: _Header, changes: dict[str, _Change]) -> None:
-        """Apply `changes`, or undo them where they make something else than the header says."""
-        undo: dict[str, _Change] = {}
+    def _longest_header(self) -> int:
+        blocks = len(self._tensors) + self.bytes // _BLOCK
+        return _HEADER_BYTES_A_TENSOR * (1 + len(self._tensors)) + _HEADER_BYTES_A_BLOCK * blocks
+
+    def _check(self, entry: _Entry) -> None:
+        """Raise `DeltaError` where it is not for the tensor that is held, or more than any of its changes."""
+        held = self._tensors.get(entry.name)
+        if held is None:
+            raise DeltaError(f"it changes {entry.name!r}, which is not among the {len(self._tensors)} tensors held")
+        ours = (_short(held.dtype), tuple(held.shape))
+        if (entry.dtype, entry.shape) != ours:
+            raise DeltaError(
+                f"its {entry.name!r} is {entry.dtype!r} {list(entry.shape)}, and {ours[0]!r} {list(ours[1])} is held"
+            )
+        held_blocks = _blocks(_bytes(held))
+        if len(entry.blocks) != len(held_blocks):
+            raise DeltaError(f"its {entry.name!r} has {len(entry.blocks)} blocks instead of {len(held_blocks)}")
+        for block, octets in zip(entry.blocks, held_blocks, strict=True):
+            if block.changes is None and block.size != len(octets):
+                raise DeltaError(f"its {entry.name!r} has a block of {block.size} bytes instead of {len(octets)}")
+            if block.changes is not None and block.changes > len(octets) // _FEWEST_BYTES_A_CHANGE:
+                raise DeltaError(
+                    f"it lists {block.changes} changes of {entry.name!r}, more than one in {_FEWEST_BYTES_A_CHANGE} of "
+                    f"the {len(octets)} bytes of a block"
+                )
+
+    def _become(self, header: _Header, payload: memoryview) -> None:
+        """Apply what was checked, or undo it where it cannot be read or makes something else than the header says."""
+        undo: list[tuple[Bytes, int | None, Bytes | memoryview]] = []
         try:
-            for name, change in changes.items():
-                undo[name] = change.apply(_bytes(self._tensors[name]))
-            parts = {name: tensor_part(LowBitTensor(name, self._tensors[name])) for name in changes}
+            for entry in header.tensors:
+                for block, octets in zip(entry.blocks, _blocks(_bytes(self._tensors[entry.name])), strict=True):
+                    part, payload = payload[: block.size], payload[block.size :]
+                    before = octets.copy() if block.changes is None else part
+                    _apply(octets, block.changes, part, entry.name)
+                    undo.append((octets, block.changes, before))
+            names = [entry.name for entry in header.tensors]
+            parts = {name: tensor_part(LowBitTensor(name, self._tensors[name])) for name in names}
             made = digest_of_parts((self._parts | parts).values())
             if made != header.digest:
                 raise DeltaError(
@@ -186,35 +210,14 @@ class HeldVersion:
                     "version"
                 )
         except BaseException:
-            for name, change in undo.items():
-                change.apply(_bytes(self._tensors[name]))
+            for octets, changes, before in undo:
+                _apply(octets, changes, before, "")
             raise
         self._parts |= parts
         self.version = header.version
 
-    def _decoded(self, entry: _Entry, payload: memoryview) -> _Change:
-        """Read a payload for the tensor it is to change. Raises `DeltaError` where it is not for it."""
-        held = self._tensors.get(entry.name)
-        if held is None:
-            raise DeltaError(f"it changes {entry.name!r}, which is not among the {len(self._tensors)} tensors held")
-        ours = (str(held.dtype).removeprefix("torch."), tuple(held.shape))
-        if (entry.dtype, entry.shape) != ours:
-            raise DeltaError(
-                f"its {entry.name!r} is {entry.dtype!r} {list(entry.shape)}, and {ours[0]!r} {list(ours[1])} is held"
-            )
-        if entry.changes is None:
-            if entry.size != held.nbytes:
-                raise DeltaError(f"its {entry.name!r} has {entry.size} bytes instead of {held.nbytes}")
-            return _Change(None, np.frombuffer(payload, np.uint8))
-        if entry.changes > held.nbytes // _FEWEST_BYTES_A_CHANGE:
-            raise DeltaError(
-                f"it lists {entry.changes} changes of {entry.name!r}, more than one in {_FEWEST_BYTES_A_CHANGE} of its "
-                f"{held.nbytes} bytes"
-            )
-        return _listed(entry, payload, held.nbytes)
 
-
-def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, list[memoryview]]:
+def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, memoryview]:
     """Header, no longer than that, and payloads. Raises `DeltaError` for anything but as many bytes as they are."""
     data = memoryview(delta)
     magic, length = _START.unpack_from(data) if len(data) >= _START.size else (b"", 0)
@@ -227,22 +230,46 @@ def _read(delta: bytes | memoryview, longest: int) -> tuple[_Header, list[memory
         problem = error.errors(include_input=False, include_url=False)[0]
         at = ".".join(map(str, problem["loc"])) or "header"
         raise DeltaError(f"its header cannot be read: {at}: {problem['msg']}; send it again") from error
-    sizes = [entry.size for entry in header.tensors]
-    if sum(sizes) != len(data) - end:
-        raise DeltaError(f"{sum(sizes)} bytes of tensors are announced and {len(data) - end} came; send it again")
-    payloads = []
-    for size in sizes:
-        payloads.append(data[end : end + size])
-        end += size
-    return header, payloads
+    announced = sum(block.size for entry in header.tensors for block in entry.blocks)
+    if announced != len(data) - end:
+        raise DeltaError(f"{announced} bytes of tensors are announced and {len(data) - end} came; send it again")
+    return header, data[end:]
 
 
-def _difference(old: Bytes, new: Bytes) -> _Change | None:
-    """What turns `old` into `new`; None where nothing does."""
+def _advanced(old: Bytes, new: Bytes) -> list[tuple[int | None, bytes]]:
+    """Write `new` over `old`; returns changes and payload of every block."""
+    pairs = list(zip(_blocks(old), _blocks(new), strict=True))
+
+    def some(start: int, stop: int) -> list[tuple[int | None, bytes]]:
+        return [_encoded(*pair) for pair in pairs[start:stop]]
+
+    blocks = [block for part in in_threads(some, len(pairs), 1) for block in part]
+    for (into, octets), (changes, payload) in zip(pairs, blocks, strict=True):
+        if changes is None:
+            into[:] = octets
+        else:
+            _apply(into, changes, payload, "")
+    return blocks
+
+
+def _encoded(old: Bytes, new: Bytes) -> tuple[int | None, bytes]:
+    """Changes and payload of one block."""
+    changed = _changes(old, new)
+    if changed is None:
+        return None, new.tobytes()
+    positions, values = changed
+    if not len(positions):
+        return 0, b""
+    gaps = (np.diff(positions, prepend=-1) - 1).astype("<u4")
+    planes = np.concatenate([gaps.view(np.uint8).reshape(-1, 4).T.reshape(-1), values])
+    return len(positions), _ZSTD.compress(planes, asbytes=True)
+
+
+def _changes(old: Bytes, new: Bytes) -> tuple[npt.NDArray[np.int64], Bytes] | None:
+    """Where the bytes of two blocks differ, rising, and their XOR there; None where too many do."""
     whole = len(old) // 8 * 8
     old_words, new_words = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
     buffer = np.empty(_CHUNK // 8, np.uint64)
-    most, count = len(old) // _FEWEST_BYTES_A_CHANGE, 0
     positions, values = [], []
     for start in range(0, len(old_words), len(buffer)):
         span = slice(start, start + len(buffer))
@@ -253,49 +280,39 @@ def _difference(old: Bytes, new: Bytes) -> _Change | None:
             row, column = np.nonzero(octets)
             positions.append((start + changed[row]) * 8 + column)
             values.append(octets[row, column])
-            count += len(row)
-            if count > most:
-                return _Change(None, new)
     tail = old[whole:] ^ new[whole:]
     positions.append(whole + np.flatnonzero(tail))
     values.append(tail[tail != 0])
-    count += len(positions[-1])
-    if count > most:
-        return _Change(None, new)
-    if not count:
+    if sum(map(len, positions)) > len(old) // _FEWEST_BYTES_A_CHANGE:
         return None
-    places = np.concatenate(positions)
-    return _Change(places, np.concatenate(values)) if _gaps(places).max() <= _LARGEST_GAP else _Change(None, new)
+    return np.concatenate(positions), np.concatenate(values)
 
 
-def _gaps(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Unchanged bytes before each changed one."""
-    return np.diff(positions, prepend=-1) - 1
+def _apply(octets: Bytes, changes: int | None, payload: bytes | memoryview | Bytes, name: str) -> None:
+    """Change a block in place as its payload says; listed changes undo themselves. name: of its tensor."""
+    if changes is None:
+        octets[:] = np.frombuffer(payload, np.uint8)
+    elif changes or len(payload):
+        try:
+            raw = _ZSTD.decompress(payload, decompressed_size=_PLANES * changes, asbytes=True)
+        except OSError as error:
+            raise DeltaError(f"its {name!r} cannot be decompressed: {error}; send it again") from error
+        planes = np.frombuffer(raw, np.uint8).reshape(_PLANES, changes)
+        gaps = np.ascontiguousarray(planes[:4].T).view("<u4").reshape(-1)
+        positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        if changes and positions[-1] >= len(octets):
+            raise DeltaError(f"it changes byte {positions[-1]} of {len(octets)} of {name!r}; send it again")
+        octets[positions] ^= planes[4]
 
 
-def _encoded(change: _Change) -> bytes:
-    if change.positions is None:
-        return change.values.tobytes()
-    gaps = _gaps(change.positions).astype("<u4")
-    planes = np.concatenate([gaps.view(np.uint8).reshape(-1, 4).T.reshape(-1), change.values])
-    return _ZSTD.compress(planes, asbytes=True)
-
-
-def _listed(entry: _Entry, payload: memoryview, held: int) -> _Change:
-    """The changes that a payload lists, of a tensor of `held` bytes."""
-    assert entry.changes is not None
-    try:
-        raw = _ZSTD.decompress(payload, decompressed_size=_PLANES * entry.changes, asbytes=True)
-    except OSError as error:
-        raise DeltaError(f"its {entry.name!r} cannot be decompressed: {error}; send it again") from error
-    planes = np.frombuffer(raw, np.uint8).reshape(_PLANES, entry.changes)
-    gaps = np.ascontiguousarray(planes[:4].T).view("<u4").reshape(-1)
-    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    if len(positions) and positions[-1] >= held:
-        raise DeltaError(f"it changes byte {positions[-1]} of {entry.name!r}, which has {held}; send it again")
-    return _Change(positions, planes[4])
+def _blocks(octets: Bytes) -> list[Bytes]:
+    return [octets[start : start + _BLOCK] for start in range(0, len(octets), _BLOCK)]
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
     """A contiguous CPU tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
