@@ -59,7 +59,7 @@ class WorkerExtension:
         expected = _checkpoint_layers(model)
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             if current_platform.is_cpu():
-                _name_w4a8_weights_once(model)
+                name_w4a8_weights_once(model)
             initialize_layerwise_reload(model)
             keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
             try:
@@ -100,7 +100,7 @@ class WorkerExtension:
         return reports
 
 
-def _name_w4a8_weights_once(model: nn.Module) -> None:
+def name_w4a8_weights_once(model: nn.Module) -> None:
     """Drop the alias `weight_packed` of W4A8 weights from what a reload restores, and have the kernel use `weight`."""
     for module in model.modules():
         scheme = getattr(module, "scheme", None)
@@ -119,7 +119,7 @@ def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
         method = getattr(module, "quant_method", None)
         processed = isinstance(method, QuantizeMethodBase)
         in_place = is_deferred_attention_layer(module) or isinstance(method, UnquantizedEmbeddingMethod)
-        if processed and not in_place and (_own_parameters(module) or isinstance(module, RoutedExperts)):
+        if processed and not in_place and (own_parameters(module) or isinstance(module, RoutedExperts)):
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
             info = get_layerwise_info(module)
@@ -140,7 +140,8 @@ def _abandon_reload(model: nn.Module) -> None:
             info.reset()
 
 
-def _own_parameters(module: nn.Module) -> bool:
+def own_parameters(module: nn.Module) -> bool:
+    """Whether there are any that are not in a module of it."""
     return any(True for _ in module.parameters(recurse=False))
 
 
@@ -151,18 +152,22 @@ def _prepare_heads(model: nn.Module) -> None:
 
 
 def _checkpoint_layers(model: nn.Module) -> set[str]:
-    """Checkpoint names of all modules that own parameters; a tied head has none of its own, and those of latent
-    attention are made from other layers'."""
+    return {name for names in checkpoint_names(model).values() for name in names}
+
+
+def checkpoint_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every module that owns parameters, with the checkpoint's names of the layers that are in it; without tied heads,
+    which have none of their own, and layers of latent attention, made from other layers'."""
     packed = getattr(model, "packed_modules_mapping", {})
     tied = getattr(model.config, "tie_word_embeddings", False)
-    names: set[str] = set()
+    names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts):
-            names.update(_expert_matrices(module))
+            names[module] = list(_expert_matrices(module))
         elif is_deferred_attention_layer(module) or (tied and isinstance(module, ParallelLMHead)):
             continue
-        elif _own_parameters(module):
-            names.update(_parts(name, packed))
+        elif own_parameters(module):
+            names[module] = _parts(name, packed)
     return names
 
 

@@ -1,0 +1,111 @@
+"""Versions made beside a running model, held against freshly loaded engines."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quant.delta import HeldVersion
+from quant.model.low_bit_model import LowBitModel
+from quant.types import LowBitTensor
+from rollout.engine import EngineError
+from rollout.vllm.engine import VllmEngine
+from tests.support.engines import SEQUENCES, make_model, start_engine
+from tests.support.profiles import thorough
+
+PARTS = ("layers.1.self_attn.k_proj", "layernorm", "embed_tokens", "layers.0.mlp.down_proj", "")
+"""Masters that change, by what is in their names: one of three that vLLM stacks, norms, the tied embedding, one alone,
+all."""
+
+SCHEMES = ("w4a16", "bf16", "w4a16-channel", "w8a8", "w4a8", "fp8")
+
+
+@pytest.fixture(params=[scheme for scheme in SCHEMES if scheme == "w4a16" or thorough()])
+def running(
+    request: pytest.FixtureRequest, random_policy: Callable[[bool], Path], tmp_path: Path
+) -> Iterator[tuple[LowBitModel, VllmEngine]]:
+    folder = random_policy(request.param != "fp8")
+    model = make_model(folder, request.param, "bfloat16")
+    engine = start_engine(model, folder, tmp_path / "start")
+    yield model, engine
+    if VllmEngine._open:
+        engine.close()
+
+
+def loaded(engine: VllmEngine) -> tuple[Any, Any]:
+    """vLLM's model and its configuration."""
+    return engine._llm.collective_rpc(lambda worker: (worker.model_runner.get_model(), worker.vllm_config))[0]
+
+
+def change(model: LowBitModel, part: str, seed: int) -> None:
+    """Move the masters that have `part` in their names."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, master in model.masters.items():
+            if part in name:
+                master.add_(torch.randn(master.shape, generator=generator) * master.std() * 0.1 + 0.01)
+    model.refresh()
+
+
+def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
+    running: tuple[LowBitModel, VllmEngine], tmp_path: Path
+):
+    """Contract: only layers that changed are made, the engine answers as before until the swap, and then as one that
+    loaded the version whole; after several, as a fresh one. Blind spot: as of `test_publish`'s."""
+    from rollout.vllm.staging import stage
+
+    model, engine = running
+    live, config = loaded(engine)
+    sender, receiver = (HeldVersion(0, model.low_bit_tensors()) for _ in range(2))
+    made, answers = [], engine.logprobs(SEQUENCES)
+    for version, part in enumerate(PARTS, 1):
+        change(model, part, version)
+        changed = receiver.apply(sender.advance(version, model.low_bit_tensors()), version, sender.digest)
+        staged = stage(live, config, {item.name: item.tensor for item in receiver.tensors()}, changed)
+        made.append(staged.layers)
+        assert engine.logprobs(SEQUENCES) == answers
+        staged.swap()
+        before, answers = answers, engine.logprobs(SEQUENCES)
+        assert answers != before
+        if version == 3:
+            engine.load(model.low_bit_tensors(), version)
+            assert engine.logprobs(SEQUENCES) == answers
+    tied = int(model.config.tie_word_embeddings)
+    assert made == [1, 4, 1 + tied, 1, 2 * (4 + 4) + 2 + 1]
+    folder = Path(str(model.config.name_or_path))
+    engine.close()
+    fresh = start_engine(model, folder, tmp_path / "fresh")
+    assert fresh.logprobs(SEQUENCES) == answers
+    fresh.close()
+
+
+class Breaking(dict[str, torch.Tensor]):
+    """A version whose reading breaks off half way."""
+
+    def items(self) -> Any:
+        yield from itertools.islice(super().items(), len(self) // 2)
+        raise OSError("the link broke")
+
+
+def test_a_version_that_cannot_be_made_leaves_the_model_as_it_was(running: tuple[LowBitModel, VllmEngine]):
+    from rollout.vllm.staging import stage
+
+    model, engine = running
+    live, config = loaded(engine)
+    answers = engine.logprobs(SEQUENCES)
+    change(model, "", 1)
+    tensors = {item.name: item.tensor for item in model.low_bit_tensors()}
+    lost = "model.layers.1.self_attn.v_proj.weight_scale"
+    if lost in tensors:
+        with pytest.raises(EngineError, match=r"more tensors for the layer of 'model.layers.1.self_attn.q_proj'"):
+            stage(live, config, {n: t for n, t in tensors.items() if n != lost}, [lost])
+    with pytest.raises(EngineError, match=r"takes 'model.layers.7.mlp.up_proj'"):
+        stage(live, config, tensors, ["model.layers.7.mlp.up_proj.weight"])
+    with pytest.raises(OSError, match="the link broke"):
+        stage(live, config, Breaking(tensors), list(tensors))
+    assert engine.logprobs(SEQUENCES) == answers
+    engine.load([LowBitTensor(n, t) for n, t in tensors.items()], 1)
+    assert engine.logprobs(SEQUENCES) != answers
