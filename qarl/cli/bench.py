@@ -25,7 +25,7 @@ def add_bench(commands: Any) -> None:
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
         _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
-        _add_learner, _add_schemes, _add_train, _add_speed, _add_memory, _add_communication,
+        _add_learner, _add_schemes, _add_train, _add_speed, _add_memory, _add_others,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -392,7 +392,8 @@ def _memory(known: argparse.Namespace, console: Console) -> _Measured:
     return memory.table(rows), memory.as_data(rows)
 
 
-def _add_communication(names: Any) -> None:
-    from qarl.cli import bench_communication
+def _add_others(names: Any) -> None:
+    from qarl.cli import bench_communication, bench_delta
 
-    _runs(bench_communication.add_options(names), bench_communication.measure)
+    for benchmark in (bench_communication, bench_delta):
+        _runs(benchmark.add_options(names), benchmark.measure)

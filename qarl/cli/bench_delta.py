@@ -1,0 +1,45 @@
+"""`qarl bench delta`: its options."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from configs.errors import ConfigError
+from qarl.report.tables import PlainTable
+
+
+def add_options(names: Any) -> argparse.ArgumentParser:
+    """The benchmark's parser."""
+    parser = names.add_parser(
+        "delta",
+        help="how many codes and scales a step changes, and the bytes of a delta publish",
+        description=(
+            "Step random matrices of a model's shapes as a run would, and count what changes of their low-bit version "
+            "(docs/publish.md#deltas)."
+        ),
+    )
+    parser.add_argument("--shapes", default="150m,1b-moe", help="comma-separated: 150m, 1b-moe (default both)")
+    parser.add_argument(
+        "--schemes", default="w4a16,w4a16-channel,w8a8,fp8", help="comma-separated (default "
+        "w4a16,w4a16-channel,w8a8,fp8)",
+    )  # fmt: skip
+    parser.add_argument("--optimizers", default="adamw,muon", help="comma-separated: adamw, muon (default both)")
+    parser.add_argument("--lrs", default="1e-6,3e-6,1e-5", help="comma-separated (default 1e-6,3e-6,1e-5)")
+    return parser
+
+
+def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, Any]:
+    """What `known` asks for, as a table and JSON-ready."""
+    from qarl.bench import delta
+
+    shapes, schemes, optimizers = (getattr(known, name).split(",") for name in ("shapes", "schemes", "optimizers"))
+    changes = delta.measure(shapes, schemes, optimizers, _rates(known.lrs))
+    return delta.table(changes), delta.as_data(changes)
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(rate) for rate in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--lrs {text!r} must be learning rates with commas between, such as 1e-6,3e-6") from None
