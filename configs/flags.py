@@ -8,6 +8,7 @@ FLAGS = {
     "master-dtype": "learner.master_dtype", "mini-batches": "learner.mini_batches", "prompts": "rollout.prompts",
     "samples": "rollout.samples", "max-new-tokens": "rollout.max_new_tokens", "reward": "task.reward",
     "eval-every": "eval.every", "checkpoint-every": "checkpoint.every", "record": "record",
+    "from-rollouts": "from_rollouts",
 }  # fmt: skip
 """Flag → the dotted path of its field."""
 

@@ -59,9 +59,9 @@ class _Written:
 class Publisher:
     """Publishes one model into one engine.
 
-    sequences: token ids of the canary's fixed sequences, at least two tokens each. bound: on the canary's mean
-    |Δ log p|, in nats. canary_every: publishes between canaries. processes: those that publish together, each into its
-    own engine.
+    sequences: token ids of the canary's fixed sequences, at least two tokens each; without any there is no canary.
+    bound: on the canary's mean |Δ log p|, in nats. canary_every: publishes between canaries. processes: those that
+    publish together, each into its own engine.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Publisher:
         digests = self._processes.gathered(written.digest)
         self._check(len(set(digests)) == 1, version, f"the processes materialized different tensors: {_apart(digests)}")
         seconds = time.perf_counter() - start + (written.seconds if written is ahead else 0.0)
-        due = self._published % self._canary_every == 0
+        due = bool(self._sequences) and self._published % self._canary_every == 0
         self._published += 1
         self._version = version
         canary = self.canary(version) if due else None

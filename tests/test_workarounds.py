@@ -68,6 +68,7 @@ UPSTREAM = {
         "deepspeed/runtime/zero/stage_1_and_2.py",
         "            self._hp_optimizer_states_linked = True",
     ),
+    "hub asked six times": ("huggingface_hub/utils/_http.py", "    max_retries: int = 5,"),
     "weak reference": (
         "transformers/integrations/deepspeed.py",
         "_hf_deepspeed_config_weak_ref = weakref.ref(hf_deepspeed_config_obj)",
@@ -150,6 +151,7 @@ def test_rows_were_read_against_what_is_installed():
         "llmcompressor",
         "llvmlite",
         "cellpylib",
+        "huggingface-hub",
     } == versions.keys()
     for library, version in versions.items():
         found = importlib.metadata.version(library).partition("+")[0]

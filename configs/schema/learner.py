@@ -106,6 +106,11 @@ class LearnerConfig(Section):
         description="compute decoder layers again in the backward: less memory, more time; auto: on GPUs where "
         "`qarl plan` needs it",
     )
+    keep_codes: bool = Field(
+        default=True,
+        description="false: make low-bit codes again from the masters for every publish and backward; less memory, "
+        "more time, and no flipped codes are counted",
+    )
     input_gradients: Literal["auto", "exact", "compute"] = Field(
         default="auto",
         description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "

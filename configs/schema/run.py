@@ -227,6 +227,10 @@ class RunConfig(Section):
         description="completions of least and of most reward whose tokens each step records for `qarl report`; all, or "
         "0 for none",
     )
+    from_rollouts: Text | None = Field(
+        default=None,
+        description="run recorded with --record all, whose completions are learned from again, without an engine",
+    )
     early_warning: Literal["warn", "stop"] = Field(
         default="warn",
         description="at the first sign that a run goes wrong (docs/report.md): warn, or stop",
@@ -264,6 +268,7 @@ class RunConfig(Section):
                 f"learner.optimizer.warmup_steps {warmup} is more than steps {self.steps}, so the learning rate would "
                 "never be reached; lower the first or raise the second"
             )
+        self._refuse_an_engine()
         init = self.quantization.init
         if init is not None:
             if self.layers:
@@ -279,3 +284,17 @@ class RunConfig(Section):
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise the first or lower the others"
             )
         return self
+
+    def _refuse_an_engine(self) -> None:
+        """What a replay has none for."""
+        asked = {
+            f"eval.problems {self.eval.problems}": self.eval.problems,
+            "export true": self.export,
+            f"quantization.init {self.quantization.init!r}": self.quantization.init,
+        }
+        for field, needs_one in asked.items():
+            if self.from_rollouts is not None and needs_one:
+                raise ValueError(
+                    f"{field} needs an engine, and from_rollouts {self.from_rollouts!r} learns without one; leave one "
+                    "of them out (`qarl export` and `qarl eval` take a replay's folder as any run's)"
+                )

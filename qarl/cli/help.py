@@ -20,7 +20,7 @@ from configs.schema.run import RunConfig
 GROUPS = {
     "what is trained": ("model", "scheme", "scale", "init", "layers", "dtype", "task", "reward"),
     "how long, and where it is written": ("steps", "seed", "eval-every", "checkpoint-every", "record", "output"),
-    "sampling": ("prompts", "samples", "max-new-tokens"),
+    "sampling": ("from-rollouts", "prompts", "samples", "max-new-tokens"),
     "learning": ("objective", "optimizer", "lr", "mini-batches", "master-dtype", "aligned", "kernel"),
 }
 """Title → short flags. Every short flag is in one group (tests/test_help.py)."""

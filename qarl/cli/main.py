@@ -36,6 +36,7 @@ from qarl.cli.version import PrintVersion
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files, check_new_folder
+from qarl.run.replay import replay_config
 from quant.runtime.answers import installed
 
 
@@ -135,7 +136,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps",
         soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
-    if known.config is None and resumed is None:
+    if known.config is None and resumed is None and config.from_rollouts is None:
         _say_what_is_the_papers(config, console)
     quiet_libraries(config.learner.compile)  # before a user's reward may import one of them
     given = dotted_overrides(known, rest) if resumed is None else {"resume": known.resume}
@@ -189,6 +190,13 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
     """The configuration asked for, and the run that is to be continued in it, or None."""
     from qarl.report.run_folder import RunFolder, resumed_config
 
+    if known.resume is None and "from_rollouts" in overrides:
+        if known.config is not None:
+            raise ConfigError(
+                f"--from-rollouts has the recorded run's configuration; --config {known.config} does not apply: leave "
+                "it out, and change single fields"
+            )
+        return replay_config(overrides), None
     if known.resume is None:
         file = config_file(known.config) if known.config is not None else default_config(overrides.get("model"))
         return load_config(file, overrides), None

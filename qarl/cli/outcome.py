@@ -1,6 +1,7 @@
 """What a finished run comes to, in a few lines."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -8,12 +9,21 @@ from rich.console import Console
 from configs.schema.run import RunConfig
 from qarl.page.runs import configurations, read_runs
 from qarl.page.verdict import verdict
-from qarl.report.metrics import read_metrics
+from qarl.report.metrics import read_metrics, read_until
+from qarl.report.run_folder import RunFolder
+from qarl.run.replay import comparison
 
 
 def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) -> None:
     """Print it. folder: `RunFolder`; outcome: what `train` returned."""
-    if read_metrics(folder.metrics)[-1]["weight_version"] == 0:
+    metrics = read_metrics(folder.metrics)
+    if config.from_rollouts is not None:
+        recorded = RunFolder(Path(config.from_rollouts))
+        console.print(
+            comparison(recorded.path, read_until(recorded.metrics, config.steps), metrics),
+            soft_wrap=True, markup=False, highlight=False,
+        )  # fmt: skip
+    elif metrics[-1]["weight_version"] == 0:
         console.print(
             "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
             f"with; to see what the reward was given: qarl report {shlex.quote(str(folder.path))} -o report.html",

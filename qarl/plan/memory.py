@@ -95,7 +95,7 @@ class _Count:
             Part("masters", self.masters(), f"{counted(shapes.parameters)} in {learner.master_dtype}{shared}"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
             Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
-            Part("codes", self.codes(), f"the learner's weights in {self.config.scheme}"),
+            Part("codes", self.codes(), self.codes_note),
             Part("kernel layout", self.kernels(), "the engine's own" if self.shares_layers else "the learner's own"),
             Part("reference", self.reference(), "of the KL penalty"),
             Part("ZeRO buffers", self.buffers(), "gradients on their way"),
@@ -175,18 +175,31 @@ class _Count:
         twice: to be looked up, and to be multiplied."""
         return (2 * self.shapes.head + self.shapes.router) * self.itemsize
 
-    def codes(self) -> int:
+    @property
+    def codes_note(self) -> str:
+        scheme = self.config.scheme
+        return f"the learner's weights in {scheme}" if self.config.learner.keep_codes else f"{scheme} made when needed"
+
+    def codes(self, kept: bool | None = None) -> int:
+        """kept: whether the codes themselves are, beside what the forward reads else; None: as configured."""
         learner = self.config.learner
         casts = 0
         if not learner.aligned:
             casts = self.shapes.parameters * ITEMSIZE[learner.compute_dtype or self.config.dtype]
-        return self.low_bit + self.outside + casts
+        low_bit = self.low_bit if (learner.keep_codes if kept is None else kept) else 0
+        return low_bit + self.outside + casts
 
     @property
     def shares_layers(self) -> bool:
         """Whether the learner multiplies with the engine's layers, or with its masters' casts: no copy of its own."""
         learner = self.config.learner
-        return not learner.aligned or (learner.kernel in ("auto", "vllm") and learner.operators != "transformers")
+        engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers" and self.samples
+        return not learner.aligned or engines
+
+    @property
+    def samples(self) -> bool:
+        """Whether there is an engine: a replay has none."""
+        return self.config.from_rollouts is None
 
     def kernels(self) -> int:
         return 0 if self.shares_layers else self.in_kernels + self.shapes.head * self.itemsize
@@ -196,7 +209,7 @@ class _Count:
             return 0
         shares = self.processes if self.stage == 3 else 1
         base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype] // shares
-        return base + self.codes() + self.in_kernels + self.shapes.head * self.itemsize
+        return base + self.codes(kept=True) + self.in_kernels + self.shapes.head * self.itemsize
 
     def buffers(self) -> int:
         """DeepSpeed's of gradients, at stage 0 and without in place; at stage 3 a module's whole gradient, until
@@ -208,6 +221,8 @@ class _Count:
         return (_BUCKET if self.stage else min(_BUCKET, self.trained)) * _FP32
 
     def engine(self) -> int:
+        if not self.samples:
+            return 0
         tied = self.shapes.tied and self.device == "cuda"
         return self.in_kernels + self.outside - (self.shapes.head * self.itemsize if tied else 0)
 
@@ -216,7 +231,7 @@ class _Count:
         return self.shapes.key_value_bytes(self.itemsize)
 
     def cache(self) -> int:
-        return (self.config.rollout.kv_cache_gib or 1) * GIB
+        return (self.config.rollout.kv_cache_gib or 1) * GIB if self.samples else 0
 
     @property
     def largest_matrix(self) -> int:
@@ -314,6 +329,8 @@ class _Count:
 
     def sampling(self) -> float:
         """The engine's own activations: of the tokens it computes at once, and of the logits it samples from."""
+        if not self.samples:
+            return 0
         s, b, rollout = self.shapes, self.itemsize, self.config.rollout
         sequences = min(rollout.max_num_seqs, -(-rollout.prompts // self.processes) * rollout.samples)
         tokens = _ENGINE_TOKENS[self.device]

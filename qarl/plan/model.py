@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from configs.errors import ModelError
+from configs.hub import hub_or_cache
 from qarl.plan.shapes import EMBEDDED, NAMED, Shapes, shapes_of
 from quant.checkpoint.folder import check_model, local_folder, read_config
 
@@ -40,7 +41,9 @@ def _from_hub(model: str) -> Shapes:
     from huggingface_hub import hf_hub_download
 
     try:
-        config = json.loads(Path(hf_hub_download(model, "config.json")).read_text(encoding="utf-8"))
+        with hub_or_cache():
+            file = hf_hub_download(model, "config.json")
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(

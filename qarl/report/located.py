@@ -18,6 +18,7 @@ def located(config: RunConfig) -> RunConfig:
     local = model.is_dir() and not is_embedded(config.model)
     return config.model_copy(
         update={
+            "from_rollouts": config.from_rollouts and str(Path(config.from_rollouts).expanduser().absolute()),
             "model": str(model.absolute()) if local else config.model,
             "task": absolute(config.task, here),
             "learner": config.learner.model_copy(update={"objective": objective}),

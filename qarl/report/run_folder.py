@@ -32,7 +32,7 @@ _PACKAGES = (
 )
 
 FIXED_FIELDS = (
-    "model", "scheme", "quantization", "layers", "dtype", "seed", "task",
+    "model", "scheme", "quantization", "layers", "dtype", "seed", "task", "from_rollouts",
     "rollout.prompts", "rollout.samples", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop",
     "rollout.loop_limit", "rollout.dynamic_sampling", "learner.aligned",
     "learner.compile", "learner.compute_dtype", "learner.input_gradients", "learner.master_dtype",

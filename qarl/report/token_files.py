@@ -9,7 +9,8 @@ Axes: T tokens, of all completions of a file laid end to end.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,15 +21,15 @@ import numpy as np
 from configs.errors import InputError
 from learner.clip_reasons import CLIP_REASONS
 
-FORMAT = "1"
+FORMAT = "2"
 """Of the columns; files of another are refused."""
 
-_FORMAT_KEY = b"qarl.tokens"
+_FORMAT_KEY, _COUNT_KEY = b"qarl.tokens", b"qarl.completions"
 
 COMPLETION_COLUMNS = {
     "step": "int32", "group": "int32", "sample": "int32", "prompt_id": "string", "prompt": "string",
     "prompt_token_ids": "int32 list", "completion": "string", "finish_reason": "string", "weight_version": "int32",
-    "reward": "float64", "group_rewards": "float64 list", "worst_token": "int32",
+    "reward": "float64", "group_rewards": "float64 list", "worst_token": "int32", "experts": "binary",
 }  # fmt: skip
 TOKEN_COLUMNS = {
     "token_id": "int32", "token": "string", "sampler_logprob": "float32", "learner_logprob": "float32",
@@ -78,15 +79,15 @@ def _schema() -> Any:
 
     columns = [(name, kind(of)) for name, of in COMPLETION_COLUMNS.items()]
     columns += [(name, pa.list_(kind(of))) for name, of in TOKEN_COLUMNS.items()]
-    return pa.schema(columns, metadata={_FORMAT_KEY: FORMAT})
+    return pa.schema(columns)
 
 
-def write_step(folder: Path, step: int, rows: TokenRows) -> Path:
-    """One step's file."""
+def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Path:
+    """One step's file. completions: how many the step had, recorded or not."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = _schema()
+    schema = _schema().with_metadata({_FORMAT_KEY: FORMAT, _COUNT_KEY: str(completions)})
     offsets = pa.array(np.concatenate([[0], np.cumsum(rows.lengths)]), pa.int32())
     columns = [pa.array(rows.completions[name], schema.field(name).type) for name in COMPLETION_COLUMNS]
     for name in TOKEN_COLUMNS:
@@ -125,32 +126,54 @@ def drop_after(folder: Path, step: int) -> None:
         file.unlink()
 
 
-def read_step(file: Path) -> TokenRows:
-    """Raises `TokenFileError` for a file that is damaged or has other columns."""
-    import pyarrow as pa
+def counts(file: Path) -> tuple[int, int]:
+    """Completions it holds, and how many its step had. Raises as `read_step`, of which it reads the end alone."""
     import pyarrow.parquet as pq
 
-    try:
+    with _readable(file):
+        metadata = pq.read_metadata(file)
+        schema = metadata.schema.to_arrow_schema()
+    _check_format(file, schema)
+    return metadata.num_rows, int(schema.metadata[_COUNT_KEY])
+
+
+def read_step(file: Path) -> TokenRows:
+    """Raises `TokenFileError` for a file that is damaged or has other columns."""
+    import pyarrow.parquet as pq
+
+    with _readable(file):
         table = pq.read_table(file)
-    except (OSError, pa.ArrowException) as error:
-        raise TokenFileError(
-            f"{str(file)!r} is damaged ({str(error).splitlines()[0]}); remove it to go on without that step"
-        ) from error
-    written = (table.schema.metadata or {}).get(_FORMAT_KEY, b"none").decode(errors="replace")
-    if written != FORMAT:
-        raise TokenFileError(
-            f"{str(file)!r} has format {written}, and this version of qarl reads {FORMAT}; read it with the version "
-            "that wrote it (environment.json in its run's folder), or remove it"
-        )
-    if not table.schema.equals(_schema()):
-        raise TokenFileError(
-            f"{str(file)!r} has other columns than format {FORMAT}; remove it to go on without that step"
-        )
+    _check_format(file, table.schema)
     return TokenRows(
         completions={name: table[name].to_pylist() for name in COMPLETION_COLUMNS},
         tokens={name: _flat(table[name].combine_chunks(), name) for name in TOKEN_COLUMNS},
         lengths=[len(ids) for ids in table["token_id"]],
     )
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise TokenFileError(
+            f"{str(file)!r} is damaged ({str(error).splitlines()[0]}); remove it to go on without that step"
+        ) from error
+
+
+def _check_format(file: Path, schema: Any) -> None:
+    written = (schema.metadata or {}).get(_FORMAT_KEY, b"none").decode(errors="replace")
+    if written != FORMAT:
+        raise TokenFileError(
+            f"{str(file)!r} has format {written}, and this version of qarl reads {FORMAT}; read it with the version "
+            "that wrote it (environment.json in its run's folder), or remove it"
+        )
+    if not schema.equals(_schema()):
+        raise TokenFileError(
+            f"{str(file)!r} has other columns than format {FORMAT}; remove it to go on without that step"
+        )
 
 
 def _flat(column: Any, name: str) -> np.ndarray:

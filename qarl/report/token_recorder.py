@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 from learner.batching import Batch
 from learner.token_log import TokenLog
 from qarl.report.error_tokens import improbable_tokens, repeated_tokens
+from qarl.report.recorded_groups import array_bytes
 from qarl.report.token_files import TokenRows, drop_after, write_step
 from rollout.types import Completion, Group
 
@@ -52,7 +53,8 @@ class TokenRecorder:
         texts = [text for c in kept for text in token_texts(self._tokenizer, c.token_ids)]
         about = _completion_columns(step, groups, [places[row] for row in rows], columns["mismatch"])
         lengths = [len(c.token_ids) for c in kept]
-        write_step(self._folder, step, TokenRows(about, columns | {"token": np.array(texts, dtype=object)}, lengths))
+        tokens = columns | {"token": np.array(texts, dtype=object)}
+        write_step(self._folder, step, TokenRows(about, tokens, lengths), len(completions))
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
@@ -140,5 +142,6 @@ def _completion_columns(
         "weight_version": [c.weight_version for c in completions],
         "reward": [group.rewards[sample] for group, sample in kept],
         "group_rewards": [list(group.rewards) for group, _ in kept],
+        "experts": [None if c.experts is None else array_bytes(c.experts) for c in completions],
         "worst_token": [None if np.isnan(part).any() or not len(part) else int(part.argmax()) for part in parts],
     }

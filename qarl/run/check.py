@@ -9,6 +9,7 @@ from configs.scheme_names import check_scheme_name
 from configs.words import did_you_mean, quoted
 from qarl.report.loggers import require_logger
 from qarl.report.run_folder import new_path
+from qarl.run.replay import check_rollouts
 from qarl.tasks import Response, RewardError, Task, load_task
 from quant.checkpoint.folder import check_folder, local_folder
 
@@ -30,6 +31,7 @@ def check_files(config: RunConfig, new: bool = True) -> Task:
     if new:
         check_new_folder(new_path(config), "run folder", "--output")
     require_logger(config.log)
+    check_rollouts(config)
     _check_model(config)
     return check_task(config)
 

@@ -4,6 +4,7 @@ from configs.schema.run import RunConfig
 from configs.seeds import step_seed
 from learner.stopwatch import Stopwatch
 from qarl.run.prompts import score_groups
+from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
 from qarl.tasks import RewardError
 from rollout.types import Group, Sampling
@@ -15,17 +16,22 @@ def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch
     With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal are dropped
     and rounds repeated, within its bound, until `rollout.prompts` groups are left; there may be fewer, or none.
 
+    With `from_rollouts` they are those of the recorded step; of groups that were dropped there is no record.
+
     Raises:
         RewardError: the reward gave no signal for any completion.
     """
     extra, wanted = config.rollout.dynamic_sampling, config.rollout.prompts
+    if config.from_rollouts is not None:
+        with watch("sample"):
+            recorded = recorded_groups(config.from_rollouts, step + 1)
+        return recorded, _to_learn_from(recorded, extra)
     sampled: list[Group] = []
     kept: list[Group] = []
     for attempt in range(1 + (extra or 0)):
         groups = _round(session, config, step, attempt, watch)
         sampled += groups
-        compared = [group for group in groups if len(group.completions) > 1]
-        kept += compared if extra is None else [group for group in compared if len(set(group.rewards)) > 1]
+        kept += _to_learn_from(groups, extra)
         if len(kept) >= wanted:
             break
     if not any(group.completions for group in sampled):
@@ -35,6 +41,12 @@ def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch
             "completion can be judged"
         )
     return sampled, kept[:wanted]
+
+
+def _to_learn_from(groups: list[Group], extra: int | None) -> list[Group]:
+    """extra: `rollout.dynamic_sampling`."""
+    compared = [group for group in groups if len(group.completions) > 1]
+    return compared if extra is None else [group for group in compared if len(set(group.rewards)) > 1]
 
 
 def _round(session: Session, config: RunConfig, step: int, attempt: int, watch: Stopwatch) -> list[Group]:

@@ -34,6 +34,7 @@ from quant.model.add_lora import adapted_weights, add_adapters, describe_adapter
 from quant.model.kept_scales import check_scale_rule, keep_scales
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
+from rollout.absent import AbsentEngine
 from rollout.engine import Engine
 from rollout.open import open_engine
 from sync.audit import AuditRow, audit, require_agreement
@@ -210,10 +211,14 @@ class Session:
 
 @contextmanager
 def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterator[Session]:
-    """Start the engine on the policy's present tensors and audit it; it is closed at the end of the `with`.
+    """Start the engine on the policy's present tensors and audit it; it is closed at the end of the `with`. A replay
+    (`from_rollouts`) has none: nothing to audit, and what is published is digested and let go.
 
     Raises `AuditError` where learner and engine disagree about a layer.
     """
+    if config.from_rollouts is not None:
+        yield _replay_session(config, policy)
+        return
     processes = policy.processes
 
     def export() -> None:
@@ -221,6 +226,8 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         export_checkpoint(policy.model, policy.folder, folder.engine_start)
 
     processes.first_does(export)
+    if not config.learner.keep_codes:
+        policy.model.release_codes()
     with ExitStack() as stack:
         room = reserved(policy.model, config.learner, processes.world)
         with phase("starting the engine"), room:
@@ -241,6 +248,20 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
             multiplies=multiplies,
             gate=_gate(config, policy) if config.learner.aligned else None,
         )
+
+
+def _replay_session(config: RunConfig, policy: Policy) -> Session:
+    engine = AbsentEngine()
+    return Session(
+        policy=policy,
+        engine=engine,
+        publisher=Publisher(
+            policy.model, engine, (), policy.model.plan.bound, config.sync.canary_every, policy.processes
+        ),
+        audited=[AuditRow(layer.name, layer, None, "") for layer in policy.model.layers()],
+        multiplies="layers of its own: a replay has no engine",
+        gate=_gate(config, policy) if config.learner.aligned else None,
+    )
 
 
 def _share_layers(publisher: Publisher, stack: ExitStack) -> str:

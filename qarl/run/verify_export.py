@@ -46,6 +46,9 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
         shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
         note = export_note(folder.path, config, steps, folder.export, policy.folder)
         export_checkpoint(policy.model, policy.folder, folder.export, note)
+    elif not config.learner.keep_codes:
+        for _ in policy.model.low_bit_tensors():
+            pass  # to make them takes all processes
     sequences = canary_sequences(policy, config)
     sampled = Sampled(sequences, session.engine.logprobs(sequences))
     policy.processes.wait()  # closing the engine closes the process group: from there on the first process is alone

@@ -6,10 +6,12 @@ A row is a mapping of columns to values with the place it came from, such as "q.
 import csv
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.hub import hub_or_cache
 from qarl.tasks.base import Split, TaskError
 
 HUB = "hf:"
@@ -136,7 +138,8 @@ def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dic
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             found: Any = _from_disk(name, folder, split)
         else:
-            found = datasets.load_dataset(str(folder) if folder.is_dir() else place, subset, split=split)
+            with nullcontext() if folder.is_dir() else hub_or_cache():
+                found = datasets.load_dataset(str(folder) if folder.is_dir() else place, subset, split=split)
     except TaskError:
         raise
     except Exception as error:  # its own errors, those of the network, and those of the files' formats

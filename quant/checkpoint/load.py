@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from configs.errors import ModelError
+from configs.hub import hub_or_cache
 from quant.checkpoint.folder import check_model, local_folder, tensor_shapes, weight_files
 from quant.checkpoint.missing_experts import expert_faults
 
@@ -41,7 +42,8 @@ def load_config(name: str) -> PreTrainedConfig:
     if folder is not None:
         check_model(folder)
     try:
-        return AutoConfig.from_pretrained(folder or name)
+        with nullcontext() if folder else hub_or_cache():
+            return AutoConfig.from_pretrained(folder or name)
     except Exception as error:
         raise ModelError(f"model {name!r}: its config.json could not be read: {_first_line(error)}") from error
 

@@ -19,7 +19,8 @@ class LayerContext:
     still made for publishing). compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the
     backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
     engine: the running engine's own layers, to multiply with instead of `kernel`'s; they hold each version before it is
-    used.
+    used. keeps_codes: whether layers keep a version's codes, or make them again from the masters each time they are
+    asked for, which lasts as long as their use.
 
     Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
     run here.
@@ -45,6 +46,7 @@ class LayerContext:
         self.checkpointing = False
         self.engine: KernelFactory | None = None
         self.keeps_products = True
+        self.keeps_codes = True
         self._own = make_factory(kernel, dtype)
         self._published = False
 

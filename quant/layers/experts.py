@@ -9,7 +9,7 @@ Backward: expert after expert, the products are repeated in fp32 on the values t
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,12 +71,10 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         """Of gate and up, and of down."""
         return self.gate_up_adapter, self.down_adapter
 
-    def _materialize(self) -> LowBitExperts:
+    def _materialize(self, out: LowBitExperts | None) -> LowBitExperts:
         gate_up, down = self.merged()
         scales, shards = self._kept_scales(), [shard_of(master) for master in self.masters]
-        return materialize_experts(
-            gate_up, down, self.scheme, self.context.dtype, self.layer, self.low_bit, scales, shards
-        )
+        return materialize_experts(gate_up, down, self.scheme, self.context.dtype, self.layer, out, scales, shards)
 
     def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
         return self.context.factory.experts(self.layer, self.shape, low_bit)
@@ -98,14 +96,12 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         kept = self.kept_input(hidden_states.detach()) if torch.is_grad_enabled() else ()
         return _StraightThrough.apply(hidden_states, weights, *self.masters, top_k_index, self, kept, *self.factors)
 
-    def weights_used(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
-        assert self.low_bit is not None
-        if self.context.multiplies_codes:
-            codes = self.low_bit.experts[expert]
-            return codes.gate_up.dequantized(torch.float32), codes.down.dequantized(torch.float32)
-        gate_up, down = (cast[expert].to(torch.float32) for cast in self._casts)
-        return gate_up, down
+    def weights_used(self) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """Gives an expert's matrices as the forward multiplied them, exactly, fp32 [2I, H] and [H, I]."""
+        if not self.context.multiplies_codes:
+            return lambda expert: (self._casts[0][expert].to(torch.float32), self._casts[1][expert].to(torch.float32))
+        experts = self.codes().experts
+        return lambda expert: (experts[expert].gate_up.dequantized(), experts[expert].down.dequantized())
 
     def multiplies_grouped(self, dy: torch.Tensor) -> bool:
         """Whether the backward of such an output gradient takes all experts at once."""
@@ -118,9 +114,9 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         if not self.context.multiplies_codes:
             gate_up, down = (cast.to(dtype) for cast in self._casts)
             return gate_up, down
-        assert self.low_bit is not None
-        pairs = self.low_bit.stacks or (None, None)
-        matrices = zip(*((expert.gate_up, expert.down) for expert in self.low_bit.experts), strict=True)
+        codes = self.codes()
+        pairs = codes.stacks or (None, None)
+        matrices = zip(*((expert.gate_up, expert.down) for expert in codes.experts), strict=True)
         gate_up, down = (_dequantized(one, stack, dtype) for one, stack in zip(matrices, pairs, strict=True))
         return gate_up, down
 
@@ -174,10 +170,10 @@ def _one_by_one(
     gradients = experts.context.gradients
     x = multiplied.dequantized(torch.float32) if isinstance(multiplied, LowBitActivation) else multiplied.float()
     dy = dy.to(torch.float32)
-    dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
+    dx, dweights, weights_used = torch.zeros_like(x), torch.zeros_like(weights), experts.weights_used()
     for expert in index.unique().tolist():
         rows, slots = (index == expert).nonzero(as_tuple=True)
-        grads = _expert_backward(experts, expert, x[rows], weights[rows, slots], dy[rows])
+        grads = _expert_backward(experts, weights_used(expert), x[rows], weights[rows, slots], dy[rows])
         dx.index_add_(0, rows, grads.x)
         dweights[rows, slots] = grads.weights
         for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
@@ -266,10 +262,15 @@ class _Gradients:
 
 
 def _expert_backward(
-    experts: RoutedLowBitExperts, expert: int, x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor
+    experts: RoutedLowBitExperts,
+    matrices: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    dy: torch.Tensor,
 ) -> _Gradients:
-    """x: fp32 [n, H], as multiplied; weights: fp32 [n]; dy: fp32 [n, H], of the layer's output."""
-    gate_up, down = experts.weights_used(expert)
+    """matrices: the expert's, see `RoutedLowBitExperts.weights_used`. x: fp32 [n, H], as multiplied; weights: fp32 [n];
+    dy: fp32 [n, H], of the layer's output."""
+    gate_up, down = matrices
     with torch.enable_grad():
         merged = (x @ gate_up.t()).to(experts.context.forward_dtype).to(torch.float32).requires_grad_()
         gate, up = merged.chunk(2, dim=-1)

@@ -76,12 +76,16 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         """See `LowBitLayer.adapters`."""
         return (self.adapter,)
 
-    def _materialize(self) -> LowBitWeight:
+    def refresh(self) -> None:
+        """See `LowBitLayer.refresh`."""
         if self.bias is not None:
             self.low_bit_bias = whole_value(self.bias, self.context.dtype)
+        super().refresh()
+
+    def _materialize(self, out: LowBitWeight | None) -> LowBitWeight:
         weight, fused = self.merged()[0], tuple(other.merged()[0] for other in self.fused)
         (scale,), dtype, shard = self._kept_scales(), self.context.dtype, shard_of(self.master)
-        return materialize_rows(weight, shard, self.scheme, dtype, self.layer, fused, self.low_bit, scale)
+        return materialize_rows(weight, shard, self.scheme, dtype, self.layer, fused, out, scale)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
         return self.context.factory(self.layer, low_bit, self.low_bit_bias)
@@ -97,12 +101,6 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         """O."""
         return whole_shape(self.master)[0]
 
-    @property
-    def published_weight(self) -> LowBitWeight:
-        """Codes and scales of this version."""
-        assert self.low_bit is not None, f"layer {self.layer!r} was never materialized"
-        return self.low_bit
-
     def forward(self, x: torch.Tensor, multiplied: Multiplied | None = None) -> torch.Tensor:
         """x: compute dtype [..., I] → compute dtype [..., O]. multiplied: by this version, where a stack did so."""
         flat = x.reshape(-1, x.shape[-1])
@@ -115,9 +113,8 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight the forward multiplied with, dequantized in fp32 and rounded once to `dtype`, [O, I]."""
-        assert self.low_bit is not None
         if self.context.multiplies_codes:
-            return self.low_bit.dequantized(dtype)
+            return self.codes().dequantized(dtype)
         assert isinstance(self._plain, PlainMatmul)
         return self._plain.weight.to(dtype)
 
@@ -162,9 +159,9 @@ class _StraightThrough(torch.autograd.Function):
             dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.fp32_input_grad else dy.dtype))
         dw = db = None
         if need_master:
-            assert linear.low_bit is not None
             total = gradients.into(linear.master)
-            added = torch.zeros(linear.low_bit.shape, dtype=torch.float32, device=dy.device) if total is None else total
+            shape = whole_shape(linear.master)
+            added = torch.zeros(shape, dtype=torch.float32, device=dy.device) if total is None else total
             add_weight_gradient(added, dy, x, gradients)
             dw = gradients.delivered(linear.master, added) if total is None else None
         if need_bias:

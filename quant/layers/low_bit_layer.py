@@ -24,8 +24,9 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     """A layer that multiplies one weight version of its masters.
 
     layer: checkpoint name. scheme: of this layer, `bf16` where it is left alone. context: the model's. low_bit: codes
-    and scales of this version, None before the first `refresh`; version: how many there were. keeps_scales: whether
-    versions are made with the scales of the one before (`quant.model.kept_scales`).
+    and scales of this version, None before the first `refresh`; where codes are not kept, shapes, and the scales of the
+    version that they were let go of with. keeps_scales: whether versions are made with the scales of the one before
+    (`quant.model.kept_scales`). version: how many there were.
     """
 
     def __init__(self, layer: str, scheme: Scheme, context: LayerContext):
@@ -49,8 +50,8 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """What is trained instead of each master (`quant.model.add_lora.add_adapters`), or None."""
         raise NotImplementedError
 
-    def _materialize(self) -> Codes:
-        """Codes of the masters' present values, in `low_bit`'s buffers where it has some."""
+    def _materialize(self, out: Codes | None) -> Codes:
+        """Codes of the masters' present values, in the buffers of `out` where it is given."""
         raise NotImplementedError
 
     def _kept_scales(self) -> list[torch.Tensor | None]:
@@ -69,9 +70,11 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     @torch.no_grad()
     def refresh(self) -> None:
         """Materialize the masters' present values, into the buffers of the version before: whatever still points to
-        those tensors then sees the new version. The kernel is prepared by the next use of `product`."""
+        those tensors then sees the new version. Where codes are not kept, `codes` does so. The kernel is prepared by
+        the next use of `product`."""
         self._kernel = None
-        self.low_bit = self._materialize()
+        if self.context.keeps_codes:
+            self.low_bit = self._materialize(self.low_bit)
         self.version += 1
         self.recast()  # now, for the masters may have moved on by the next forward
 
@@ -82,20 +85,38 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
             self._plain = None
             self._plain = self._cast()
 
+    def codes(self) -> Codes:
+        """Codes and scales of this version. Where they are not kept they are made again, to the same bits as long as
+        the masters stand still, which they do until the next version; all processes that share them come here
+        together."""
+        if self.low_bit is None:
+            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
+        if self.context.keeps_codes:
+            return self.low_bit
+        with torch.no_grad():
+            return self._materialize(None)
+
+    def release_codes(self) -> None:
+        """Let go of this version's, whose context does not keep them."""
+        self.low_bit = self.codes().without_codes()  # type: ignore[assignment]
+
+    @property
+    def to_prepare(self) -> Codes:
+        """What a kernel is prepared over: shapes alone where the engine's layers hold the codes."""
+        return self.codes() if self.context.engine is None or self.low_bit is None else self.low_bit
+
     @property
     def product(self) -> Kernel:
         """This weight version in the kernel's own layout: the engine's layer where it is shared, else a second copy,
         built at first use, so that publishing and exporting alone do without. Raises `KernelError` where the kernel
         family has none."""
-        if self.low_bit is None:
-            raise RuntimeError(f"layer {self.layer!r} was never materialized: call LowBitModel.refresh() first")
         if not self.context.multiplies_codes:
             assert self._plain is not None
             return self._plain
         if self._kernel is not None and self.context.keeps_products:
             return self._kernel
         with torch.no_grad():
-            kernel = self._prepare(self.low_bit)
+            kernel = self._prepare(self.to_prepare)
         if self.context.keeps_products:
             self._kernel = kernel
         return kernel

@@ -41,7 +41,7 @@ class LinearStack:
             return self._kernel
         if versions != self._versions:
             self._kernel = None  # before the next is made
-        weights = [part.published_weight for part in self.parts]
+        weights = [part.to_prepare for part in self.parts]
         with torch.no_grad():
             kernel = context.factory.stacked(self.name, weights, [part.low_bit_bias for part in self.parts])
         if context.keeps_products:

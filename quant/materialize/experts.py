@@ -47,6 +47,14 @@ class LowBitExperts:
         """Where the codes are."""
         return self.experts[0].down.codes.device
 
+    def without_codes(self) -> "LowBitExperts":
+        """See `LowBitWeight.without_codes`."""
+        if self.stacks is None:
+            pairs = ((e.gate_up.without_codes(), e.down.without_codes()) for e in self.experts)
+            return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in pairs))
+        gate_up, down = (stack.without_codes() for stack in self.stacks)
+        return _of_stacks(gate_up, down, len(self.experts))
+
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """("0.gate_proj.weight_packed", tensor) and so on, expert by expert."""
         for number, expert in enumerate(self.experts):
@@ -93,8 +101,7 @@ def materialize_experts(
         for stack, shard, scale in zip(flat, shards, scales, strict=True)
     )
     experts = len(gate_up) if shards[0] is None else shards[0].shape[0]
-    views = zip(*(_split(whole, experts) for whole in (first, second)), strict=True)
-    return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (first, second))
+    return _of_stacks(first, second, experts)
 
 
 def _matrices(stack: torch.Tensor, shard: Shard | None) -> Iterator[tuple[torch.Tensor, Shard | None]]:
@@ -108,6 +115,11 @@ def _matrices(stack: torch.Tensor, shard: Shard | None) -> Iterator[tuple[torch.
         here = edges[shard.rank] < edges[shard.rank + 1]
         matrix = stack[expert - shard.edges[shard.rank]] if here else stack.new_empty((0, columns))
         yield matrix, Shard(torch.Size((rows, columns)), shard.rank, edges)
+
+
+def _of_stacks(gate_up: LowBitWeight, down: LowBitWeight, experts: int) -> LowBitExperts:
+    views = zip(_split(gate_up, experts), _split(down, experts), strict=True)
+    return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (gate_up, down))
 
 
 def _split(whole: LowBitWeight, experts: int) -> list[LowBitWeight]:

@@ -4,7 +4,7 @@ Axes: O output rows, I input columns, P block rows, Q quantization groups or blo
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,10 @@ class LowBitWeight:
         return LowBitWeight(
             scheme=self.scheme, codes=self.codes[start:stop], scale=scale, shape=shape, global_scale=self.global_scale
         )
+
+    def without_codes(self) -> "LowBitWeight":
+        """The same scale and shape; codes of no values, on the meta device."""
+        return replace(self, codes=torch.empty_like(self.codes, device="meta"))
 
     def overwrite(self, other: "LowBitWeight") -> "LowBitWeight":
         """Copy another weight of the same scheme, shape and dtypes into this one's buffers; returns this one."""

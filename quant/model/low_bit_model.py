@@ -108,15 +108,22 @@ class LowBitModel(nn.Module):
         """Materialize every master: a new weight version, used by all forwards, the publish and the export.
 
         It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it. flips: takes
-        in how many codes that changes.
+        in how many codes that changes, where they are kept.
         """
         for layer in self.low_bit_layers():
-            with flips.over(layer) if flips else contextlib.nullcontext():
+            with flips.over(layer) if flips and self.context.keeps_codes else contextlib.nullcontext():
                 layer.refresh()
         for name, copy in self._layers.copies.items():
             copy.refresh(self.loaded[name])
         if self.after_refresh is not None:
             self.after_refresh()
+
+    def release_codes(self) -> None:
+        """Keep no codes from here on: they are made again from the masters, a layer at a time, for every stream and
+        every backward. All processes then iterate over each stream together."""
+        self.context.keeps_codes = False
+        for layer in self.low_bit_layers():
+            layer.release_codes()
 
     def multiply_with(self, engine: KernelFactory | None) -> None:
         """Have the forward multiply with the running engine's own layers, or again with its own (None). Raises
@@ -237,8 +244,8 @@ class LowBitModel(nn.Module):
     def low_bit_tensors(self) -> Iterator[LowBitTensor]:
         """Every tensor of the deployable checkpoint, layer by layer, in the checkpoint's names.
 
-        Tied output heads are left out, as transformers leaves them out. Nothing is copied or requantized: these are the
-        buffers that the next `refresh` writes, to be read before it.
+        Tied output heads are left out, as transformers leaves them out. Nothing is copied: these are the buffers that
+        the next `refresh` writes, to be read before it; after `release_codes` each layer's are gone with their use.
         """
         buffers = ((name, self.module.get_buffer(name)) for name in self._buffers_kept)
         return checkpoint_tensors(self._layers, self.loaded, buffers)

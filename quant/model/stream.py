@@ -30,20 +30,18 @@ def checkpoint_tensors(
 
 
 def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTensor]:
-    low_bit, bias = layers.linears[layer].low_bit, layers.linears[layer].low_bit_bias
+    linear = layers.linears[layer]
     if key == "bias":
-        assert bias is not None
-        yield LowBitTensor(f"{layer}.bias", bias)
+        assert linear.low_bit_bias is not None
+        yield LowBitTensor(f"{layer}.bias", linear.low_bit_bias)
     else:
-        assert low_bit is not None
-        for suffix, tensor in low_bit.tensors():
+        for suffix, tensor in linear.codes().tensors():
             yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
 
 def _experts_tensors(layers: Layers, layer: str) -> Iterator[LowBitTensor]:
     experts = layers.experts[layer]
-    assert experts.low_bit is not None
-    for suffix, tensor in experts.low_bit.tensors(experts.shape.layout):
+    for suffix, tensor in experts.codes().tensors(experts.shape.layout):
         yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
 

@@ -299,7 +299,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "stochastic", "learner.optimizer.rounding_seed": "1",
         "learner.compute_dtype": "float32",
-        "learner.compile": "true", "learner.input_gradients": "exact",
+        "learner.compile": "true", "learner.input_gradients": "exact", "from_rollouts": "b",
     }  # fmt: skip
     sections = {
         "learner.lora": ("learner.lora.name", "lora"),
@@ -310,6 +310,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     file = config_file("tiny-qwen3")
     narrow = {"learner.master_dtype": "bfloat16"} if "rounding" in path else {}
     narrow |= {"learner.aligned": "false"} if path == "learner.compute_dtype" else {}
+    narrow |= {"from_rollouts": "a", "eval.problems": "0", "export": "false"} if path == "from_rollouts" else {}
     with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
         resumed_config(load_config(file, narrow), load_config(file, narrow | {field: value}))
     longer = load_config(file, {"steps": "999"})

@@ -48,7 +48,7 @@ def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
     model.load_state_dict(masters)
     low_bit = LowBitModel(copy.deepcopy(model), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     for name, linear in low_bit.linears.items():
-        model.get_parameter(f"{name}.weight").data = linear.published_weight.dequantized(torch.bfloat16)
+        model.get_parameter(f"{name}.weight").data = linear.codes().dequantized(torch.bfloat16)
     return cast_to(model, torch.bfloat16)
 
 

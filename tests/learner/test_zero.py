@@ -99,9 +99,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     jobs += [job("muon half stage 1", 1, **resumed)]
     jobs += [job("muon experts stage 3", 3, learner={**EXPERTS, **MUON}, folder=str(folder / "experts"), last=1)]
     jobs += [{"cut": cut, "optimizer": MUON["optimizer"], "save": str(folder / f"cut {cut}.pt")} for cut in CUTS]
-    jobs += [job("lora stage 3", 3, learner=LORA, scheme="w4a16", dtype="bfloat16", last=2)]
+    jobs += [job("lora stage 3", 3, learner={**LORA, "keep_codes": False}, scheme="w4a16", dtype="bfloat16", last=2)]
     jobs += [job("kl stage 3", 3, learner=KL, last=3)]
-    jobs += [job("experts stage 3", 3, learner=EXPERTS, folder=str(folder / "experts"), last=3)]
+    jobs += [
+        job("experts stage 3", 3, learner={**EXPERTS, "keep_codes": False}, folder=str(folder / "experts"), last=3)
+    ]
     jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
     jobs += [job("bfloat16 stage 3", 3, learner={**MUON, **BFLOAT16}, last=1)]
     for name in ("intact", "damaged"):
@@ -231,8 +233,9 @@ def test_partitioned_adapters_experts_and_references(
     batches: int,
 ):
     """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn under ZeRO-3 what
-    they learn in one process; so do a policy held to a partitioned reference, and a plain learner, which multiplies a
-    cast that is put together. The base's digest is that of the whole base."""
+    they learn in one process, with codes that all make together whenever one needs them; so do a policy held to a
+    partitioned reference, and a plain learner, which multiplies a cast that is put together. The base's digest is that
+    of the whole base."""
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)  # type: ignore[operator]
     ours = done[job]["state"]
     assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (not job.startswith("lora"))

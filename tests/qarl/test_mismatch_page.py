@@ -39,7 +39,7 @@ def test_a_wrong_layer_is_found_and_named():
     and up: its kernel error is 0.1, within 5 %, no other layer is named, and the scheme's errors are as before."""
     models, batch = three("w4a16"), batch_of()
     before = {row.layer: row for row in layer_errors(*models, batch)}
-    weight = models[2].linears[WRONG].published_weight
+    weight = models[2].linears[WRONG].codes()
     assert weight.scale is not None
     weight.scale.mul_(1.1)
     models[2].release_products()

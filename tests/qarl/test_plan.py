@@ -170,7 +170,7 @@ def test_train_is_refused_before_anything_is_loaded(one_h100: None, capsys: pyte
     assert main(["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base"]) == 2
     said = capsys.readouterr().err
     assert "GiB too much on 1 × NVIDIA H100 80GB HBM3; nothing was loaded" in said
-    assert "fits 1 × H200" in said and "--learner.lora.name lora" in said and "fits 4 × H200" in said
+    assert "fits 1 × H200" in said and "--learner.lora.name lora" in said and "fits 2 × H200" in said
 
 
 def test_cpus_refuse_beyond_a_quarter_more_than_there_is(

@@ -35,7 +35,7 @@ def new_run(path: Path, steps: int = 4, of: int = 4, tokens: bool = True, fields
     folder.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(1, steps + 1)))
     if tokens:
         for step in range(1, steps + 1):
-            write_step(folder.tokens, step, rows(step))
+            write_step(folder.tokens, step, rows(step), 8)
     return path
 
 
@@ -60,7 +60,7 @@ def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) ->
         "step": [step] * 2, "group": [0, 0], "sample": [0, 1], "prompt_id": ["a", "a"], "prompt": [HOSTILE] * 2,
         "prompt_token_ids": [[1, 2]] * 2, "completion": list(texts), "finish_reason": ["stop", "length"],
         "weight_version": [step - 1] * 2, "reward": [1.0, 0.0], "group_rewards": [[1.0, 0.0, 0.0]] * 2,
-        "worst_token": [0, None],
+        "worst_token": [0, None], "experts": [None, None],
     }  # fmt: skip
     return TokenRows(
         completions=about,
@@ -190,7 +190,9 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     run = new_run(tmp_path / "run", steps=steps, of=steps, tokens=False)
     (run / "tokens").mkdir()
     for step in range(1, steps + 1):
-        (run / "tokens" / f"step-{step:06d}.parquet").symlink_to(write_step(tmp_path, step % 2, rows(1, length=length)))
+        (run / "tokens" / f"step-{step:06d}.parquet").symlink_to(
+            write_step(tmp_path, step % 2, rows(1, length=length), 2)
+        )
     page = page_of(run).encode()
     assert len(page) <= 2 * 2**20
     data = json.loads(Elements(page.decode()).data)["tokens"]
@@ -248,7 +250,7 @@ def test_what_asks_for_attention_is_said(tmp_path: Path):
         ("report newer", "the run was started by another version of qarl"),
         ("report older", "line 1, lacks 'weight_version': another version of qarl wrote it"),
         ("report damaged", "line 2, is no JSON"),
-        ("report tokens", "has format 9, and this version of qarl reads 1"),
+        ("report tokens", "has format 9, and this version of qarl reads 2"),
         ("report start", "'start/start.json' cannot be read"),
         ("report run -o no/such/page.html", "-o no/such/page.html: there is no folder 'no/such'"),
         ("report run -o empty", "-o empty is a folder; name a file, such as empty/report.html"),

@@ -2,15 +2,22 @@
 
 import csv
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pyarrow
 import pytest
+from huggingface_hub import constants
 from pyarrow import parquet
 
+from configs.errors import ModelError
+from configs.hub import hub_or_cache
 from configs.schema.task import TaskConfig
+from qarl.plan.model import sizes_of
 from qarl.tasks import Problem, Table, Task, TaskError, load_task
+from quant.checkpoint.load import load_config
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)]
 
@@ -92,11 +99,26 @@ def test_a_local_data_set(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("hub_cache")
-def test_a_data_set_that_cannot_be_reached_says_how_to_copy_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+def test_without_a_network_nothing_waits_for_the_hub(monkeypatch: pytest.MonkeyPatch):
+    """Contract: a data set says how to copy it; a model's config is refused as soon. Afterwards the Hub is asked again,
+    and where there is a host it is asked as ever."""
+
+    def waited(seconds: float):
+        pytest.fail(f"waits for {seconds} s")
+
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", waited)
     with pytest.raises(TaskError, match=r"'hf:no/such' cannot be loaded.*`hf download --repo-type dataset no/such"):
         load("hf:no/such")
+    for config_of in (load_config, sizes_of):
+        with pytest.raises(ModelError, match=r"no connection to http://127.0.0.1:9, and not in the cache"):
+            config_of("no/such")
+    assert not constants.HF_HUB_OFFLINE
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        Thread(target=server.handle_request).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with hub_or_cache():
+            assert not constants.HF_HUB_OFFLINE
 
 
 def test_a_prompt_may_be_a_chat(tmp_path: Path):

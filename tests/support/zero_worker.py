@@ -47,6 +47,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     model = initial_model()
     if isinstance(config.lora, LoraConfig):
         add_adapters(model, config.lora, seed=0)
+    if not config.keep_codes:
+        model.release_codes()
     reference = initial_model() if config.kl.name != "none" else None
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
@@ -54,11 +56,11 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     with Sent(processes.world) as sent, counted(learner.backend, "backward") as backwards:
         stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
+    codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
+    tied = model.linears["lm_head"].codes().codes if "lm_head" in model.linears else torch.empty(0)
     if processes.first:
-        codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
         numbers = [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
         held, whole = (sum(f(p).numel() for p in model.masters.values()) for f in (torch.detach, whole_shape))
-        tied = model.linears["lm_head"].published_weight.codes if "lm_head" in model.linears else torch.empty(0)
         gradients = 4 * (whole + tied.numel()) * backwards[0]
         version = tied.nbytes + sum(tensor.nbytes for tensor in codes.values())
         expected = (gradients + version * sum(s.updates for s in stats)) * (processes.world - 1) / processes.world
