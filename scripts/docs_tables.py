@@ -200,13 +200,21 @@ def memory(rows: list[dict[str, Any]]) -> str:
 
 
 def communication(rows: list[dict[str, Any]]) -> str:
-    """Of `qarl bench communication`: what one process sends, over the masters' bytes, a row a stage."""
+    """Of `qarl bench communication`: what one process sends, over the masters' bytes, a row a stage and dtype of
+    gradients."""
     runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
-    sent = {(r["scheme"], r["optimizer"], r["processes"], r["stage"]): f"{r['share']:.2f}" for r in rows}
+    ways = sorted(
+        {(row["stage"], row.get("reduce_dtype", "float32")) for row in rows},
+        key=lambda way: (way[0], way[1] != "float32"),
+    )
+    sent = {
+        (r["scheme"], r["optimizer"], r["processes"], r["stage"], r.get("reduce_dtype", "float32")): f"{r['share']:.2f}"
+        for r in rows
+    }
     head = [f"{scheme}, {optimizer}, {count} processes" for scheme, optimizer, count in runs]
-    lines = [line(("ZeRO stage", *head)), "|---|" + "---:|" * len(runs)]
-    for stage in sorted({row["stage"] for row in rows}):
-        lines.append(line((f"`{stage}`", *(sent[(*run, stage)] for run in runs))))
+    lines = [line(("ZeRO stage", "gradients in", *head)), "|---|---|" + "---:|" * len(runs)]
+    for stage, dtype in ways:
+        lines.append(line((f"`{stage}`", dtype, *(sent[(*run, stage, dtype)] for run in runs))))
     return "\n".join(lines) + "\n"
 
 

@@ -116,6 +116,11 @@ class LearnerConfig(Section):
         description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "
         "them; auto: compute where the device multiplies that dtype natively (docs/learner.md)",
     )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="in which ZeRO-3's processes send each other gradients, added up in fp32; bfloat16 halves what is "
+        "sent, for slow networks",
+    )
     compile: bool = Field(
         default=False,
         description="torch.compile the backwards of norms, rotary and gated MLPs; start-up takes longer",
@@ -177,6 +182,11 @@ class LearnerConfig(Section):
             self.objective, ratio_from(self.correction), self.ratio_fix, self.aligned, self.mini_batches
         )
         refuse_ignored_precision(self)
+        if self.reduce_dtype != "float32" and self.zero_stage != 3:
+            raise ValueError(
+                f"learner.reduce_dtype {self.reduce_dtype!r} with learner.zero_stage {self.zero_stage} has nothing to "
+                "do: ZeRO-3 alone is QaRL's own; set learner.zero_stage 3, or leave it out"
+            )
         return self
 
 

@@ -4,6 +4,7 @@ Forward and backward multiply codes, which are whole in every process. So a mast
 with their process (`quant.runtime.shards`), and what travels in a step is
 
     gradients   fp32, a layer at a time in the backward, each row to its process; no process ever has a whole gradient
+                (`learner.reduce_dtype bfloat16`: rounded once for the way)
     codes       once a weight version, quantized by the rows' processes and gathered: an eighth of the masters in int4
     Muon        an update's rows to the process that orthogonalizes the matrix, and back, in bfloat16
 
@@ -36,6 +37,7 @@ class Sharded:
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
         self.policy, self._processes = model, processes
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer, processes)
+        model.gradients.reduce_dtype = MASTER_DTYPES[config.reduce_dtype]
         by_muon = config.optimizer.name == "muon"
         self._matrices = {n for n in model.matrices() if by_muon and len(whole_shape(model.masters[n])) > 1}
 

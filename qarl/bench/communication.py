@@ -47,12 +47,13 @@ UPDATES = 2
 
 @dataclass(frozen=True)
 class Traffic:
-    """A step of `UPDATES` updates by so many processes. sent: bytes that one process sends, on average; share: over the
-    fp32 masters' bytes."""
+    """A step of `UPDATES` updates by so many processes. reduce_dtype: in which gradients are sent. sent: bytes that one
+    process sends, on average; share: over the fp32 masters' bytes."""
 
     scheme: str
     optimizer: str
     stage: int
+    reduce_dtype: str
     processes: int
     sent: int
     share: float
@@ -84,10 +85,11 @@ def measure(
         for count in processes:
             say(f"{count} processes")
             jobs = [
-                {"scheme": scheme, "stage": stage, "optimizer": optimizer}
+                {"scheme": scheme, "stage": stage, "optimizer": optimizer, "reduce_dtype": dtype}
                 for scheme in schemes
                 for optimizer in optimizers
                 for stage in stages
+                for dtype in ("float32", "bfloat16")[: 2 if stage == 3 else 1]
             ]
             rows += _launch(Path(folder), count, jobs)
     return rows
@@ -109,12 +111,14 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
     """For people."""
     figures = ("processes", "stage", "KiB", "x masters")
     shown = PlainTable(
-        "scheme", "optimizer", *figures, figures=figures,
+        "scheme", "optimizer", "gradients", *figures, figures=figures,
         title=f"what one process sends in a step of {UPDATES} updates, and over the fp32 masters' bytes",
     )  # fmt: skip
     for row in rows:
         size = f"{row.sent / 1024:,.0f}"
-        shown.add_row(row.scheme, row.optimizer, str(row.processes), str(row.stage), size, f"{row.share:.2f}")
+        shown.add_row(
+            row.scheme, row.optimizer, row.reduce_dtype, str(row.processes), str(row.stage), size, f"{row.share:.2f}"
+        )
     return shown
 
 
@@ -176,6 +180,7 @@ def _learner(folder: Path, job: dict[str, Any], processes: Processes, tokens: in
     config = LearnerConfig.model_validate(
         {
             "zero_stage": job["stage"],
+            "reduce_dtype": job["reduce_dtype"],
             "optimizer": {"name": job["optimizer"]},
             "mini_batches": UPDATES,
             "micro_batch_tokens": tokens // UPDATES // processes.world,

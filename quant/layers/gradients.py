@@ -18,7 +18,8 @@ class Gradients:
     clips them. in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they
     otherwise go through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this
     off. fp32_input_grad: gradients of a product's input are computed in fp32 (see
-    `quant.layers.straight_through.input_gradient`). compiled: passes over rows go through torch.compile, which makes
+    `quant.layers.straight_through.input_gradient`). reduce_dtype: in which processes that have parts of a master send
+    each other the other parts' gradients. compiled: passes over rows go through torch.compile, which makes
     one of what torch's operators do in several.
     """
 
@@ -26,6 +27,7 @@ class Gradients:
         self.scale = 1.0
         self.in_place = False
         self.fp32_input_grad = True
+        self.reduce_dtype = torch.float32
         self.compiled = False
 
     def into(self, master: torch.Tensor) -> torch.Tensor | None:
@@ -44,7 +46,7 @@ class Gradients:
         shard = shard_of(master)
         if shard is None:
             return gradient
-        part = shard.reduce(gradient)
+        part = shard.reduce(gradient, self.reduce_dtype)
         if master.grad is None:
             master.grad = part.clone()
         else:

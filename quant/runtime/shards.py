@@ -38,13 +38,30 @@ class Shard:
         _wait(work)
         return whole
 
-    def reduce(self, whole: torch.Tensor) -> torch.Tensor:
+    def reduce(self, whole: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The sum over all processes of this process's part, a view of `whole`, whose other parts are void then. All
-        processes come here together."""
+        processes come here together.
+
+        whole: fp32. dtype: in which parts are sent; each is rounded to it once, sums are fp32 (a collective reduction
+        would add up in it).
+        """
+        if dtype != whole.dtype:
+            return self._sum_of_rounded(whole, dtype)
         parts = ((rank, self.rows(whole, rank)) for rank in range(len(self.edges) - 1))
         work = [dist.reduce(p, rank, async_op=True) for rank, p in parts if p.numel()]
         _wait(work)
         return self.rows(whole)
+
+    def _sum_of_rounded(self, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        world, mine, rounded = len(self.edges) - 1, self.rows(whole), whole.to(dtype)
+        theirs = torch.empty((world, *mine.shape), dtype=dtype, device=whole.device)
+        sizes = [self.rows(rounded, rank).nbytes for rank in range(world)]
+        sent, room = (tensor.flatten().view(torch.uint8) for tensor in (rounded, theirs))
+        dist.all_to_all_single(room, sent, [sizes[self.rank]] * world, sizes)
+        for rank, part in enumerate(theirs):
+            if rank != self.rank:
+                mine += part
+        return mine
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:

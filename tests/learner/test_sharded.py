@@ -14,7 +14,7 @@ import torch
 
 from quant.runtime.shards import cut_rows
 from tests.support.runs import ROOT
-from tests.support.shard_worker import ROWS, gradient_of, row_steps
+from tests.support.shard_worker import ROWS, gradient_of, random, row_steps
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,17 @@ def test_rows_are_materialized_as_the_whole_is(made: dict[str, Any]):
     also where a process has no row."""
     assert len(made["equal"]) > 30
     assert [name for name, equal in made["equal"].items() if not equal] == []
+
+
+def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(made: dict[str, Any]):
+    """Contract: a process's own part is not rounded; the default rounds none."""
+    whole = [random(5, 24, seed=rank) for rank in range(2)]
+    for rank, (exact, rounded) in enumerate(made["sums"]):
+        edges = cut_rows(whole[0].shape, rank, 2, 1, 0).edges
+        mine, theirs = (whole[r][edges[rank] : edges[rank + 1]] for r in (rank, 1 - rank))
+        assert torch.equal(exact, mine + theirs)
+        assert torch.equal(rounded, mine + theirs.to(torch.bfloat16).to(torch.float32))
+        assert not torch.equal(exact, rounded)
 
 
 @pytest.mark.parametrize(("rows", "world", "unit"), [(1, 2, 1), (7, 3, 1), (384, 2, 128), (128, 4, 128), (64, 8, 1)])

@@ -16,6 +16,7 @@ from learner.backends.sharded import Sharded
 from learner.processes import Processes, join_processes, leave_processes
 from qarl.run.checkpoint import merge_states
 from quant.checkpoint.families import ExpertLayout
+from quant.layers.gradients import Gradients
 from quant.materialize import materialize
 from quant.materialize.experts import materialize_experts
 from quant.materialize.shard import materialize_rows
@@ -49,7 +50,7 @@ def row_steps(name: str, processes: Processes | None = None) -> tuple[dict[str, 
 
     def learner() -> Sharded:
         model: Any = SimpleNamespace(
-            masters=masters, matrices=lambda: set(SHAPES) - {"norm"}, device=torch.device("cpu")
+            masters=masters, matrices=lambda: set(SHAPES) - {"norm"}, device=torch.device("cpu"), gradients=Gradients()
         )
         config = LearnerConfig.model_validate({"optimizer": settings})
         return Sharded(model, config, processes or Processes())
@@ -102,6 +103,16 @@ def equal_experts(scheme: Scheme, processes: Processes) -> bool:
     return same_tensors(ours.tensors(ExpertLayout()), theirs.tensors(ExpertLayout()))
 
 
+def reduced(processes: Processes) -> list[torch.Tensor]:
+    """This process's rows of a sum of gradients, sent in fp32 and in bfloat16."""
+    sums = []
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = random(5, 24, seed=processes.rank)
+        shard = cut_rows(mine.shape, processes.rank, processes.world, 1, 0)
+        sums.append(shard.reduce(mine, dtype).clone())
+    return sums
+
+
 def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -125,8 +136,9 @@ def main() -> None:
     for name, scheme in SCHEMES.items():
         equal |= {f"{name}, {blocks} blocks": equal_matrices(scheme, blocks, processes) for blocks in (1, 3)}
         equal[f"{name}, experts"] = equal_experts(scheme, processes)
-    told = processes.gathered(equal)
+    told, sums = processes.gathered(equal), processes.gathered(reduced(processes))
     if processes.first:
+        made["sums"] = sums
         made["equal"] = {key: all(one[key] for one in told) for key in equal}
         torch.save(made, folder / "made.pt")
     leave_processes()
