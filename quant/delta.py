@@ -17,11 +17,11 @@ distance to the changed byte before, less one (uint32), then the XOR of each one
 
 import struct
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -46,10 +46,15 @@ allocate, to some times a block."""
 _HEADER_BYTES_A_TENSOR, _HEADER_BYTES_A_BLOCK = 2048, 64
 """At most, names of 1,024 characters included."""
 
-_ZSTD = pyarrow.Codec("zstd", compression_level=1)
-
 _Count = Annotated[int, Field(ge=0)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+@cache
+def _zstd() -> Any:
+    import pyarrow  # starts a thread when it is imported: no sooner than it is needed
+
+    return pyarrow.Codec("zstd", compression_level=1)
 
 
 class DeltaError(QarlError):
@@ -262,7 +267,7 @@ def _encoded(old: Bytes, new: Bytes) -> tuple[int | None, bytes]:
         return 0, b""
     gaps = (np.diff(positions, prepend=-1) - 1).astype("<u4")
     planes = np.concatenate([gaps.view(np.uint8).reshape(-1, 4).T.reshape(-1), values])
-    return len(positions), _ZSTD.compress(planes, asbytes=True)
+    return len(positions), _zstd().compress(planes, asbytes=True)
 
 
 def _changes(old: Bytes, new: Bytes) -> tuple[npt.NDArray[np.int64], Bytes] | None:
@@ -294,7 +299,7 @@ def _apply(octets: Bytes, changes: int | None, payload: bytes | memoryview | Byt
         octets[:] = np.frombuffer(payload, np.uint8)
     elif changes or len(payload):
         try:
-            raw = _ZSTD.decompress(payload, decompressed_size=_PLANES * changes, asbytes=True)
+            raw = _zstd().decompress(payload, decompressed_size=_PLANES * changes, asbytes=True)
         except OSError as error:
             raise DeltaError(f"its {name!r} cannot be decompressed: {error}; send it again") from error
         planes = np.frombuffer(raw, np.uint8).reshape(_PLANES, changes)
