@@ -3,6 +3,7 @@
 Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
+import copy
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
 from configs.schema.learner import LearnerConfig
 from configs.schema.run import RolloutConfig, RunConfig
@@ -88,7 +90,8 @@ def investigate(config: RunConfig) -> Investigation:
     """Sample `rollout.prompts` prompts of the configuration's task, `rollout.samples` completions each, and score
     them."""
     folder, prompter = model_folder(config.model), open_prompter(model_folder(config.model), config)
-    models = {name: _learner(config, folder, kind) for name, kind in LEARNERS.items()}
+    masters = load_masters(folder, torch.float32)
+    models = {name: _learner(config, masters, kind) for name, kind in LEARNERS.items()}
     task = load_task(config.task).shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
@@ -164,10 +167,12 @@ def has_own_head(folder: Path) -> bool:
     return head is not None and (embedding is None or not torch.equal(head, embedding))
 
 
-def _learner(config: RunConfig, folder: Path, kind: LearnerKind) -> LowBitModel:
+def _learner(config: RunConfig, masters: PreTrainedModel, kind: LearnerKind) -> LowBitModel:
+    """Over modules of its own and the very tensors of `masters`, which nothing here writes."""
+    tensors = (*masters.parameters(), *masters.buffers())
+    modules = copy.deepcopy(masters, {id(tensor): tensor for tensor in tensors})
     context = LayerContext(COMPUTE_DTYPES[config.dtype], kind.kernel, kind.aligned)
-    masters = load_masters(folder, torch.float32)
-    return LowBitModel(masters, get_scheme(config.scheme), context, kind.operators, config.layers)
+    return LowBitModel(modules, get_scheme(config.scheme), context, kind.operators, config.layers)
 
 
 def _share(model: LowBitModel, engine: Engine) -> str:
