@@ -202,4 +202,4 @@ if command -v flock >/dev/null; then # two set-ups of one folder wait for each o
 fi
 sync_env
 printf '%s\n' "$want" >"$stamp"
-say "ready: $venv"
+say "ready: $venv; for the command qarl in this shell: source $venv/bin/activate"

@@ -5,7 +5,7 @@ import random
 from importlib.resources import files
 from pathlib import Path
 
-_QUESTIONS, _HELDOUT = 320, 64
+_QUESTIONS, _HELDOUT = 2560, 256
 FILES = ("questions.jsonl", "reward.py", "run.yaml")
 
 

@@ -35,7 +35,7 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     for part in (
         "kernels: w4a16 in bfloat16: ",
-        "task: questions.jsonl: 320 rows; 256 to train on, 64 held out",
+        "task: questions.jsonl: 2560 rows; 2304 to train on, 256 held out",
         "as the model sees it (",
         "  | <|im_start|>user\n  | State the final answer",
         "reference answer: ",
