@@ -17,6 +17,7 @@ from configs.load import config_file, default_config, load_config
 from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
+from qarl.cli.data import add_data
 from qarl.cli.doctor import add_doctor
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.eval import add_eval
@@ -74,6 +75,7 @@ def _parser() -> Parser:
     add_check(commands)
     add_init(commands)
     _add_export(commands)
+    add_data(commands)
     add_eval(commands)
     add_report(commands)
     add_mismatch(commands)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from qarl.page.runs import Configuration, RecordedRun
 from qarl.report.early_warning import early_warnings
+from qarl.tasks.paths import PERFECTIBLE
 
 Level = Literal["good", "note", "warning"]
 Remark = tuple[Level, str]
@@ -26,6 +27,8 @@ SMALL = 1e-4
 """Nats: a part of the log-ratio that is not worth a word."""
 PARTS = {"dtype": "the compute dtype", "scheme": "the scheme", "staleness": "staleness", "kernel": "the kernels"}
 COLLAPSED = 0.1
+PERFECTED = 0.95
+"""Training accuracy that a sound run comes to on questions its first policy solved now and then (arXiv 2510.26788)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
         _of_parts,
         _of_shares,
         _of_learning,
+        _of_perfectible,
         *([_of_proofs] if single else []),
     )  # tables have the proofs too
     remarks = [
@@ -171,6 +175,21 @@ def _of_learning(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     idle = sum(run.metrics[-1]["skipped_batches"] for run in runs)
     if idle:
         yield "note", f"{_counted(idle, 'batch', 'batches')} taught nothing: within every group all rewards were equal."
+
+
+def _of_perfectible(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    """Where the reward is the accuracy."""
+    for run in runs:
+        task = run.config.task
+        reward = _mean_last([run], "reward")
+        if not task.name.endswith(PERFECTIBLE) or task.reward not in (None, "exact", "math") or reward is None:
+            continue
+        of = f" of {run.name}" if len(runs) > 1 else ""
+        words = f"Training accuracy{of} is {reward:.1%} at the end, on questions that a policy solved now and then"
+        if reward >= PERFECTED:
+            yield "good", f"{words}: what a sound run comes to (95 %)."
+        elif run.finished:
+            yield "warning", f"{words}: below 95 % there are too few steps, or something is broken."
 
 
 def _of_proofs(runs: Sequence[RecordedRun]) -> Iterator[Remark]:

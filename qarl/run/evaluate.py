@@ -10,7 +10,7 @@ from qarl.evaluation.results import Evaluation, Question, Result, final_answer
 from qarl.report.startup import phase, say
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter
-from qarl.tasks import Problem, Response, Task
+from qarl.tasks import Problem, Response, Split, Task
 from rollout.engine import Engine
 from rollout.open import open_engine
 from rollout.types import Completion, Sampling
@@ -23,10 +23,10 @@ def run_accuracy(
     return answered(engine, task, prompter, config.eval, config.rollout, processes=processes).accuracy
 
 
-def heldout_problems(task: Task, count: int, seed: int) -> list[Problem]:
-    """The first `count` held-out problems for this seed; each once, so fewer where a file has fewer."""
-    size = task.size("heldout")
-    return task.problems("heldout", 0, count if size is None else min(count, max(size, 1)), seed)
+def problems_once(task: Task, split: Split, count: int, seed: int) -> list[Problem]:
+    """The first `count` problems of a split for this seed; each once, so fewer where a file has fewer."""
+    size = task.size(split)
+    return task.problems(split, 0, count if size is None else min(count, max(size, 1)), seed)
 
 
 def answered(
@@ -37,6 +37,7 @@ def answered(
     rollout: RolloutConfig,
     seed: int = 0,
     processes: Processes | None = None,
+    split: Split = "heldout",
 ) -> Result:
     """Answers of the policy that `engine` holds, judged by the task's checker.
 
@@ -45,7 +46,7 @@ def answered(
     on how many there are.
     """
     together = processes or Processes()
-    problems = heldout_problems(task, asking.problems, seed)
+    problems = problems_once(task, split, asking.problems, seed)
     share = together.share(problems)
     sampling = Sampling(
         samples=asking.samples,

@@ -21,7 +21,7 @@ from qarl.bench.learner.process import require_trl, run_worker
 from qarl.bench.learner.trl_worker import SETTINGS
 from qarl.bench.runs import check_seeds, refuse_chosen
 from qarl.bench.train.job import Curve, Point, TrlJob, reached, write_problems
-from qarl.run.evaluate import heldout_problems
+from qarl.run.evaluate import problems_once
 from qarl.run.session import check_input, model_folder
 from qarl.tasks import Response, load_task
 
@@ -152,7 +152,7 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
     """With TRL's held-out answers judged here, by the task's own verdict."""
     config = config_of(options, options.schemes[0], seed)
     task = load_task(config.task)
-    asked = heldout_problems(task, config.eval.problems, 0)  # as a run asks
+    asked = problems_once(task, "heldout", config.eval.problems, 0)  # as a run asks
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "problems.json"
         write_problems(file, task.problems("train", 0, config.steps * config.rollout.prompts, seed), asked)
