@@ -34,6 +34,7 @@ from qarl.cli.sample import add_sample
 from qarl.cli.serve import add_serve
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
+from qarl.cli.watch import add_watch
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files, check_new_folder
@@ -83,6 +84,7 @@ def _parser() -> Parser:
     add_sample(commands)
     add_push(commands)
     add_runs(commands)
+    add_watch(commands)
     add_bench(commands)
     add_plan(commands)
     add_doctor(commands)

@@ -42,13 +42,21 @@ _WIDTH = 48
 
 
 class Dashboard:
-    """Shows a run. Use as a context manager around `train`. clock: seconds, from which elapsed time is counted."""
+    """Shows a run. Use as a context manager around `train`. clock: seconds. started: when the run began, by the clock,
+    from which elapsed time is counted; None: now."""
 
-    def __init__(self, config: RunConfig, console: Console, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        config: RunConfig,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
+    ):
         self._config = config
         self._console = console
         self._clock = clock
-        self._started = self._phase_started = clock()
+        self._phase_started = clock()
+        self._started = self._phase_started if started is None else started
         self._phase = "starting"
         self._rewards: list[float] = []
         self._step_seconds: list[float] = []

@@ -10,7 +10,9 @@ from statistics import pstdev
 from typing import Any
 
 from configs.schema.run import RunConfig
+from learner.decomposition import Decomposition
 from learner.learner import LearnStats
+from learner.mismatch import Mismatch
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import open_logger
 from qarl.report.run_folder import RunFolder
@@ -123,6 +125,22 @@ def metrics_writer(
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl."""
     return [json.loads(line) for line in json_lines(file)]
+
+
+def restored_step(flat: dict[str, Any]) -> StepMetrics:
+    """The step that a line of a metrics.jsonl was written of (`StepMetrics.flat`), less the learner's seconds."""
+
+    def part(prefix: str) -> dict[str, Any]:
+        found = {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
+        return {k: v for k, v in found.items() if "/" not in k}
+
+    stats = None
+    if learn := part("learn/"):
+        mismatch, log_ratio = Mismatch(**part("learn/mismatch/")), Decomposition(**part("learn/log_ratio/"))
+        stats = LearnStats(mismatch=mismatch, log_ratio=log_ratio, seconds={}, **learn)
+    unmeasured = ("accuracy", "digest", "canary", "error_tokens_negative", "error_tokens_positive")
+    optional: dict[str, Any] = dict.fromkeys(unmeasured)
+    return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))
 
 
 def json_lines(file: Path) -> list[str]:
