@@ -218,9 +218,31 @@ def communication(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def delta(rows: list[dict[str, Any]]) -> str:
+    """Of `qarl bench delta`: codes that a later step changes, and a delta over the whole version and over its quantized
+    matrices, a row for each shape, scheme and optimizer."""
+    rates = sorted({row["lr"] for row in rows})
+    last = max(row["step"] for row in rows)
+    head = (f"codes {rate:g}, delta, quantized" for rate in rates)
+    lines = [line(("shape", "scheme", "scales", "optimizer", *head)), "|---|---|---|---|" + "---:|" * len(rates)]
+    named = ("shape", "scheme", "scale", "optimizer")
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for row in sorted((row for row in rows if row["step"] == last), key=lambda row: row["lr"]):
+        shares = (row["codes"], row["share"], row["quantized_share"])
+        cells.setdefault(tuple(row[name] for name in named), []).append(
+            ", ".join(f"{s:.2g} %" for s in _percents(shares))
+        )
+    lines += [line((*key, *shown)) for key, shown in cells.items()]
+    return _text(lines)
+
+
+def _percents(shares: tuple[float, ...]) -> list[float]:
+    return [100 * share for share in shares]
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
-    "memory": memory, "communication": communication,
+    "memory": memory, "communication": communication, "delta": delta,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 
