@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from configs.errors import ConfigError
 from qarl.bench.learner.memory import PeakMemory
@@ -119,10 +119,11 @@ def moe_config(parameters: float) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**sizes)
 
 
-def random_masters(config: Qwen3MoeConfig, dtype: torch.dtype) -> PreTrainedModel:
+def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A model of this architecture: 4 million normal values, again and again."""
     model: Any = empty_model(config)
     model = model.to(dtype).to_empty(device="cpu").eval()
+    model.tie_weights()
     values = torch.randn(_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

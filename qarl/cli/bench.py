@@ -393,7 +393,7 @@ def _memory(known: argparse.Namespace, console: Console) -> _Measured:
 
 
 def _add_others(names: Any) -> None:
-    from qarl.cli import bench_communication, bench_delta
+    from qarl.cli import bench_communication, bench_delivery, bench_delta
 
-    for benchmark in (bench_communication, bench_delta):
+    for benchmark in (bench_communication, bench_delta, bench_delivery):
         _runs(benchmark.add_options(names), benchmark.measure)

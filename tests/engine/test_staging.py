@@ -35,11 +35,6 @@ def running(
         engine.close()
 
 
-def loaded(engine: VllmEngine) -> tuple[Any, Any]:
-    """vLLM's model and its configuration."""
-    return engine._llm.collective_rpc(lambda worker: (worker.model_runner.get_model(), worker.vllm_config))[0]
-
-
 def change(model: LowBitModel, part: str, seed: int) -> None:
     """Move the masters that have `part` in their names."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,16 +50,13 @@ def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
 ):
     """Contract: only layers that changed are made, the engine answers as before until the swap, and then as one that
     loaded the version whole; after several, as a fresh one. Blind spot: as of `test_publish`'s."""
-    from rollout.vllm.staging import stage
-
     model, engine = running
-    live, config = loaded(engine)
     sender, receiver = (HeldVersion(0, model.low_bit_tensors()) for _ in range(2))
     made, answers = [], engine.logprobs(SEQUENCES)
     for version, part in enumerate(PARTS, 1):
         change(model, part, version)
         changed = receiver.apply(sender.advance(version, model.low_bit_tensors()), version, sender.digest)
-        staged = stage(live, config, {item.name: item.tensor for item in receiver.tensors()}, changed)
+        staged = engine.stage({item.name: item.tensor for item in receiver.tensors()}, changed)
         made.append(staged.layers)
         assert engine.logprobs(SEQUENCES) == answers
         staged.swap()
@@ -91,21 +83,18 @@ class Breaking(dict[str, torch.Tensor]):
 
 
 def test_a_version_that_cannot_be_made_leaves_the_model_as_it_was(running: tuple[LowBitModel, VllmEngine]):
-    from rollout.vllm.staging import stage
-
     model, engine = running
-    live, config = loaded(engine)
     answers = engine.logprobs(SEQUENCES)
     change(model, "", 1)
     tensors = {item.name: item.tensor for item in model.low_bit_tensors()}
     lost = "model.layers.1.self_attn.v_proj.weight_scale"
     if lost in tensors:
         with pytest.raises(EngineError, match=r"more tensors for the layer of 'model.layers.1.self_attn.q_proj'"):
-            stage(live, config, {n: t for n, t in tensors.items() if n != lost}, [lost])
+            engine.stage({n: t for n, t in tensors.items() if n != lost}, [lost])
     with pytest.raises(EngineError, match=r"takes 'model.layers.7.mlp.up_proj'"):
-        stage(live, config, tensors, ["model.layers.7.mlp.up_proj.weight"])
+        engine.stage(tensors, ["model.layers.7.mlp.up_proj.weight"])
     with pytest.raises(OSError, match="the link broke"):
-        stage(live, config, Breaking(tensors), list(tensors))
+        engine.stage(Breaking(tensors), list(tensors))
     assert engine.logprobs(SEQUENCES) == answers
     engine.load([LowBitTensor(n, t) for n, t in tensors.items()], 1)
     assert engine.logprobs(SEQUENCES) != answers

@@ -109,14 +109,21 @@ def digest(sequences: Iterable[Sequence[int]]) -> str:
 def write_model(model: BenchModel, folder: Path, seed: int) -> int:
     """Random weights in fp32 with a tokenizer of one word a token, in `folder`; returns the parameters."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config: dict[str, Any] = {**model.config, "pad_token_id": PAD, "eos_token_id": END, "dtype": "float32"}
     made = Qwen3ForCausalLM(Qwen3Config(**config))
     made.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.config["vocab_size"])}, unk_token="w0"))
+    write_tokenizer(model.config["vocab_size"], folder)
+    return sum(p.numel() for p in made.parameters())
+
+
+def write_tokenizer(vocabulary: int, folder: Path) -> None:
+    """A tokenizer of one word a token, in `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
-    return sum(p.numel() for p in made.parameters())

@@ -1,0 +1,110 @@
+"""`qarl bench delivery`: weight versions to a running vLLM, whole and as deltas, against bf16 from disk.
+
+Each scheme has a process with a random model and an engine on its export. Whole: the tensors are written as one file,
+read and hashed, and loaded while nothing is sampled. As a delta: encoded against the version before, written, read,
+applied, the layers that changed made beside the model's, and swapped while nothing is sampled. bf16: the checkpoint is
+saved, and vLLM reloads it from disk, as one does without QaRL.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.errors import ConfigError
+from qarl.bench.learner.process import run_worker
+from qarl.report.tables import PlainTable
+from quant.schemes import get_scheme
+
+SHAPES = ("0.6b", "tiny")
+
+
+def measure(
+    shape: str, schemes: Sequence[str], lr: float, rounds: int, folder: str | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Figures of bf16 and then every scheme. folder: where versions are written; None: memory where /dev/shm is, else
+    temporary files. Raises before anything is measured."""
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape!r}: known are {', '.join(SHAPES)}")
+    if rounds < 1 or not lr > 0:
+        raise ConfigError(f"--rounds {rounds} must be at least 1, and --lr {lr:g} above 0")
+    for scheme in schemes:
+        get_scheme(scheme)
+    where = folder or next((place for place in ("/dev/shm", "/tmp") if os.access(place, os.W_OK)), ".")
+    if not Path(where).is_dir():
+        raise ConfigError(f"--folder {where!r} is no folder; give one that exists")
+    rows = []
+    for scheme in dict.fromkeys(["bf16", *schemes]):
+        say(f"{scheme} …")
+        job = {"scheme": scheme, "shape": shape, "lr": lr, "rounds": rounds, "folder": where}
+        rows.append(run_worker("qarl.bench.delivery_worker", json.dumps(job), _answer, f"the engine in {scheme}"))
+    return {"shape": shape, "lr": lr, "rounds": rounds, "in_memory": where.startswith("/dev/shm"), "rows": rows}
+
+
+def _answer(output: str) -> dict[str, Any] | None:
+    lines = [line for line in output.splitlines() if line.startswith('{"scheme"')]
+    return json.loads(lines[-1]) if lines else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratios:
+    """full_bytes, full_seconds, delta_seconds: over bf16's from disk. delta_bytes: over the whole version's. pause: of
+    a delta, over that of a whole version. copies: a whole version's seconds over those of copying its bytes once."""
+
+    full_bytes: float
+    full_seconds: float
+    delta_bytes: float
+    delta_seconds: float
+    pause: float
+    copies: float
+
+
+def ratios(row: dict[str, Any], bf16: dict[str, Any]) -> Ratios:
+    """What the figures of one scheme come to."""
+    seconds = row["seconds"]
+    disk = bf16["seconds"]["write"] + bf16["seconds"]["load, paused"]
+    whole = seconds["write"] + seconds["read and hash"] + seconds["load, paused"]
+    return Ratios(
+        full_bytes=row["full_bytes"] / bf16["full_bytes"],
+        full_seconds=whole / disk,
+        delta_bytes=row["delta_bytes"] / row["full_bytes"],
+        delta_seconds=sum(taken for name, taken in seconds.items() if name.startswith("delta")) / disk,
+        pause=seconds["delta: swap, paused"] / seconds["load, paused"],
+        copies=whole / seconds["copy once"],
+    )
+
+
+def table(data: dict[str, Any]) -> list[PlainTable]:
+    """Seconds by work, and what they come to."""
+    bf16, *rows = data["rows"]
+    names = list(dict.fromkeys(name for row in data["rows"] for name in row["seconds"]))
+    schemes = [row["scheme"] for row in data["rows"]]
+    where = "memory" if data["in_memory"] else "disk"
+    seconds = PlainTable(
+        "work", *schemes, figures=schemes,
+        title=f"Seconds of a publish to a running vLLM, Qwen3 {data['shape']}, by way of {where}; medians",
+    )  # fmt: skip
+    for name in names:
+        taken = [row["seconds"].get(name) for row in data["rows"]]
+        seconds.add_row(name, *("–" if t is None else f"{t:.4f}" for t in taken))
+    figures = (
+        "whole",
+        "of bf16's bytes",
+        "of bf16's time",
+        "× a copy",
+        "delta",
+        "of whole",
+        "of bf16's time, delta",
+        "pause of whole's",
+    )
+    shown = PlainTable("scheme", *figures, figures=figures, title=f"A step at {data['lr']:g}")
+    for row in rows:
+        r = ratios(row, bf16)
+        shown.add_row(
+            row["scheme"], f"{row['full_bytes'] / 1e6:.0f} MB", f"{r.full_bytes:.2f}", f"{r.full_seconds:.2f}",
+            f"{r.copies:.1f}", f"{row['delta_bytes'] / 1e6:.2f} MB", f"{r.delta_bytes:.2%}", f"{r.delta_seconds:.2f}",
+            f"{r.pause:.2%}",
+        )  # fmt: skip
+    return [seconds, shown]

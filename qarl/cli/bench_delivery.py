@@ -1,0 +1,36 @@
+"""`qarl bench delivery`: its options."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from qarl.report.tables import PlainTable
+
+
+def add_options(names: Any) -> argparse.ArgumentParser:
+    """The benchmark's parser."""
+    parser = names.add_parser(
+        "delivery",
+        help="weight versions to a running vLLM: whole, as deltas, and bf16 from disk",
+        description="Time and bytes of a publish to a running vLLM, and how long it pauses (docs/publish.md#deltas).",
+    )
+    parser.add_argument("--shape", default="0.6b", help="of a random Qwen3: 0.6b (default), tiny")
+    parser.add_argument(
+        "--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes first"
+    )
+    parser.add_argument("--lr", type=float, default=1e-6, help="of the step between two versions (default 1e-6)")
+    parser.add_argument("--rounds", type=int, default=3, help="versions of each scheme (default 3)")
+    parser.add_argument("--folder", help="where versions are written (default: memory, /dev/shm)")
+    return parser
+
+
+def measure(known: argparse.Namespace, console: Console) -> tuple[list[PlainTable], Any]:
+    """What `known` asks for, as tables and JSON-ready."""
+    from qarl.bench import delivery
+
+    data = delivery.measure(
+        known.shape, known.schemes.split(","), known.lr, known.rounds, known.folder,
+        lambda line: console.print(line, highlight=False),
+    )  # fmt: skip
+    return delivery.table(data), data
