@@ -25,6 +25,10 @@ class AbsentEngine:
         """Raises `EngineError`."""
         raise _absent()
 
+    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Raises `EngineError`."""
+        raise _absent()
+
     def layers(self) -> list[LayerReport]:
         """None."""
         return []

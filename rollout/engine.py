@@ -50,6 +50,10 @@ class Engine(Protocol):
         """fp32 log-probs of tokens 1… of each sequence given those before, in nats."""
         ...
 
+    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """`logprobs` by each of the replicas that sample; an engine in this process is one."""
+        ...
+
     def layers(self) -> list[LayerReport]:
         """The engine's side of the audit, one entry a checkpoint layer (fused layers are listed by their parts)."""
         ...

@@ -1,23 +1,30 @@
 """The door to every engine: the one place that chooses which kind samples and serves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from configs.schema.run import RolloutConfig
 from rollout.engine import Engine
 from rollout.types import Served
 
+if TYPE_CHECKING:
+    from rollout.servers.start import Started
+
 
 @contextmanager
-def open_engine(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool = False) -> Iterator[Engine]:
+def open_engine(
+    checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool = False, placed: bool = False
+) -> Iterator[Engine]:
     """Start an engine on a checkpoint folder; it is closed at the end of the `with`, also where the body fails.
 
     rollout: how it samples; a sequence has at most `max_prompt_tokens` + `max_new_tokens`. dtype: compute dtype,
     "bfloat16", "float16" or "float32". several: this process is one of several with an engine each, and torch's process
-    group is open. Raises `EngineError` where it cannot start.
+    group is open. placed: where `rollout.servers` says, to be published to; else in this process, fresh from the
+    folder. Raises `EngineError` where it cannot start.
     """
-    engine = _start(checkpoint, rollout, dtype, several)
+    engine = _start(checkpoint, rollout, dtype, several, rollout.servers is not None and placed)
     try:
         yield engine
     except BaseException:
@@ -35,8 +42,39 @@ def server_command(served: Served, host: str, port: int, more: list[str]) -> lis
     return server_command(served, host, port, more)
 
 
-def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool) -> Engine:
-    from rollout.vllm.engine import VllmEngine
+@contextmanager
+def serve_rollouts(
+    checkpoint: Path,
+    rollout: RolloutConfig,
+    dtype: str,
+    ports: Sequence[int],
+    host: str,
+    key: str | None,
+    more: Sequence[str],
+    devices: int,
+) -> Iterator["Sequence[Started]"]:
+    """Servers that runs of this `rollout` section can sample on, one a port, each with so many GPUs, ended at the end
+    of the `with`. key: that they ask for, None for none. more: options of vLLM's, which win. What they print is written
+    beside the checkpoint. Raises `EngineError` where one cannot start."""
+    from rollout.servers.start import start_replicas, stop_replicas
     from rollout.vllm.options import vllm_options
 
-    return VllmEngine(checkpoint, vllm_options(rollout, dtype, several))
+    options, logs = vllm_options(rollout, dtype, False), checkpoint.parent
+    replicas = start_replicas(checkpoint, options, ports, key, logs, rollout.server_seconds, host, more, devices)
+    try:
+        yield replicas
+    finally:
+        stop_replicas(replicas)
+
+
+def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool, on_servers: bool) -> Engine:
+    from rollout.vllm.options import vllm_options
+
+    options = vllm_options(rollout, dtype, several)
+    if on_servers:
+        from rollout.servers.open import open_servers
+
+        return open_servers(checkpoint, rollout, options)
+    from rollout.vllm.engine import VllmEngine
+
+    return VllmEngine(checkpoint, options)

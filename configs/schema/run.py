@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault
 from configs.schema.learner import LearnerConfig
 from configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
+from configs.schema.servers import Servers
 from configs.schema.task import TaskConfig
 
 _MOST_PROMPTS, _LONGEST = 10**6, 2**24
@@ -86,6 +87,34 @@ class RolloutConfig(Section):
         default=True,
         description="decode without CUDA graphs; false is faster on GPUs, and has run on none yet (docs/cuda.md)",
     )
+    servers: Servers | None = Field(
+        default=None,
+        description="sample on vLLM servers (docs/servers.md): their URLs, or how many to start on this machine; "
+        "without it inside the run",
+    )
+    server_key_file: Text | None = Field(
+        default=None,
+        description="file with the servers' API key; without it the environment's QARL_SERVER_KEY",
+    )
+    server_folder: Text | None = Field(
+        default=None,
+        description="folder through which weight versions reach the servers, under one path for all; without it in the "
+        "run's folder",
+    )
+    server_seconds: float = Field(default=600.0, gt=0, description="that a server's answer may take, and its start")
+
+    @model_validator(mode="after")
+    def _served(self) -> "RolloutConfig":
+        if self.servers is None:
+            for name in ("server_key_file", "server_folder"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"rollout.{name} {getattr(self, name)} is for sampling on servers: give rollout.servers, their "
+                        "URLs or a number to start, or leave it out"
+                    )
+        elif self.router_replay:
+            raise ValueError("rollout.router_replay true needs an engine in process; leave rollout.servers out")
+        return self
 
 
 class SyncConfig(Section):

@@ -22,6 +22,7 @@ from configs.load import config_file, load_config
 from qarl.bench.learner.batch import MODELS as LEARNER_MODELS
 from qarl.bench.learner.batch import PAD, write_model
 from qarl.bench.learner.process import WorkerError
+from qarl.bench.publish import moe_config
 from qarl.plan.machine import Machine
 from qarl.plan.memory import Memory
 from qarl.plan.plan import make_plan
@@ -30,8 +31,8 @@ from qarl.report.tables import PlainTable
 from quant.kernels.supported import kept_support, require_support
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 
-MODELS = ("40m", "150m", "70m-moe")
-"""Random Qwen3s, and one of 16 experts of which 4 a token."""
+MODELS = ("40m", "150m", "70m-moe", "1b-moe")
+"""Random Qwen3s, one of 16 experts of which 4 a token, and one of layers as in Qwen3-30B-A3B (`publish.moe_config`)."""
 
 _REWARD = '"""Differs within a group."""\n\n\ndef reward(problem, text):\n    return sum(text.encode()) % 97 / 97\n'
 _SETTINGS = {
@@ -45,13 +46,15 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """planned, measured: bytes, the process's peak. parts: the plan's, bytes."""
+    """planned, measured: bytes, the process's peak. parts: the plan's, bytes. fields: of the configuration, that were
+    set besides the benchmark's own."""
 
     model: str
     scheme: str
     planned: int
     measured: int
     parts: dict[str, int]
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def off(self) -> float:
@@ -59,9 +62,11 @@ class Row:
         return self.planned / self.measured - 1
 
 
-def measure(models: tuple[str, ...], schemes: tuple[str, ...], say: Callable[[str], None]) -> list[Row]:
-    """Rows by model. say: gets a line before each run. Raises `ConfigError` and `SchemeError` for what cannot be
-    measured, before anything is; `WorkerError` where a run fails."""
+def measure(
+    models: tuple[str, ...], schemes: tuple[str, ...], say: Callable[[str], None], fields: dict[str, str] | None = None
+) -> list[Row]:
+    """Rows by model. say: gets a line before each run. fields: of the configuration, by dotted path. Raises
+    `ConfigError` and `SchemeError` for what cannot be measured, before anything is; `WorkerError` where a run fails."""
     for model in models:
         if model not in MODELS:
             raise ConfigError(f"unknown model {model!r}: known are {', '.join(MODELS)}")
@@ -69,10 +74,12 @@ def measure(models: tuple[str, ...], schemes: tuple[str, ...], say: Callable[[st
         require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"], "auto", ask=kept_support)
     if torch.cuda.is_available():
         raise ConfigError("a GPU works here, whose memory the kernel does not count; measure where there is none")
-    return [row for model in models for row in _measure_model(model, schemes, say)]
+    return [row for model in models for row in _measure_model(model, schemes, say, fields or {})]
 
 
-def _measure_model(model: str, schemes: tuple[str, ...], say: Callable[[str], None]) -> Iterator[Row]:
+def _measure_model(
+    model: str, schemes: tuple[str, ...], say: Callable[[str], None], fields: dict[str, str]
+) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as place:
         folder, reward = Path(place) / "model", Path(place) / "mine.py"
         _write(model, folder)
@@ -80,19 +87,20 @@ def _measure_model(model: str, schemes: tuple[str, ...], say: Callable[[str], No
         for scheme in schemes:
             say(f"{model} {scheme}")
             places = {"model": str(folder), "task.reward": f"{reward}:reward", "output": f"{place}/{scheme}"}
-            memory = planned(model, scheme)
+            memory = planned(model, scheme, fields)
             yield Row(
                 model=model,
                 scheme=scheme,
                 planned=memory.total,
-                measured=_peak({**settings(scheme), **places}),
+                measured=_peak({**settings(scheme), **places, **fields}),
                 parts={part.name: part.bytes for part in memory.parts},
+                fields=fields,
             )
 
 
-def planned(model: str, scheme: str) -> Memory:
+def planned(model: str, scheme: str, fields: dict[str, str]) -> Memory:
     """What the plan says of a cell."""
-    config = load_config(config_file("tiny-qwen3"), settings(scheme))
+    config = load_config(config_file("tiny-qwen3"), {**settings(scheme), **fields})
     ample = Machine("CPUs", "cpu", 1, 2**50)
     return make_plan(config, shapes_of(model_config(model), model), "", ample, 1).memory
 
@@ -121,6 +129,9 @@ def model_config(model: str) -> dict[str, Any]:
     """Fields of its config.json."""
     if model == "150m":
         return LEARNER_MODELS[model].config
+    if model == "1b-moe":
+        known = moe_config(1e9).to_diff_dict()
+        return {name: known[name] for name in known if name not in ("architectures", "transformers_version")}
     small = {
         "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -145,7 +156,8 @@ def _write(model: str, folder: Path) -> None:
 def table(rows: list[Row]) -> PlainTable:
     """MiB."""
     columns = ("planned", "measured", "off")
-    shown = PlainTable("model", "scheme", *columns, figures=columns, title="peak of a run, MiB")
+    fields = {f"--{path} {value}": None for row in rows for path, value in row.fields.items()}
+    shown = PlainTable("model", "scheme", *columns, figures=columns, title=" ".join(["peak of a run, MiB", *fields]))
     for row in rows:
         shown.add_row(
             row.model, row.scheme, f"{row.planned / 2**20:,.0f}", f"{row.measured / 2**20:,.0f}", f"{row.off:+.1%}"

@@ -25,7 +25,7 @@ def add_bench(commands: Any) -> None:
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
         _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
-        _add_learner, _add_schemes, _add_train, _add_speed, _add_memory, _add_others,
+        _add_learner, _add_schemes, _add_train, _add_speed, _add_others,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -376,24 +376,9 @@ def _add_speed(names: Any) -> None:
     _runs(speed, bench_speed.measure)
 
 
-def _add_memory(names: Any) -> None:
-    memory = names.add_parser("memory", help="the memory that `qarl plan` predicts against the peaks of real runs")
-    memory.add_argument("--models", default="40m,150m,70m-moe", help="comma-separated (default 40m,150m,70m-moe)")
-    memory.add_argument("--schemes", default="bf16,w4a16,w8a8", help="comma-separated (default bf16,w4a16,w8a8)")
-    _runs(memory, _memory)
-
-
-def _memory(known: argparse.Namespace, console: Console) -> _Measured:
-    from qarl.bench import memory
-
-    rows = memory.measure(
-        _names(known.models), _names(known.schemes), lambda line: console.print(line, highlight=False)
-    )
-    return memory.table(rows), memory.as_data(rows)
-
-
 def _add_others(names: Any) -> None:
-    from qarl.cli import bench_communication, bench_delivery, bench_delta
+    from qarl.cli import bench_communication, bench_delivery, bench_delta, bench_memory
 
+    _runs(bench_memory.add_options(names), bench_memory.measure, fields=True)
     for benchmark in (bench_communication, bench_delta, bench_delivery):
         _runs(benchmark.add_options(names), benchmark.measure)

@@ -2,17 +2,22 @@
 
 import argparse
 import textwrap
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from configs.flags import FLAGS
 from configs.load import config_file, default_config, load_config
+from configs.schema.run import RunConfig
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import dotted_overrides
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files
+
+if TYPE_CHECKING:  # which imports torch
+    from qarl.run.preview import Finding
 
 
 def add_check(commands: Any) -> None:
@@ -39,10 +44,18 @@ def _check(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     overrides = dotted_overrides(known, rest)
     file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
     config = load_config(file, overrides)
+    warnings = show(checked(config, console), console)
+    console.print(f"{warnings} warning{'s' * (warnings != 1)}" if warnings else "all well", highlight=False)
+    return 1 if warnings else 0
+
+
+def checked(config: RunConfig, console: Console, new: bool = True) -> list["Finding"]:
+    """What `qarl.run.preview` says of a configuration, with its phases on the console. new: whether a run's folder is
+    to be made."""
     quiet_libraries(config.learner.compile)
     with told_to(console):
         with phase("checking files, task and reward"):
-            task = check_files(config)
+            task = check_files(config, new)
         with phase("importing torch and transformers"):
             from qarl.run.preview import preview
             from qarl.run.session import check_processes, model_folder, require_schemes
@@ -50,12 +63,14 @@ def _check(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         with phase("checking kernels"):
             require_schemes(config)
         with phase("checking tokenizer, prompts and reward"):
-            findings = list(preview(config, task, model_folder(config.model)))
+            return list(preview(config, task, model_folder(config.model)))
+
+
+def show(findings: Sequence["Finding"], console: Console) -> int:
+    """Print them; how many are warnings."""
     for finding in findings:
         mark = "warning: " if finding.warning else ""
         lines = finding.text.split("\n")
         body = lines[0] if len(lines) == 1 else "\n" + textwrap.indent(finding.text, "  | ")
         console.print(f"{mark}{finding.title}: {body}", markup=False, highlight=False, soft_wrap=True)
-    warnings = sum(finding.warning for finding in findings)
-    console.print(f"{warnings} warning{'s' * (warnings != 1)}" if warnings else "all well", highlight=False)
-    return 1 if warnings else 0
+    return sum(finding.warning for finding in findings)

@@ -66,8 +66,8 @@ def _perfectible(known: argparse.Namespace, rest: list[str], console: Console) -
         found = write_perfectible(plan, known.seed, known.low, known.high, file)
     share = f"{known.low:.0%} to {known.high:.0%}"
     console.print(
-        f"wrote {file}: {found.kept} of {found.asked} questions, of which {share} of the answers were right; of "
-        f"{found.never} fewer, of {found.always} more",
+        f"wrote {file}: {found.kept} of {found.asked} questions, of which {share} of the answers were right; "
+        f"{found.below} were solved less often, {found.above} more often",
         soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
     run = (Path(known.target) / "config.yaml").is_file()

@@ -1,5 +1,5 @@
-"""`qarl doctor`: known pitfalls of training, looked for in one batch that a configuration samples; with `--machine`,
-what this machine has of all that a run needs, each line ok or its remedy."""
+"""`qarl doctor`: what `qarl check` looks at, then known pitfalls of training, looked for in one batch that a
+configuration samples; with `--machine`, what this machine has of all that a run needs, each line ok or its remedy."""
 
 import argparse
 import dataclasses
@@ -10,6 +10,7 @@ from rich.console import Console
 from configs.errors import ConfigError
 from configs.flags import FLAGS
 from configs.schema.run import RunConfig
+from qarl.cli.check import checked, show
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.mismatch import investigated, mismatch_config
@@ -22,10 +23,11 @@ def add_doctor(commands: Any) -> None:
         "doctor",
         help="known pitfalls, tested on a batch of a configuration's; --machine: what the machine has and lacks",
         usage="qarl doctor [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]\n       qarl doctor --machine",
-        description="Sample a configuration's prompts once, and test on them that learner and sampler are one policy: "
-        "ratios, dtypes, temperature, positions, end tokens, seeds and more (docs/mismatch.md). Options are those of "
-        "qarl train. With --machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators and every scheme's "
-        "kernel, one line each. Exit status 1 where something needs a remedy.",
+        description="`qarl check`, then sample a configuration's prompts once, and test on them that learner and "
+        "sampler are one policy: ratios, dtypes, temperature, positions, end tokens, seeds and more "
+        "(docs/mismatch.md). Options are those of qarl train. With --machine instead: driver, GPUs, memory, disk, "
+        "compiler, vLLM's operators and every scheme's kernel, one line each. Exit status 1 where something needs a "
+        "remedy.",
         allow_abbrev=False,
     )
     doctor.add_argument(
@@ -63,6 +65,8 @@ def _machine(json: str | None, console: Console) -> int:
 
 
 def _training(config: RunConfig, json: str | None, console: Console) -> int:
+    findings = checked(config, console, new=False)
+    warnings = show(findings, console)
     found = investigated(config, console)
     from qarl.run.pitfalls import CHECKS
 
@@ -70,9 +74,11 @@ def _training(config: RunConfig, json: str | None, console: Console) -> int:
         _show(console, pitfall.name, pitfall.size, pitfall.remedy)
     wanting = len(found.pitfalls)
     tested = f"{len(CHECKS)} tests on {int(found.batch.response_mask.sum()):,} tokens"
-    console.print(f"{wanting} pitfalls, in {tested}" if wanting else f"all well: {tested}", highlight=False)
-    write_json(json, [dataclasses.asdict(pitfall) for pitfall in found.pitfalls])
-    return 1 if wanting else 0
+    said = ", ".join([f"{warnings} warnings of the check"] * bool(warnings) + [f"{wanting} pitfalls, in {tested}"])
+    console.print(said if warnings or wanting else f"all well: {tested}", highlight=False)
+    parts = {"check": [finding for finding in findings if finding.warning], "pitfalls": found.pitfalls}
+    write_json(json, {name: [dataclasses.asdict(each) for each in part] for name, part in parts.items()})
+    return 1 if warnings or wanting else 0
 
 
 def _show(console: Console, name: str, text: str, remedy: str | None) -> None:

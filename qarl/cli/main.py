@@ -32,6 +32,7 @@ from qarl.cli.report import add_report
 from qarl.cli.runs import add_runs
 from qarl.cli.sample import add_sample
 from qarl.cli.serve import add_serve
+from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
 from qarl.cli.watch import add_watch
@@ -81,6 +82,7 @@ def _parser() -> Parser:
     add_report(commands)
     add_mismatch(commands)
     add_serve(commands)
+    add_serve_rollouts(commands)
     add_sample(commands)
     add_push(commands)
     add_runs(commands)

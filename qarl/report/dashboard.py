@@ -141,7 +141,8 @@ class Dashboard:
         if last:
             self._add_measured(grid, last)
         title = f"[bold]QaRL[/]  {escape(config.model)}  {config.scheme}  {config.dtype}"
-        return Panel(grid, title=title, subtitle=f"[dim]{self._kernels}[/]", border_style="cyan", expand=False)
+        kernels = f"[dim]{self._kernels}[/]" if self._kernels else None  # of a run that is watched they are not known
+        return Panel(grid, title=title, subtitle=kernels, border_style="cyan", expand=False)
 
     def _add_measured(self, grid: Table, last: StepMetrics) -> None:
         """The rows that need a step."""

@@ -22,11 +22,11 @@ from rollout.open import open_engine
 
 @dataclass(frozen=True)
 class Sifted:
-    """asked: questions. never, always: solved less, and more often than was asked for. kept: lines written."""
+    """asked: questions. below, above: those solved less often and more often than asked for. kept: lines written."""
 
     asked: int
-    never: int
-    always: int
+    below: int
+    above: int
     kept: int
 
 

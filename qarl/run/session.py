@@ -81,6 +81,11 @@ def check_processes(config: RunConfig, count: int) -> None:
             f"quantization.init {config.quantization.init!r} is for one process, not {count}; leave --processes or the "
             "calibrated start out"
         )
+    if count > 1 and isinstance(config.rollout.servers, int):
+        raise ConfigError(
+            f"rollout.servers {config.rollout.servers} would be started by each of {count} processes; start them once, "
+            "with `qarl serve-rollouts`, and give their URLs"
+        )
     check_backend(config.learner, count)
 
 
@@ -232,7 +237,8 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         room = reserved(policy.model, config.learner, processes.world)
         with phase("starting the engine"), room:
             several = processes.world > 1
-            engine = stack.enter_context(open_engine(folder.engine_start, config.rollout, config.dtype, several))
+            opened = open_engine(folder.engine_start, config.rollout, config.dtype, several, placed=True)
+            engine = stack.enter_context(opened)
         bound = config.sync.canary_bound or policy.model.plan.bound
         sequences = canary_sequences(policy, config)
         publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)

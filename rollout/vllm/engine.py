@@ -16,6 +16,7 @@ from rollout.vllm.options import (
     refuse_graphs_over_freed_memory,
     refuse_unsupported,
 )
+from rollout.vllm.requests import sampling_arguments, scoring_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from rollout.vllm.staging import Staged
 
 _WORKER_EXTENSION = "rollout.vllm.worker.WorkerExtension"
-_LONGEST_PERIOD = 8
-"""Tokens of a loop that is ended, as of those that metrics count (`qarl.report.error_tokens`)."""
 
 
 class VllmEngine:
@@ -103,13 +102,17 @@ class VllmEngine:
         from vllm import SamplingParams
 
         self._refuse_half_loaded()
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        params = SamplingParams(**scoring_arguments())
         inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._call("generate", inputs, params, use_tqdm=False)
         return [
             [entry[token].logprob for token, entry in zip(s[1:], o.prompt_logprobs[1:], strict=True)]
             for s, o in zip(sequences, outputs, strict=True)
         ]
+
+    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Engine.logprobs_of_each`."""
+        return [self.logprobs(sequences)]
 
     def layers(self) -> list[LayerReport]:
         """See `Engine.layers`."""
@@ -183,33 +186,13 @@ def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams
 
-    loops = None
-    if sampling.loop_limit is not None:
-        loops = RepetitionDetectionParams(_LONGEST_PERIOD, min_pattern_size=1, min_count=sampling.loop_limit)
     inputs, params = [], []
     for j, prompt in enumerate(prompts):
         for k in range(sampling.samples):
+            arguments = sampling_arguments(sampling, j, k)
+            loops = arguments.pop("repetition_detection")
             inputs.append({"prompt_token_ids": list(prompt.token_ids)})
             params.append(
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    max_tokens=sampling.max_new_tokens,
-                    logprobs=0,
-                    stop=list(sampling.stop) or None,
-                    repetition_detection=loops,
-                    ignore_eos=sampling.ignore_end,
-                    seed=_stream(sampling.seed, sampling.first_prompt + j, k) if sampling.temperature > 0 else None,
-                )
+                SamplingParams(**arguments, repetition_detection=loops and RepetitionDetectionParams(**loops))
             )
     return inputs, params
-
-
-def _stream(seed: int, prompt: int, sample: int) -> int:
-    """A 63-bit seed for one completion; mixes (seed, prompt, sample) so that streams do not overlap."""
-    import hashlib
-
-    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

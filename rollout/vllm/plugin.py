@@ -6,9 +6,12 @@
 
 import os
 
+FILE_TRANSFER = "qarl_files"
+
 
 def register() -> None:
-    """Called by vLLM in each of its processes, before it builds a layer. Changes nothing on GPUs.
+    """Called by vLLM in each of its processes, before it builds a layer. On GPUs it names the backend by which servers
+    take published files, and changes nothing.
 
     On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the environment says not to,
     whatever the checkpoint says. A value the user set is kept; `options.refuse_unsupported` refuses it. Its int4 kernel
@@ -17,6 +20,7 @@ def register() -> None:
     import torch
     from vllm.platforms import current_platform
 
+    _name_file_transfer()
     if not current_platform.is_cpu():
         return
     from rollout.vllm.cpu_experts import register_per_expert_products
@@ -34,3 +38,11 @@ def register() -> None:
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
         register_int8_kernel()
         register_fp32_attention()
+
+
+def _name_file_transfer() -> None:
+    """The backend `qarl_files` of vLLM's weight transfer; its module is imported where a server chooses it."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if FILE_TRANSFER not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(FILE_TRANSFER, "rollout.servers.worker", "FileTransfer")

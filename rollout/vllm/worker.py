@@ -47,34 +47,9 @@ class WorkerExtension:
 
     def qarl_load(self, stream: Iterable[LowBitTensor]) -> LoadReport:
         """Load a published stream into the running model and report what was consumed."""
-        model: nn.Module = self.model_runner.get_model()
-        digest, sent = ReceivedDigest(), []
-
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for item in stream:
-                digest.update(item)
-                sent.append(item.name)
-                yield item.name, item.tensor
-
-        expected = _checkpoint_layers(model)
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            if current_platform.is_cpu():
-                name_w4a8_weights_once(model)
-            initialize_layerwise_reload(model)
-            keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
-            try:
-                model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
-            except BaseException:
-                _abandon_reload(model)
-                raise
-            partial = [name for name, module in keep if get_layerwise_info(module).can_load()]
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            if current_platform.is_cpu():
-                _prepare_heads(model)
+        report = load_stream(self.model_runner.get_model(), self.vllm_config, stream)
         self.model_runner.reset_encoder_cache()
-        got = {name.rpartition(".")[0] for name in sent}
-        missing = sorted((expected - got) | set(partial))
-        return LoadReport(digest.hexdigest(), len(sent), tuple(sorted(got - expected)), tuple(missing))
+        return report
 
     def qarl_layers(self) -> list[LayerReport]:
         """Every linear layer of the model, fused ones by their checkpoint names, and every layer's experts as one."""
@@ -98,6 +73,47 @@ class WorkerExtension:
                     )
                 )
         return reports
+
+
+def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTensor]) -> LoadReport:
+    """Load a published stream into a running model, layer by layer. Where it breaks off, the model holds parts of two
+    weight versions, until another stream is loaded whole."""
+    digest, sent = ReceivedDigest(), []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in stream:
+            digest.update(item)
+            sent.append(item.name)
+            yield item.name, item.tensor
+
+    expected = _checkpoint_layers(model)
+    with set_current_vllm_config(config), torch.no_grad():
+        if current_platform.is_cpu():
+            name_w4a8_weights_once(model)
+        initialize_layerwise_reload(model)
+        keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
+        try:
+            model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
+        except BaseException:
+            _abandon_reload(model)
+            raise
+        partial = [name for name, module in keep if get_layerwise_info(module).can_load()]
+        finalize_layerwise_reload(model, config.model_config)
+        if current_platform.is_cpu():
+            _prepare_heads(model)
+    unconsumed, missing = _unmatched(expected, sent)
+    return LoadReport(digest.hexdigest(), len(sent), unconsumed, tuple(sorted({*missing, *partial})))
+
+
+def compare_names(model: nn.Module, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Before a stream of tensors of these names is loaded: the layers that no layer of the model is, and those of the
+    model that would get nothing."""
+    return _unmatched(_checkpoint_layers(model), names)
+
+
+def _unmatched(expected: set[str], sent: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    layers = {name.rpartition(".")[0] for name in sent}
+    return tuple(sorted(layers - expected)), tuple(sorted(expected - layers))
 
 
 def name_w4a8_weights_once(model: nn.Module) -> None:

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from configs.errors import ConfigError
-from qarl.bench.memory import MODELS, Row, as_data, measure, planned, table
+from qarl.bench.memory import Row, as_data, measure, planned, table
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 
 
 def test_the_plan_is_within_a_tenth_of_what_was_measured():
-    rows = [row for model in MODELS for row in json.loads((RECORDS / f"memory-{model}.json").read_text())["data"]]
-    assert {row["model"] for row in rows} == {*MODELS} and len({row["scheme"] for row in rows}) == 3 == len(rows) / 3
+    rows = [row for file in RECORDS.glob("memory-*.json") for row in json.loads(file.read_text())["data"]]
+    assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"} and len({row["scheme"] for row in rows}) == 3
     for row in rows:
-        assert planned(row["model"], row["scheme"]).total == row["planned"], row
+        assert planned(row["model"], row["scheme"], row.get("fields", {})).total == row["planned"], row
         assert abs(row["off"]) <= 0.1, row
 
 
@@ -26,5 +26,5 @@ def test_rows_are_told_and_an_unknown_model_is_not_measured():
     row = Row("40m", "bf16", planned=90 * 2**20, measured=100 * 2**20, parts={})
     assert table([row]).texts()[1] == ["40m", "bf16", "90", "100", "-10.0%"]
     assert as_data([row])[0]["off"] == pytest.approx(-0.1)
-    with pytest.raises(ConfigError, match="unknown model '7b': known are 40m, 150m, 70m-moe"):
+    with pytest.raises(ConfigError, match="unknown model '7b': known are 40m, 150m, 70m-moe, 1b-moe"):
         measure(("7b",), ("bf16",), print)

@@ -56,6 +56,9 @@ class TransformersEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [self._logp(s).gather(-1, torch.tensor(s[1:])[:, None])[:, 0].tolist() for s in map(list, sequences)]
 
+    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return [self.logprobs(sequences)]
+
     def shared_layers(self) -> None:
         return None
 
@@ -87,7 +90,7 @@ def use_transformers_engine(
 ) -> None:
     """Have `open_engine` choose it."""
 
-    def start(checkpoint: Path, rollout: Any, dtype: str, several: bool) -> Engine:
+    def start(checkpoint: Path, rollout: Any, dtype: str, several: bool, on_servers: bool) -> Engine:
         return kind(checkpoint, dtype)
 
     monkeypatch.setattr(rollout.open, "_start", start)

@@ -1,0 +1,35 @@
+"""`qarl bench memory`: its options."""
+
+import argparse
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from qarl.report.tables import PlainTable
+
+
+def add_options(names: Any) -> argparse.ArgumentParser:
+    """The benchmark's parser."""
+    parser = names.add_parser(
+        "memory",
+        help="the memory that `qarl plan` predicts against the peaks of real runs",
+        description=(
+            "Train random models for one step of two updates, a process each, and compare its peak with the plan's "
+            "sum. Every field of the configuration is an option by its dotted name, as in qarl train."
+        ),
+    )
+    parser.add_argument(
+        "--models", default="40m,150m,70m-moe", help="comma-separated, also 1b-moe (default 40m,150m,70m-moe)"
+    )
+    parser.add_argument("--schemes", default="bf16,w4a16,w8a8", help="comma-separated (default bf16,w4a16,w8a8)")
+    return parser
+
+
+def measure(known: argparse.Namespace, console: Console, fields: dict[str, str]) -> tuple[PlainTable, Any]:
+    """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted path."""
+    from qarl.bench import memory
+
+    models, schemes = (tuple(text.split(",")) for text in (known.models, known.schemes))
+    rows = memory.measure(models, schemes, partial(console.print, highlight=False), fields)
+    return memory.table(rows), memory.as_data(rows)

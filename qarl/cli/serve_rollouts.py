@@ -1,0 +1,107 @@
+"""`qarl serve-rollouts`: servers that runs sample on, with the settings of the engine that such a run would have."""
+
+import argparse
+import ipaddress
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from configs.flags import FLAGS
+from configs.load import config_file, default_config, load_config
+from configs.schema.run import RunConfig
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.help import add_flags
+from qarl.cli.options import dotted_overrides
+from qarl.cli.serve import ServeError, require_free
+from qarl.report.startup import phase, told_to
+from rollout.open import serve_rollouts
+from rollout.servers.access import KEY_VARIABLE, server_key
+
+
+def add_serve_rollouts(commands: Any) -> None:
+    """Add `qarl serve-rollouts` to the commands."""
+    serve = commands.add_parser(
+        "serve-rollouts",
+        help="start vLLM servers that runs sample on (rollout.servers)",
+        usage="qarl serve-rollouts [--replicas N] [OPTIONS OF qarl train] [-- VLLM OPTIONS]",
+        description="Start vLLM servers on a configuration's policy for runs of that configuration to sample on, until "
+        "Ctrl-C or SIGTERM. Runs publish their weights to them (docs/servers.md).",
+        epilog="Whatever follows -- goes to vLLM, and wins: qarl serve-rollouts --replicas 4 --devices 2 -- "
+        "--tensor-parallel-size 2",
+        allow_abbrev=False,
+    )
+    serve.add_argument("--config", metavar="FILE", help="YAML file, or a shipped name; default: as `qarl train`")
+    serve.add_argument("--replicas", type=int, default=1, metavar="N", help="servers to start (default 1)")
+    serve.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs of each server (default 1)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8100, metavar="N", help="the first's; others follow (default 8100)")
+    serve.add_argument("--key-file", metavar="FILE", help=f"holds the API key they ask for (default {KEY_VARIABLE})")
+    add_flags(serve, FLAGS)
+    serve.set_defaults(run=_serve_rollouts)
+
+
+def _serve_rollouts(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    given = known.arguments
+    to_vllm = given[given.index("--") + 1 :] if "--" in given else []
+    overrides = dotted_overrides(known, [item for item in rest[: len(rest) - len(to_vllm)] if item != "--"])
+    file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
+    config = load_config(file, overrides)
+    for name in ("replicas", "devices"):
+        if getattr(known, name) < 1:
+            raise ServeError(f"--{name} {getattr(known, name)} is too few; give 1 or more")
+    key = server_key(known.key_file or config.rollout.server_key_file)
+    require_key(known.host, key)
+    ports = range(known.port, known.port + known.replicas)
+    for port in ports:
+        require_free(known.host, port)
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="qarl-servers-") as folder, told_to(console):
+        checkpoint = Path(folder) / "checkpoint"
+        _write_checkpoint(config, checkpoint)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        line = f"starting {known.replicas} of vLLM's servers; what they print is in {folder}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with serve_rollouts(
+            checkpoint, config.rollout, config.dtype, ports, known.host, key, to_vllm, known.devices
+        ) as replicas:
+            _say_where([replica.url for replica in replicas], key, console)
+            while all(replica.process.poll() is None for replica in replicas):
+                time.sleep(0.5)
+            ended = next(replica for replica in replicas if replica.process.poll() is not None)
+            last = "\n".join(ended.log.read_text(errors="replace").splitlines()[-8:])
+            console.print(f"the server at {ended.url} ended, so do all; its log ends:\n{last}", markup=False)
+            return 1
+
+
+def require_key(host: str, key: str | None) -> None:
+    """Raise `ServeError` where others than this machine's could ask, and there is no key."""
+    try:
+        alone = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        alone = host == "localhost"
+    if key is None and not alone:
+        raise ServeError(
+            f"--host {host} is reached from other machines, and whoever can ask a server can load weights into it; "
+            f"give it a key (--key-file, or {KEY_VARIABLE} in the environment)"
+        )
+
+
+def _write_checkpoint(config: RunConfig, folder: Path) -> None:
+    """What the servers start on: the policy of the configuration, as its run would export it."""
+    with phase("importing torch and transformers"):
+        from qarl.run.session import open_policy
+        from sync.export import export_checkpoint
+    with phase("writing the policy's checkpoint"):
+        policy = open_policy(config)
+        export_checkpoint(policy.model, policy.folder, folder)
+
+
+def _say_where(urls: Sequence[str], key: str | None, console: Console) -> None:
+    asked = "" if key is None else " (with the key)"
+    line = f"ready{asked}: qarl train … --rollout.servers {','.join(urls)}; Ctrl-C ends them"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,232 @@
+"""Independent vLLM servers as one engine: each holds the whole policy, prompts are dealt to them, and a weight version
+reaches all or none.
+
+Sample k of prompt j depends on (seed, j, k) and the weights alone, so the number and the order of servers decide when
+it is sampled and not what.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import aiohttp
+
+from quant.digest import StreamDigest
+from quant.types import LayerReport, LowBitTensor
+from rollout.engine import EngineError, LoadReport
+from rollout.servers.answers import GENERATE, completion_request, read_completion, read_logprobs, scoring_request
+from rollout.servers.client import LostServerError, Server, in_background
+from rollout.servers.publish import publish_files
+from rollout.servers.versions import remove_versions, write_version
+from rollout.types import Completion, Prompt, Sampling
+from rollout.vllm.options import VllmOptions
+
+T = TypeVar("T")
+
+
+class ServerEngine:
+    """Servers that run already.
+
+    urls: where. key: that they ask for, or None. folder: through which weight versions pass, on a file system that they
+    see under the same path. learner: the run's name, which no other run's servers have. publishes: whether this process
+    is the one of its run that publishes; the others count on it. seconds: that an answer may take. at_end: done after
+    `close`. Raises `EngineError` for a server that does not answer, refuses the key, lacks an endpoint, has other
+    settings than `options`, or belongs to another run.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        key: str | None,
+        folder: Path,
+        options: VllmOptions,
+        learner: str,
+        publishes: bool = True,
+        seconds: float = 600.0,
+        at_end: Callable[[], None] = lambda: None,
+    ):
+        self.weight_version = 0
+        self._label = ""
+        self._settled = False
+        self._folder = folder
+        self._publishes = publishes
+        self._at_end = at_end
+        self._in_flight = options.max_num_seqs
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=in_background, args=(self._loop,), name="servers", daemon=True)
+        self._thread.start()
+        self._session: aiohttp.ClientSession = self._wait(_open_session(key))
+        self._servers = [Server(url.rstrip("/"), self._session, seconds) for url in urls]
+        try:
+            self._wait(self._join(options, learner))
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """See `Engine.generate`. Prompt j goes to server j modulo their number; where that one is lost, to the next."""
+        self._refuse_unsettled()
+        completions = self._wait(self._generated(prompts, sampling))
+        step = sampling.samples
+        return [completions[i : i + step] for i in range(0, len(completions), step)]
+
+    def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> NoReturn:
+        """See `Engine.sampled_by_step`: an engine's steps are not seen from here."""
+        raise EngineError("servers do not show their engines' steps; measure them with an engine in process")
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `Engine.logprobs`."""
+        return self.logprobs_of_each(sequences)[0]
+
+    def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Engine.logprobs_of_each`."""
+        self._refuse_unsettled()
+        return self._wait(_all(self._scored(server, sequences) for server in self._servers))
+
+    def layers(self) -> list[LayerReport]:
+        """See `Engine.layers`. Raises `EngineError` where the servers' layers differ."""
+        reports = self._wait(_all(server.call("qarl_layer_reports") for server in self._servers))
+        for server, report in zip(self._servers, reports, strict=True):
+            if any(layers != reports[0][0] for layers in report):
+                raise EngineError(
+                    f"the servers at {self._servers[0].url} and {server.url} have different layers; start both alike"
+                )
+        return [LayerReport(**layer) for layer in reports[0][0]]
+
+    def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
+        """See `Engine.load`. The stream is written once and read by every server; requests under way end first. A
+        process that does not publish returns what it would have sent."""
+        self._settled = False
+        report, digest = self._published(stream, version) if self._publishes else _counted(stream)
+        if report.digest == digest and not report.unconsumed and not report.missing:
+            self.weight_version, self._label = version, _label(version, digest)
+            self._settled = True
+        return report
+
+    def shared_layers(self) -> None:
+        """See `Engine.shared_layers`: they are in other processes."""
+        return
+
+    def close(self) -> None:
+        """Let go of the servers; they go on with the weights they have. Requests under way are given up."""
+        if self._loop.is_running():
+            self._wait(self._leave())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._at_end()
+
+    def _published(self, stream: Iterable[LowBitTensor], version: int) -> tuple[LoadReport, str]:
+        """What the servers loaded, and the digest of what was written."""
+        written = write_version(stream, self._folder, version)
+        try:
+            report = self._wait(publish_files(self._servers, written, _label(version, written.digest)))
+        except EngineError as error:
+            raise EngineError(f"weight version {version} did not reach all servers: {error}") from error
+        remove_versions(self._folder, but=version)
+        return report, written.digest
+
+    async def _join(self, options: VllmOptions, learner: str) -> None:
+        states = await _all(server.call("qarl_state") for server in self._servers)
+        for server, (state, *_) in zip(self._servers, states, strict=True):
+            _require_settings(server.url, state, options)
+            if state["learner"] not in ("", learner):
+                raise EngineError(
+                    f"the server at {server.url} takes its weights from {state['learner']}; end that run, or give this "
+                    "one servers of its own (restart the server where that run is gone for good)"
+                )
+        if self._publishes:
+            joining = {"init_info": {"learner": learner}}
+            await _all(server.post("/init_weight_transfer_engine", joining) for server in self._servers)
+
+    async def _leave(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        if self._publishes and self._label:
+            leaving = (server.post("/shutdown_weight_transfer_engine") for server in self._servers)
+            await asyncio.gather(*leaving, return_exceptions=True)
+        await self._session.close()
+
+    async def _generated(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
+        free = {server.url: asyncio.Semaphore(self._in_flight) for server in self._servers}
+
+        async def one(j: int, k: int) -> Completion:
+            body = completion_request(prompts[j], sampling, j, k, self._label)
+            lost: LostServerError | None = None
+            for server in self._in_turn(sampling.first_prompt + j):
+                try:
+                    async with free[server.url]:
+                        answer = await server.post(GENERATE, body)
+                    return read_completion(answer, server.url, self._label, self.weight_version)
+                except LostServerError as error:
+                    lost = error
+            raise lost or EngineError("there is no server")
+
+        return await _all(one(j, k) for j in range(len(prompts)) for k in range(sampling.samples))
+
+    async def _scored(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        async def one(sequence: Sequence[int]) -> list[float]:
+            answer = await server.post(GENERATE, scoring_request(sequence, self._label))
+            return read_logprobs(answer, sequence, server.url, self._label)
+
+        return await _all(one(sequence) for sequence in sequences)
+
+    def _in_turn(self, number: int) -> Iterator[Server]:
+        count = len(self._servers)
+        return (self._servers[(number + i) % count] for i in range(count))
+
+    def _refuse_unsettled(self) -> None:
+        if not self._settled:
+            raise EngineError("the last publish did not reach all servers, or there was none; publish again")
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns, run in the background's loop. Raises `EngineError` where the engine is closed
+        meanwhile."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except CancelledError as error:
+            raise EngineError("the servers were let go of while they sampled") from error
+
+
+async def _open_session(key: str | None) -> aiohttp.ClientSession:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all return, in order; where one raises, the others are given up."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except* EngineError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
+    mode = "processed_logprobs" if options.processed_logprobs else "raw_logprobs"
+    if state["logprobs_mode"] != mode:
+        raise EngineError(
+            f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "
+            f"--logprobs-mode {mode}"
+        )
+    if state["max_model_len"] < options.max_model_len:
+        raise EngineError(
+            f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
+            f"rollout.max_new_tokens are {options.max_model_len}; start it with --max-model-len {options.max_model_len}"
+        )
+
+
+def _counted(stream: Iterable[LowBitTensor]) -> tuple[LoadReport, str]:
+    """What the process that publishes is told by the servers where all is well."""
+    digest = StreamDigest()
+    for item in stream:
+        digest.update(item)
+    return LoadReport(digest.hexdigest(), digest.tensors, (), ()), digest.hexdigest()
+
+
+def _label(version: int, digest: str) -> str:
+    """What servers say sampled a token; by its digest no two runs' versions are confused."""
+    return f"{version}-{digest}"

@@ -1,0 +1,171 @@
+"""Replicas on this machine: the same settings as an engine in the run's own process, behind vLLM's server."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.engine import EngineError
+from rollout.types import Served
+from rollout.vllm.options import VllmOptions, llm_arguments
+from rollout.vllm.plugin import FILE_TRANSFER
+from rollout.vllm.serve import server_command
+
+LOOPBACK = "127.0.0.1"
+_OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
+"""Arguments of `vllm.LLM` that a server chooses by itself."""
+_PATIENCE = 10.0
+"""Seconds a replica has to end after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A replica that was started. log: what it printed."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+
+def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]) -> list[str]:
+    """The command of one replica on a checkpoint, for the environment `replica_environment`. more: options of vLLM's,
+    which win."""
+    served = Served(
+        folder=checkpoint,
+        name="policy",
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        kv_cache_gib=options.kv_cache_gib,
+    )
+    settings = {name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS}
+    return server_command(served, host, port, [
+        *_as_flags(settings), "--enable-scale-out", "--uvicorn-log-level", "warning",
+        "--worker-extension-cls", "rollout.servers.worker.ServerExtension",
+        "--weight-transfer-config", json.dumps({"backend": FILE_TRANSFER}),
+        "--middleware", "rollout.servers.access.RequireKey", *more,
+    ])  # fmt: skip
+
+
+def replica_environment(key: str | None) -> dict[str, str]:
+    """This process's, with the endpoints that take weights, and the key that every request has to carry."""
+    keyed = {} if key is None else {"VLLM_API_KEY": key}
+    return {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **keyed}
+
+
+def start_replicas(
+    checkpoint: Path,
+    options: VllmOptions,
+    ports: Sequence[int],
+    key: str | None,
+    logs: Path,
+    seconds: float,
+    host: str = LOOPBACK,
+    more: Sequence[str] = (),
+    devices: int = 1,
+) -> list[Started]:
+    """Start a replica on each port, and wait until all answer; they end with this process. key: that they are to ask
+    for, None for none. logs: folder for what they print. more: options of vLLM's, which win. devices: GPUs each has to
+    itself. Raises `EngineError` where one ends or does not answer within `seconds`."""
+    started: list[Started] = []
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        for number, port in enumerate(ports):
+            log = logs / f"server-{number}.log"
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    replica_command(checkpoint, options, host, port, more),
+                    env={**replica_environment(key), **visible_devices(number, devices, os.environ)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_end_with_the_parent,
+                )
+            started.append(Started(f"http://{f'[{host}]' if ':' in host else host}:{port}", process, log))
+        deadline = time.monotonic() + seconds
+        for replica in started:
+            wait_until_ready(replica, deadline)
+    except BaseException:
+        stop_replicas(started)
+        raise
+    return started
+
+
+def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What leaves replica `number` so many GPUs of its own, of those the environment names, or of all; nothing where
+    there are none."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if environment.get("DS_ACCELERATOR") == "cpu":
+        return {}
+    own = range(number * devices, (number + 1) * devices)
+    names = named.split(",") if named is not None else [str(device) for device in range(own.stop)]
+    if own.stop > len(names):
+        raise EngineError(
+            f"replica {number} of {devices} GPUs each has none left: CUDA_VISIBLE_DEVICES names {len(names)}; start "
+            "fewer replicas"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in own)}
+
+
+def wait_until_ready(replica: Started, deadline: float) -> None:
+    """Return when it answers. Raises `EngineError` with the end of its log where it ends first, or at the deadline."""
+    while True:
+        with suppress(OSError), urllib.request.urlopen(f"{replica.url}/health", timeout=5):
+            return
+        ended = replica.process.poll() is not None
+        if ended or time.monotonic() > deadline:
+            last = "\n".join(replica.log.read_text(errors="replace").splitlines()[-8:])
+            what = f"ended with status {replica.process.returncode}" if ended else "does not answer yet"
+            raise EngineError(f"the server at {replica.url} {what}; its log {str(replica.log)!r} ends:\n{last}")
+        time.sleep(0.2)
+
+
+def stop_replicas(replicas: Sequence[Started]) -> None:
+    """End them and what they started."""
+    for replica in replicas:
+        replica.process.terminate()
+    deadline = time.monotonic() + _PATIENCE
+    for replica in replicas:
+        with suppress(subprocess.TimeoutExpired):
+            replica.process.wait(max(deadline - time.monotonic(), 0.1))
+        with suppress(ProcessLookupError):
+            os.killpg(replica.process.pid, signal.SIGKILL)
+        replica.process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Of the loopback; different ones, for all probes are open at once."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _as_flags(arguments: dict[str, Any]) -> list[str]:
+    """Keyword arguments of `vllm.LLM` as its command line has them."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            flags += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _end_with_the_parent() -> None:
+    """In the child, before its command: have the system end it should the run be killed (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -1,0 +1,41 @@
+"""A completion's sampling parameters in vLLM's words, the same for an engine in this process and for a server."""
+
+import hashlib
+from typing import Any
+
+from rollout.types import Sampling
+
+_LONGEST_PERIOD = 8
+"""Tokens of a loop that is ended, as of those that metrics count (`qarl.report.error_tokens`)."""
+
+
+def sampling_arguments(sampling: Sampling, prompt: int, sample: int) -> dict[str, Any]:
+    """Of sample `sample` of prompt `prompt` (counted from the call's first): `vllm.SamplingParams` by name, plain data
+    throughout."""
+    loops = None
+    if sampling.loop_limit is not None:
+        loops = {"max_pattern_size": _LONGEST_PERIOD, "min_pattern_size": 1, "min_count": sampling.loop_limit}
+    seed = _stream(sampling.seed, sampling.first_prompt + prompt, sample) if sampling.temperature > 0 else None
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_new_tokens,
+        "logprobs": 0,
+        "stop": list(sampling.stop) or None,
+        "repetition_detection": loops,
+        "ignore_eos": sampling.ignore_end,
+        "seed": seed,
+    }
+
+
+def scoring_arguments() -> dict[str, Any]:
+    """Of a request for the log-probs of its prompt's tokens; a token is sampled because vLLM asks for one."""
+    return {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0}
+
+
+def _stream(seed: int, prompt: int, sample: int) -> int:
+    """A 63-bit seed for one completion; mixes (seed, prompt, sample) so that streams do not overlap."""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

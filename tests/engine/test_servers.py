@@ -1,0 +1,124 @@
+"""Servers as an engine: one real vLLM server takes published files, samples, and refuses what it should."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quant.model.low_bit_model import LowBitModel
+from quant.types import LowBitTensor
+from rollout.engine import EngineError
+from rollout.servers.engine import ServerEngine
+from rollout.servers.start import free_ports, start_replicas, stop_replicas
+from rollout.servers.versions import write_version
+from rollout.types import Prompt, Sampling
+from rollout.vllm.options import VllmOptions
+from sync.export import export_checkpoint
+from sync.publisher import Publisher, PublishError
+from tests.support.engines import SEQUENCES, disturb, make_model
+
+OPTIONS = VllmOptions(max_model_len=64, max_num_seqs=16)
+PROMPTS = [Prompt(str(number), "", tuple(sequence)) for number, sequence in enumerate(SEQUENCES)]
+SAMPLING = Sampling(samples=2, max_new_tokens=8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def served(
+    random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LowBitModel, str, str]]:
+    """A model, and a server's address and key, started on the model as it was before it was disturbed."""
+    folder = tmp_path_factory.mktemp("served")
+    model = make_model(random_policy(True), "w4a16")
+    export_checkpoint(model, random_policy(True), folder / "start")
+    replicas = start_replicas(folder / "start", OPTIONS, free_ports(1), "the key", folder, seconds=240)
+    disturb(model, 0)
+    yield model, replicas[0].url, "the key"
+    stop_replicas(replicas)
+    assert replicas[0].process.poll() is not None
+
+
+def joined(url: str, key: str | None, folder: Path, learner: str = "one", **changes: object) -> ServerEngine:
+    return ServerEngine([url], key, folder, dataclasses.replace(OPTIONS, **changes), learner, seconds=60)
+
+
+def test_a_server_samples_what_is_published(served: tuple[LowBitModel, str, str], tmp_path: Path):
+    """Contract: weights reach the server bit for bit (the canary is 0 on CPUs), completions are tokens and log-probs
+    of the version published last; a version that does not fit leaves the one before.
+
+    Blind spot: one server; two are `tests/runs/test_train_servers.py`'s. Completions of two calls are not compared: up
+    to four sequences at once, the unquantized output head rounds otherwise (docs/servers.md)."""
+    model, url, key = served
+    engine = joined(url, key, tmp_path)
+    with pytest.raises(EngineError, match="publish again"):
+        engine.generate(PROMPTS, SAMPLING)
+    publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
+    first = publisher.publish(1)
+    assert first.canary is not None and first.canary.mean_abs == 0
+    whole = engine.generate(PROMPTS, SAMPLING)
+    assert [len(group) for group in whole] == [2, 2, 2]
+    assert {completion.weight_version for group in whole for completion in group} == {1}
+    known = engine.logprobs(SEQUENCES)
+
+    names = [item.name for item in model.low_bit_tensors()]
+    lost = next(name for name in names if "down_proj" in name).rpartition(".")[0]
+    report = engine.load((item for item in model.low_bit_tensors() if not item.name.startswith(lost)), 2)
+    assert report.missing == (lost,)
+    with pytest.raises(EngineError, match="publish again"):
+        engine.generate(PROMPTS, SAMPLING)
+    stranger = LowBitTensor("model.layers.9.mlp.up_proj.weight", torch.zeros(2))
+    assert engine.load([*model.low_bit_tensors(), stranger], 2).unconsumed == ("model.layers.9.mlp.up_proj",)
+    assert publisher.publish(1).digest == first.digest
+    assert engine.logprobs(SEQUENCES) == known, "the same weights again"
+
+    disturb(model, 1)
+    second = publisher.publish(2)
+    assert second.canary is not None and second.canary.mean_abs == 0, "no key or value of the version before is left"
+    assert engine.logprobs(SEQUENCES) != known
+    assert [folder.name for folder in tmp_path.iterdir()] == ["version-2"]
+    engine.close()
+
+
+def test_what_is_torn_on_the_way_is_not_loaded(
+    served: tuple[LowBitModel, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: a server hashes what it read; other bytes are refused before they reach its model."""
+    model, url, key = served
+    engine = joined(url, key, tmp_path)
+    publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=100)
+    publisher.publish(1)
+
+    def torn(*arguments):
+        version = write_version(*arguments)
+        file = next(version.folder.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+        return version
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rollout.servers.engine.write_version", torn)
+        with pytest.raises(PublishError, match="other bytes than were sent"):
+            publisher.publish(2)
+    assert publisher.publish(1).version == 1
+    assert engine.logprobs(SEQUENCES[:1])
+    engine.close()
+
+
+def test_a_server_is_refused_for_what_it_is(served: tuple[LowBitModel, str, str], tmp_path: Path):
+    model, url, key = served
+    with pytest.raises(EngineError, match=r"refused the API key.*QARL_SERVER_KEY"):
+        joined(url, "another", tmp_path)
+    with pytest.raises(EngineError, match=r"takes 64 tokens.*--max-model-len 65"):
+        joined(url, key, tmp_path, max_model_len=65)
+    with pytest.raises(EngineError, match="gives raw_logprobs"):
+        joined(url, key, tmp_path, processed_logprobs=True)
+    with pytest.raises(EngineError, match="qarl serve-rollouts"):
+        joined(f"http://127.0.0.1:{free_ports(1)[0]}", key, tmp_path)
+    one = joined(url, key, tmp_path)
+    one.load(model.low_bit_tensors(), 1)
+    with pytest.raises(EngineError, match="takes its weights from one"):
+        joined(url, key, tmp_path, learner="two")
+    one.close()
+    two = joined(url, key, tmp_path, learner="two")
+    two.load(model.low_bit_tensors(), 1)
+    two.close()

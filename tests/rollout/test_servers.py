@@ -1,0 +1,193 @@
+"""What servers send is checked, who may ask them is too, and how they are named and started; without a server."""
+
+import asyncio
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.errors import ConfigError, InputError
+from configs.load import load_config
+from qarl.cli.main import main
+from quant.types import LowBitTensor
+from rollout.engine import EngineError
+from rollout.servers.access import RequireKey, server_key
+from rollout.servers.answers import completion_request, read_completion, read_logprobs
+from rollout.servers.start import replica_command, visible_devices
+from rollout.servers.versions import read_version, remove_versions, write_version
+from rollout.types import Prompt, Sampling
+from rollout.vllm.options import VllmOptions
+
+ANSWER = {
+    "choices": [
+        {
+            "token_ids": [5, 6],
+            "text": "ab",
+            "finish_reason": "stop",
+            "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.25}]},
+            "weight_versions": [{"version": "3-d", "start": 0, "end": 2}],
+        }
+    ],
+    "prompt_logprobs": [None, {"7": {"logprob": -0.5}}],
+}
+
+
+def altered(**fields: Any) -> dict[str, Any]:
+    answer = copy.deepcopy(ANSWER)
+    answer["choices"][0] |= fields
+    return answer
+
+
+def test_a_completion_is_the_samplers_own_tokens():
+    completion = read_completion(ANSWER, "http://a", "3-d", 3)
+    assert (completion.token_ids, completion.logprobs, completion.text) == ((5, 6), (-0.5, -1.25), "ab")
+    assert completion.weight_version == 3 and not completion.truncated
+    assert read_completion(altered(finish_reason="length"), "http://a", "3-d", 3).truncated
+
+
+def test_a_request_depends_on_prompt_and_sample_alone():
+    """Contract: sample k of the run's prompt j is asked for alike, whichever process or server it falls to."""
+    prompt, whole = Prompt("p", "", (1, 2)), Sampling(samples=2, max_new_tokens=4, seed=3)
+    shared = dataclasses.replace(whole, first_prompt=5)
+    assert completion_request(prompt, whole, 6, 1, "s") == completion_request(prompt, shared, 1, 1, "s")
+    others = [completion_request(prompt, whole, j, k, "s") for j in range(3) for k in range(2)]
+    assert len({request["sampling_params"]["seed"] for request in others}) == 6
+    assert json.loads(json.dumps(others)) == others
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": {"content": [{"logprob": -0.5}]}}, "gave 1 log-probs for 2 tokens"),
+        ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "gave 3 log-probs for 2 tokens"),
+        ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}, "a log-prob that is no number"),
+        ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": float("nan")}]}}, "a log-prob that is no number"),
+        ({"logprobs": None}, "cannot be read"),
+        ({"token_ids": [], "logprobs": {"content": []}}, "gave 0 log-probs for 0 tokens"),
+        ({"finish_reason": "abort"}, "ended a completion by 'abort'"),
+        ({"weight_versions": None}, "by no weights named"),
+        ({"weight_versions": [{"version": "2-c", "start": 0, "end": 2}]}, "0 to 2 by '2-c', and not all by '3-d'"),
+        (
+            {"weight_versions": [{"version": "2-c", "start": 0, "end": 1}, {"version": "3-d", "start": 1, "end": 2}]},
+            "0 to 1 by '2-c', 1 to 2 by '3-d'",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(EngineError, match=message) as error:
+        read_completion(altered(**fields), "http://a", "3-d", 3)
+    assert "http://a" in str(error.value)
+
+
+def test_log_probs_are_of_the_tokens_asked_for():
+    one = altered(weight_versions=[{"version": "3-d", "start": 0, "end": 1}])
+    assert read_logprobs(one, [4, 7], "http://a", "3-d") == [-0.5]
+    for sequence in ([4, 8], [4, 7, 7]):
+        with pytest.raises(EngineError, match="cannot be read"):
+            read_logprobs(one, sequence, "http://a", "3-d")
+
+
+def asked(path: str, headers: list[tuple[bytes, bytes]], kind: str = "http") -> list[dict[str, Any]]:
+    """What a guarded application sends back; it answers "inside"."""
+    sent: list[dict[str, Any]] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "inside"})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": kind, "path": path, "headers": headers}
+    asyncio.run(RequireKey(application)(scope, None, send))
+    return sent
+
+
+def test_nothing_but_health_is_answered_without_the_key(monkeypatch: pytest.MonkeyPatch):
+    """Contract: paths that load weights, pause or call into workers too, which vLLM's own check leaves open."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    right = [(b"authorization", b"Bearer secret")]
+    for path in ("/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate", "/metrics", "/"):
+        for wrong in ([], [(b"authorization", b"Bearer Secret")], [(b"authorization", b"secret")]):
+            assert asked(path, wrong)[0]["status"] == 401
+        assert asked(path, right) == [{"type": "inside"}]
+    assert asked("/v1/realtime", [], "websocket") == [{"type": "websocket.close", "code": 1008}]
+    assert asked("/health", []) == [{"type": "inside"}]
+
+
+def test_a_key_is_read_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("QARL_SERVER_KEY", "of the environment")
+    (tmp_path / "key").write_text("of-the-file\n")
+    assert server_key(None) == "of the environment"
+    assert server_key(str(tmp_path / "key")) == "of-the-file"
+    (tmp_path / "key").write_text("two words")
+    for file in ("key", "absent"):
+        with pytest.raises(InputError, match="API key"):
+            server_key(str(tmp_path / file))
+
+
+def test_servers_are_a_number_or_addresses():
+    assert load_config(None, {"rollout.servers": "2"}).rollout.servers == 2
+    urls = load_config(None, {"rollout.servers": "http://a:1/, https://b"}).rollout.servers
+    assert urls == ("http://a:1", "https://b")
+    assert load_config(None, {"rollout.servers": "[http://a:1]"}).rollout.servers == ("http://a:1",)
+    for value, message in (
+        ("0", "0 is no number of servers; allowed are 1 to 1024"),
+        ("a:1", "'a:1' is no server's URL; write http://HOST:PORT"),
+        ("http://a:1,http://a:1/", "or one twice"),
+        ("http://me:secret@a:1", "QARL_SERVER_KEY"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(None, {"rollout.servers": value})
+    with pytest.raises(ConfigError, match=r"rollout\.server_folder /x is for sampling on servers"):
+        load_config(None, {"rollout.server_folder": "/x"})
+
+
+def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
+    """Blind spot: that vLLM takes them is tests/engine/test_servers.py's."""
+    command = replica_command(
+        tmp_path, VllmOptions(max_num_seqs=7, prefix_caching=False), "127.0.0.1", 9, ["--seed", "4"]
+    )
+    for option in ("--max-num-seqs 7", "--no-enable-prefix-caching", "--logprobs-mode raw_logprobs", "--port 9"):
+        assert option in " ".join(command)
+    assert command[-2:] == ["--seed", "4"] and not any("key" in part for part in command)
+
+
+def test_replicas_have_devices_of_their_own():
+    cuda = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert visible_devices(1, 2, cuda) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert visible_devices(1, 2, {}) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert visible_devices(1, 2, {"DS_ACCELERATOR": "cpu"}) == {}
+    with pytest.raises(EngineError, match="start fewer"):
+        visible_devices(2, 2, cuda)
+
+
+def test_a_server_that_others_reach_needs_a_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("QARL_SERVER_KEY", raising=False)
+    assert main(["serve-rollouts", "--host", "0.0.0.0"]) == 2
+    assert "--key-file, or QARL_SERVER_KEY" in capsys.readouterr().err
+    assert main(["serve-rollouts", "--replicas", "0"]) == 2
+    assert "give 1 or more" in capsys.readouterr().err
+
+
+def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):
+    def breaks_off():
+        yield LowBitTensor("a.weight", torch.arange(3))
+        raise OSError("no space left")
+
+    with pytest.raises(EngineError, match="no space left"):
+        write_version(breaks_off(), tmp_path, 7)
+    assert list(tmp_path.iterdir()) == []
+    stream = [LowBitTensor(f"{name}.weight", torch.arange(3)) for name in "ba"]
+    version = write_version(stream, tmp_path, 7)
+    assert [item.name for item in version.tensors()] == ["b.weight", "a.weight"], "in the stream's order"
+    write_version(stream, tmp_path, 8)
+    remove_versions(tmp_path, but=8)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["version-8"]
+    manifest = tmp_path / "version-8" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": {"../x": ["a.weight"]}}))
+    with pytest.raises(ValueError, match="no file of that folder"):
+        read_version(manifest.parent)

@@ -1,0 +1,29 @@
+"""`qarl train` on servers equals `qarl train` alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.profiles import thorough
+from tests.support.runs import SMALL, lines, qarl
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not thorough(), reason="two servers are a minute of CPU; `make test-thorough` starts them")
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_a_run_on_two_servers_is_the_run_in_process(scheme: str, random_policy: Callable[[bool], Path], tmp_path: Path):
+    """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal to the last bit. The
+    output head is quantized: an unquantized one rounds otherwise where four sequences or fewer are decoded at once, and
+    two servers come to that sooner than one engine (docs/servers.md)."""
+    options = [
+        "--model", str(random_policy(False)), "--scheme", scheme, "--layers", "lm_head=w8a8", "--task", "chain_sum",
+        "--reward", "tests.support.rewards:reward", "--rollout.max_prompt_tokens", "64", "--max-new-tokens", "8",
+        "--learner.micro_batch_tokens", "512", "--export", "false", "--sync.canary_every", "1",
+    ]  # fmt: skip
+    for name, servers in (("inside", ()), ("outside", ("--rollout.servers", "2"))):
+        done = qarl("train", *SMALL, *options, *servers, "--output", tmp_path / name)
+        assert done.returncode == 0, done.stdout + done.stderr
+    inside = lines(tmp_path / "inside")
+    assert lines(tmp_path / "outside") == inside
+    assert inside[-1]["weight_version"] == 4, "every step learned"
