@@ -236,6 +236,19 @@ def delta(rows: list[dict[str, Any]]) -> str:
     return _text(lines)
 
 
+def delivery(data: dict[str, Any]) -> str:
+    """Of `qarl bench delivery`: bytes, and seconds by work, a column for each scheme."""
+    rows = data["rows"]
+    lines = [line(("", *(row["scheme"] for row in rows))), "|---|" + "---:|" * len(rows)]
+    lines.append(line(("whole, MB", *(f"{row['full_bytes'] / 1e6:.0f}" for row in rows))))
+    deltas = ("–" if row["scheme"] == "bf16" else f"{row['delta_bytes'] / 1e6:.2f}" for row in rows)
+    lines.append(line(("delta, MB", *deltas)))
+    for work in dict.fromkeys(work for row in rows for work in row["seconds"]):
+        taken = (row["seconds"].get(work) for row in rows)
+        lines.append(line((f"{work}, s", *("–" if seconds is None else f"{seconds:.3f}" for seconds in taken))))
+    return _text(lines)
+
+
 def _percents(shares: tuple[float, ...]) -> list[float]:
     return [100 * share for share in shares]
 
@@ -243,6 +256,7 @@ def _percents(shares: tuple[float, ...]) -> list[float]:
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
     "memory": memory, "communication": communication, "delta": delta,
+    "delivery": delivery,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 
