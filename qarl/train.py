@@ -15,7 +15,7 @@ from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint, save_checkpoint
 from qarl.run.evaluate import run_accuracy
 from qarl.run.interrupt import deferred_interrupt
-from qarl.run.rollout_step import sample_step
+from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
 from qarl.run.verify_export import Outcome, export_sampled, finish
 
@@ -44,12 +44,12 @@ def train(
             dashboard.baseline(at.first_accuracy)
         if not resume and processes.first:
             write_start(folder, session.audited, published, at.first_accuracy)
-        resume_step, tokenizer = at.step if resume else None, policy.prompter.tokenizer
-        recorder = TokenRecorder(folder.tokens, config.record, tokenizer, resume_step, processes.first)
+        rollouts, resume_step = Rollouts(session, config, at), at.step if resume else None
+        recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
         signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
         with metrics_writer(config, folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
-                metrics = _step(session, config, at, Stopwatch(dashboard.entered), recorder)
+                metrics = _step(rollouts, at, Stopwatch(dashboard.entered), recorder)
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
@@ -62,16 +62,18 @@ def train(
     return finish(policy, config, folder, at, sampled)
 
 
-def _step(session: Session, config: RunConfig, at: Position, watch: Stopwatch, recorder: TokenRecorder) -> StepMetrics:
+def _step(rollouts: Rollouts, at: Position, watch: Stopwatch, recorder: TokenRecorder) -> StepMetrics:
     """One step of the loop; moves `at` forward."""
-    policy = session.policy
-    sampled, groups = sample_step(session, config, at.step, watch)
+    session, config, policy = rollouts.session, rollouts.config, rollouts.session.policy
+    sampled, groups = rollouts.take(watch)
     batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage) if groups else None
     learned = published = log = None
     if batch is not None and batch.advantages.any():
         log = recorder.log(batch)
         with watch("learn"):
             learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log)
+    rollouts.settle(watch)
+    if learned is not None:
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)
         at.version += 1
@@ -87,7 +89,7 @@ def _step(session: Session, config: RunConfig, at: Position, watch: Stopwatch, r
     return StepMetrics(
         step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned, accuracy=accuracy,
         digest=published and published.digest, canary=canary and canary.mean_abs, seconds=watch.take(),
-        **batch_metrics(sampled),
+        staleness=rollouts.staleness, **batch_metrics(sampled),
     )  # fmt: skip
 
 

@@ -102,11 +102,15 @@ class RolloutConfig(Section):
         "run's folder",
     )
     server_seconds: float = Field(default=600.0, gt=0, description="that a server's answer may take, and its start")
+    max_staleness: Literal[0, 1] = Field(
+        default=0,
+        description="1: servers sample the next batch while the learner works on this one, by the weights before",
+    )
 
     @model_validator(mode="after")
     def _served(self) -> "RolloutConfig":
         if self.servers is None:
-            for name in ("server_key_file", "server_folder"):
+            for name in ("server_key_file", "server_folder", "max_staleness"):
                 if getattr(self, name):
                     raise ValueError(
                         f"rollout.{name} {getattr(self, name)} is for sampling on servers: give rollout.servers, their "

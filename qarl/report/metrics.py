@@ -26,7 +26,8 @@ class StepMetrics:
     mixed_reward_groups: share of groups whose rewards differ (the others teach nothing). error_tokens and the four that
     split it: `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's
     rewards were equal. digest: of the version that was published; canary: mean |Δ log p| of the publish's, where it had
-    one, nats. seconds: wall time by phase, the only fields that two equal runs differ in.
+    one, nats. staleness: versions between the weights that sampled and those that learn, mean over completions; None in
+    a run that samples none ahead. seconds: wall time by phase, the only fields that two equal runs differ in.
     """
 
     step: int
@@ -48,6 +49,7 @@ class StepMetrics:
     accuracy: float | None
     digest: str | None
     canary: float | None
+    staleness: float | None
     seconds: dict[str, float]
 
     def flat(self) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
     if learn := part("learn/"):
         mismatch, log_ratio = Mismatch(**part("learn/mismatch/")), Decomposition(**part("learn/log_ratio/"))
         stats = LearnStats(mismatch=mismatch, log_ratio=log_ratio, seconds={}, **learn)
-    unmeasured = ("accuracy", "digest", "canary", "error_tokens_negative", "error_tokens_positive")
+    unmeasured = ("accuracy", "digest", "canary", "staleness", "error_tokens_negative", "error_tokens_positive")
     optional: dict[str, Any] = dict.fromkeys(unmeasured)
     return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))
 

@@ -34,7 +34,7 @@ _PACKAGES = (
 FIXED_FIELDS = (
     "model", "scheme", "quantization", "layers", "dtype", "seed", "task", "from_rollouts",
     "rollout.prompts", "rollout.samples", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop",
-    "rollout.loop_limit", "rollout.dynamic_sampling", "learner.aligned",
+    "rollout.loop_limit", "rollout.dynamic_sampling", "rollout.max_staleness", "learner.aligned",
     "learner.compile", "learner.compute_dtype", "learner.input_gradients", "learner.master_dtype",
     "learner.optimizer.name", "learner.optimizer.rounding", "learner.optimizer.rounding_seed", "learner.lora",
 )  # fmt: skip

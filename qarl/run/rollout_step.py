@@ -1,17 +1,34 @@
 """A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from configs.schema.run import RunConfig
 from configs.seeds import step_seed
 from learner.stopwatch import Stopwatch
 from qarl.run.prompts import score_groups
 from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
-from qarl.tasks import RewardError
-from rollout.types import Group, Sampling
+from qarl.tasks import Problem, RewardError
+from rollout.types import Completion, Group, Prompt, Sampling
+
+Completions = Sequence[Sequence[Completion]]
 
 
-def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch) -> tuple[list[Group], list[Group]]:
-    """All groups sampled in `step`, and those to learn from.
+@dataclass(frozen=True)
+class Asked:
+    """What this process asks the engine in a round of a step: prompts, stating the problems one by one."""
+
+    problems: list[Problem]
+    prompts: list[Prompt]
+    sampling: Sampling
+
+
+def sample_step(
+    session: Session, config: RunConfig, step: int, watch: Stopwatch, first: Callable[[], Completions] | None = None
+) -> tuple[list[Group], list[Group]]:
+    """All groups sampled in `step`, and those to learn from. first: what the engine, asked already, answers in the
+    step's first round; None asks it now.
 
     With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal are dropped
     and rounds repeated, within its bound, until `rollout.prompts` groups are left; there may be fewer, or none.
@@ -29,7 +46,7 @@ def sample_step(session: Session, config: RunConfig, step: int, watch: Stopwatch
     sampled: list[Group] = []
     kept: list[Group] = []
     for attempt in range(1 + (extra or 0)):
-        groups = _round(session, config, step, attempt, watch)
+        groups = _round(session, config, step, attempt, watch, None if attempt else first)
         sampled += groups
         kept += _to_learn_from(groups, extra)
         if len(kept) >= wanted:
@@ -49,25 +66,36 @@ def _to_learn_from(groups: list[Group], extra: int | None) -> list[Group]:
     return compared if extra is None else [group for group in compared if len(set(group.rewards)) > 1]
 
 
-def _round(session: Session, config: RunConfig, step: int, attempt: int, watch: Stopwatch) -> list[Group]:
+def ask(session: Session, config: RunConfig, step: int, attempt: int = 0) -> Asked:
     """Problems and seeds are functions of (seed, step, attempt) alone, so a resumed run repeats them, in however many
-    processes. Each samples and scores its share; all get all groups."""
+    processes. Each asks for its share."""
     policy, rollout, processes = session.policy, config.rollout, session.policy.processes
+    start = (step * (1 + (rollout.dynamic_sampling or 0)) + attempt) * rollout.prompts
+    problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
+    sampling = Sampling(
+        samples=rollout.samples,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        seed=step_seed(config.seed, step, attempt),
+        first_prompt=processes.span(rollout.prompts).start,
+        stop=rollout.stop,
+        loop_limit=rollout.loop_limit,
+    )
+    return Asked(problems, [policy.prompter.prompt(problem) for problem in problems], sampling)
+
+
+def _round(
+    session: Session,
+    config: RunConfig,
+    step: int,
+    attempt: int,
+    watch: Stopwatch,
+    answer: Callable[[], Completions] | None,
+) -> list[Group]:
+    """Each process samples and scores its share; all get all groups."""
+    policy = session.policy
     with watch("sample"):
-        start = (step * (1 + (rollout.dynamic_sampling or 0)) + attempt) * rollout.prompts
-        problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
-        prompts = [policy.prompter.prompt(problem) for problem in problems]
-        first = processes.span(rollout.prompts).start
-        seed = step_seed(config.seed, step, attempt)
-        sampling = Sampling(
-            samples=rollout.samples,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            seed=seed,
-            first_prompt=first,
-            stop=rollout.stop,
-            loop_limit=rollout.loop_limit,
-        )
-        completions = session.engine.generate(prompts, sampling)
+        asked = ask(session, config, step, attempt)
+        completions = answer() if answer else session.engine.generate(asked.prompts, asked.sampling)
     with watch("score"):
-        return processes.concatenated(score_groups(policy.task, problems, prompts, completions))
+        return policy.processes.concatenated(score_groups(policy.task, asked.problems, asked.prompts, completions))

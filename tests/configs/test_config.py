@@ -296,6 +296,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "rollout.prompts": "16",
         "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.temperature": "0.8",
         "rollout.stop": "['###']", "rollout.loop_limit": "32", "rollout.dynamic_sampling": "2",
+        "rollout.max_staleness": "1",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
         "learner.optimizer.rounding": "stochastic", "learner.optimizer.rounding_seed": "1",
         "learner.compute_dtype": "float32",
@@ -311,6 +312,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     narrow = {"learner.master_dtype": "bfloat16"} if "rounding" in path else {}
     narrow |= {"learner.aligned": "false"} if path == "learner.compute_dtype" else {}
     narrow |= {"from_rollouts": "a", "eval.problems": "0", "export": "false"} if path == "from_rollouts" else {}
+    narrow |= {"rollout.servers": "1"} if path == "rollout.max_staleness" else {}
     with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
         resumed_config(load_config(file, narrow), load_config(file, narrow | {field: value}))
     longer = load_config(file, {"steps": "999"})

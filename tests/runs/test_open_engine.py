@@ -1,9 +1,12 @@
 """A second kind of engine: plain transformers, which `open_engine` could choose, carries a whole run."""
 
 import io
-from collections.abc import Callable
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -18,6 +21,7 @@ from qarl.train import train
 from rollout.open import open_engine
 from rollout.types import Completion, Prompt, Sampling
 from sync.gate import GateError
+from tests.support.runs import lines
 from tests.support.transformers_engine import TransformersEngine, use_transformers_engine
 
 
@@ -55,10 +59,47 @@ def test_a_run_needs_no_more_than_the_protocol(
     all with an engine that only tests know. Blind spot: low-bit schemes, which transformers does not multiply."""
     use_transformers_engine(monkeypatch)
     folder, outcome = run(config_of(random_policy(True), tmp_path / "run"))
-    lines = read_metrics(folder.metrics)
-    assert [line["weight_version"] for line in lines] == [1, 2] and outcome.export == folder.export
-    assert lines[0]["digest"] != lines[1]["digest"] and lines[0]["learn/mismatch/mean_abs"] < 0.01
+    first, second = read_metrics(folder.metrics)
+    assert (first["weight_version"], second["weight_version"]) == (1, 2) and outcome.export == folder.export
+    assert first["digest"] != second["digest"] and first["learn/mismatch/mean_abs"] < 0.01
     assert TransformersEngine.running == 0
+
+
+class WatchedEngine(TransformersEngine):
+    """Notes the weight version of every call, at its beginning and at its end, and whether the main thread waits."""
+
+    calls: ClassVar[list[tuple[int, int, bool]]] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        begun = self.weight_version
+        found = super().generate(prompts, sampling)
+        time.sleep(0.2)  # longer than a publish that would not wait
+        self.calls.append((begun, self.weight_version, threading.current_thread() is threading.main_thread()))
+        return found
+
+
+def test_a_batch_is_sampled_ahead_by_one_version_and_kept(
+    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract of `rollout.max_staleness` 1: the first batch by version 0, every other by the version before the one
+    that learns from it, from beginning to end, beside the learner; equal runs are equal; a run that is resumed from its
+    second step goes on to the last bit, though the weights that sampled its third batch are gone."""
+    use_transformers_engine(monkeypatch, WatchedEngine)
+    tree = config_of(random_policy(True), tmp_path / "run").model_dump()
+    tree["rollout"] |= {"servers": 1, "max_staleness": 1}
+    tree |= {"steps": 4, "export": False, "checkpoint": {"every": 1, "keep": 9}}
+    WatchedEngine.calls.clear()
+    folder, _ = run(config_from_tree(tree))
+    whole = lines(folder.path)
+    assert [line["staleness"] for line in whole] == [0, 1, 1, 1]
+    assert WatchedEngine.calls == [(0, 0, True), (0, 0, False), (1, 1, False), (2, 2, False)]
+    for step in (3, 4):
+        shutil.rmtree(folder.checkpoints / f"step-{step:06d}")
+    config = config_from_tree(tree)
+    with Dashboard(config, Console(file=io.StringIO())) as dashboard:
+        train(config, folder, dashboard, Processes(), resume=True)
+    assert lines(folder.path) == whole
+    assert WatchedEngine.calls[4:] == [(2, 2, False)], "the third batch was not sampled again"
 
 
 def test_an_engine_is_closed_where_a_run_fails(
