@@ -15,6 +15,7 @@ from torch import nn
 from configs.schema.learner import OptimizerConfig
 from learner.optim.rounding import Rounding, stochastic_round
 from learner.optim.row_muon import RowMuon
+from learner.optim.stacked_muon import StackedMuon
 from quant.runtime.shards import Shard
 
 Index = tuple[int | slice, ...]
@@ -58,7 +59,8 @@ class MasterStep:
         if not indices:
             self._optimizer = adamw(self._parts, config)
         elif cut is None:
-            self._optimizer = muon(self._parts, config)
+            stacked = len(self._parts) > 1 and master.is_cuda
+            self._optimizer = muon(self._parts, config, StackedMuon if stacked else torch.optim.Muon)
         else:
             self._optimizer = RowMuon(self._parts[0], cut, muon(self._parts, config))
 
@@ -203,9 +205,11 @@ def adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(parts, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas, fused=True)
 
 
-def muon(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
-    """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each."""
-    return torch.optim.Muon(
+def muon(
+    parts: list[nn.Parameter], config: OptimizerConfig, kind: type[torch.optim.Muon] = torch.optim.Muon
+) -> torch.optim.Muon:
+    """torch's Muon as configured, with updates of AdamW's size. parts: [rows, columns] each. kind: which does it."""
+    return kind(
         parts,
         lr=config.lr,
         weight_decay=config.weight_decay,

@@ -48,10 +48,12 @@ class Adapter(nn.Module):
         gives `base` itself: what adds nothing changes no bit, not even a zero's sign.
         """
         a, b = self.lora_A.detach(), self.lora_B.detach()
-        if b.ndim == 2:
-            return self._add(base, a, b if shard is None else shard.rows(b)) if b.any() else base
         if shard is not None:
-            a, b = shard.rows(a), shard.rows(b)
+            a, b = shard.rows(a) if b.ndim > 2 else a, shard.rows(b)
+        if base.is_cuda:  # the host does not wait to hear which are zeros
+            return torch.where(b.any(dim=-1).any(dim=-1)[..., None, None], self._add(base, a, b), base)
+        if b.ndim == 2:
+            return self._add(base, a, b) if self.lora_B.any() else base
         if not b.any():
             return base
         return torch.stack([self._add(m, x, y) if y.any() else m for m, x, y in zip(base, a, b, strict=True)])
@@ -64,7 +66,8 @@ class Adapter(nn.Module):
         return self.scale * ((dy @ b).t() @ x), self.scale * (dy.t() @ (x @ a.t()))
 
     def _add(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)
+        add = torch.addmm if b.ndim == 2 else torch.baddbmm
+        return add(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)
 
     def _factors(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = self.lora_A.detach(), self.lora_B.detach()

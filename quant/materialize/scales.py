@@ -1,8 +1,47 @@
 """Absolute maxima of masters, and scales as they are stored."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 
 from configs.errors import PrecisionError
+
+
+@dataclass(frozen=True)
+class _Extremes:
+    """Of a layer's weights and of its scales, 0-d tensors each."""
+
+    layer: str
+    absmax: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+
+_later: list[_Extremes] | None = None
+"""What `checked_together` is to look at; None outside of it."""
+
+
+@contextmanager
+def checked_together() -> Iterator[None]:
+    """Within this context checks of weights on a GPU are put off to its end, so that the host waits for the device once
+    and not for every layer. Raises what they would have raised, of the first layer."""
+    global _later
+    before, _later = _later, []
+    try:
+        yield
+        _look(_later)
+    finally:
+        _later = before
+
+
+def _look(extremes: list[_Extremes]) -> None:
+    pairs = [torch.stack([one.absmax.to(torch.float32), one.scale.to(torch.float32)]) for one in extremes]
+    finite = torch.stack(pairs).isfinite().all(dim=1).tolist() if pairs else []
+    for one, fine in zip(extremes, finite, strict=True):
+        if not fine:
+            _check(one.absmax, one.scale, one.layer, one.dtype)
 
 
 def absmax(values: torch.Tensor) -> torch.Tensor:
@@ -32,19 +71,26 @@ def stored_scale(absmax: torch.Tensor, half_range: float, dtype: torch.dtype) ->
 
 def check_finite(absmax: torch.Tensor, layer: str) -> None:
     """Raise `PrecisionError` for masters whose maxima are not finite."""
+    check_scale(absmax, absmax.new_zeros(1), layer)
+
+
+def check_scale(absmax: torch.Tensor, scale: torch.Tensor, layer: str) -> None:
+    """Raise `PrecisionError` where masters are not finite, or a scale is beyond its dtype's range."""
+    if _later is not None and absmax.is_cuda:  # maxima pass NaN on
+        _later.append(_Extremes(layer, absmax.max(), scale.max(), scale.dtype))
+    else:
+        _check(absmax, scale, layer, scale.dtype)
+
+
+def _check(absmax: torch.Tensor, scale: torch.Tensor, layer: str, dtype: torch.dtype) -> None:
     if not torch.isfinite(absmax).all():
         raise PrecisionError(
             f"layer {layer!r}: a master weight holds NaN or infinity and cannot be quantized; at a run's start the "
             "model's own files hold it: take another copy; later training has diverged: resume from a checkpoint with "
             "a lower learner.optimizer.lr (--lr)"
         )
-
-
-def check_scale(absmax: torch.Tensor, scale: torch.Tensor, layer: str) -> None:
-    """Raise `PrecisionError` where masters are not finite, or a scale is beyond its dtype's range."""
-    check_finite(absmax, layer)
     if not torch.isfinite(scale).all():
         raise PrecisionError(
             f"layer {layer!r}: a master weight of magnitude {float(absmax.max()):.3g} has a scale beyond "
-            f"{scale.dtype}'s range; use bfloat16 as the compute dtype (--dtype bfloat16)"
+            f"{dtype}'s range; use bfloat16 as the compute dtype (--dtype bfloat16)"
         )

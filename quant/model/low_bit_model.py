@@ -24,6 +24,7 @@ from quant.layers.gradients import Gradients
 from quant.layers.linear import LowBitLinear
 from quant.materialize import materializer
 from quant.materialize.code_changes import FlipCount
+from quant.materialize.scales import checked_together
 from quant.model.stream import checkpoint_tensors, layer_reports
 from quant.model.surgery import replace_layers
 from quant.operators.decoder import packed_forward
@@ -110,9 +111,10 @@ class LowBitModel(nn.Module):
         It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it. flips: takes
         in how many codes that changes, where they are kept.
         """
-        for layer in self.low_bit_layers():
-            with flips.over(layer) if flips and self.context.keeps_codes else contextlib.nullcontext():
-                layer.refresh()
+        with checked_together():
+            for layer in self.low_bit_layers():
+                with flips.over(layer) if flips and self.context.keeps_codes else contextlib.nullcontext():
+                    layer.refresh()
         for name, copy in self._layers.copies.items():
             copy.refresh(self.loaded[name])
         if self.after_refresh is not None:
