@@ -73,6 +73,7 @@ export -f tests run killed_and_resumed large
 # minutes 0-6: the environment, and which schemes run
 step environment 10 - make env DEVICE=cuda
 step schemes 5 environment "$qarl" schemes --json "$out/schemes-table.json"
+step rounding 2 environment "$python" scripts/norm_rounding.py
 # 6-9: codes as the CPU's, products
 step codes 5 environment tests tests/gpu/test_gpu.py -k codes
 step products 5 codes tests tests/gpu/test_gpu.py -k products
