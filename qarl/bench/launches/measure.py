@@ -91,7 +91,8 @@ def count_launches(config: dict[str, Any], model: str, scheme: str, compiles: bo
     one, two, three = (count_step(config, layers, scheme, compiles) for layers in (1, 2, 3))
     layer = two - one
     assert three - two == layer, f"{model}: a layer adds {layer}, and another {three - two}"
-    return Launches(model, scheme, compiles, one.plus(layer, config["num_hidden_layers"] - 1), layer)
+    step = one.plus(layer, config["num_hidden_layers"] - 1)
+    return Launches(model=model, scheme=scheme, compiled=compiles, step=step, layer=layer)
 
 
 def count_step(config: dict[str, Any], layers: int, scheme: str, compiles: bool) -> Count:
