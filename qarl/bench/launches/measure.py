@@ -126,7 +126,10 @@ def _learner(config: dict[str, Any], scheme: str, compiles: bool, tally: Tally) 
 
 
 def _batch() -> Batch:
-    completions = [Completion((1,) * n, (-1.0,) * n, "", 0, "stop") for n in ANSWERS]
+    completions = [
+        Completion(token_ids=(1,) * n, logprobs=(-1.0,) * n, text="", weight_version=0, finish_reason="stop")
+        for n in ANSWERS
+    ]
     pairs = zip(completions[::2], completions[1::2], strict=True)
     return make_batch([Group(Prompt("", "", (1,) * PROMPT), pair, (0.0, 1.0)) for pair in pairs], 0)
 
