@@ -34,6 +34,12 @@ from quant.schemes import COMPUTE_DTYPES, get_scheme
 MODELS = ("40m", "150m", "70m-moe", "1b-moe")
 """Random Qwen3s, one of 16 experts of which 4 a token, and one of layers as in Qwen3-30B-A3B (`publish.moe_config`)."""
 
+_MOE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "tie_word_embeddings", "num_experts", "num_experts_per_tok",
+    "moe_intermediate_size",
+)  # fmt: skip
+
 _REWARD = '"""Differs within a group."""\n\n\ndef reward(problem, text):\n    return sum(text.encode()) % 97 / 97\n'
 _SETTINGS = {
     "task.name": "chain_sum", "task.options": "{}", "steps": "1", "record": "0", "export": "false",
@@ -130,8 +136,8 @@ def model_config(model: str) -> dict[str, Any]:
     if model == "150m":
         return LEARNER_MODELS[model].config
     if model == "1b-moe":
-        known = moe_config(1e9).to_diff_dict()
-        return {name: known[name] for name in known if name not in ("architectures", "transformers_version")}
+        known = moe_config(1e9)
+        return {name: getattr(known, name) for name in _MOE_FIELDS}
     small = {
         "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
