@@ -184,7 +184,8 @@ def schemes(data: dict[str, Any]) -> str:
             row["scheme"], f"**{row['learner']}**" if row["learner"] == "aligned" else row["learner"], row["objective"],
             ", ".join(f"{100 * accuracy:.1f}" for accuracy in row["accuracies"].values()), points(row["deployed"]),
             "" if row["sampled"] is None else f"{100 * row['sampled']:.1f}", points(distance, "+") if distance else "",
-            "" if closed is None else f"{closed:.0%}", f"{last['mean |Δ log p|']:.1e}", f"{last['mean |log w|']:.1e}",
+            "" if closed is None else f"{closed:.0%}",
+            *(f"{last[name]:.1e}" if name in last else "" for name in ("mean |Δ log p|", "mean |log w|")),
         )  # fmt: skip
         lines.append(line(cells))
     return "\n".join(lines) + "\n"
@@ -203,13 +204,9 @@ def communication(rows: list[dict[str, Any]]) -> str:
     """Of `qarl bench communication`: what one process sends, over the masters' bytes, a row a stage and dtype of
     gradients."""
     runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
-    ways = sorted(
-        {(row["stage"], row.get("reduce_dtype", "float32")) for row in rows},
-        key=lambda way: (way[0], way[1] != "float32"),
-    )
+    ways = sorted({(row["stage"], row["reduce_dtype"]) for row in rows}, key=lambda way: (way[0], way[1] != "float32"))
     sent = {
-        (r["scheme"], r["optimizer"], r["processes"], r["stage"], r.get("reduce_dtype", "float32")): f"{r['share']:.2f}"
-        for r in rows
+        (r["scheme"], r["optimizer"], r["processes"], r["stage"], r["reduce_dtype"]): f"{r['share']:.2f}" for r in rows
     }
     head = [f"{scheme}, {optimizer}, {count} processes" for scheme, optimizer, count in runs]
     lines = [line(("ZeRO stage", "gradients in", *head)), "|---|---|" + "---:|" * len(runs)]
@@ -253,9 +250,23 @@ def _percents(shares: tuple[float, ...]) -> list[float]:
     return [100 * share for share in shares]
 
 
+def launches(rows: list[dict[str, Any]]) -> str:
+    """Of `qarl bench launches`: a step, and what a layer adds to it."""
+    head = ("model", "scheme", "`learner.compile`", "kernels", "waits", "GB", "a layer's", "its waits", "its GB")
+    lines = [line(head), "|---|---|---|" + "---:|" * 6]
+    for row in rows:
+        counts = [
+            text
+            for count in (row["step"], row["layer"])
+            for text in (f"{count['launches']:,}", f"{count['waits']:,}", f"{count['bytes'] / 1e9:,.0f}")
+        ]
+        lines.append(line((row["model"], f"`{row['scheme']}`", "on" if row["compiled"] else "off", *counts)))
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
-    "memory": memory, "communication": communication, "delta": delta,
+    "memory": memory, "communication": communication, "launches": launches, "delta": delta,
     "delivery": delivery,
 }  # fmt: skip
 """Benchmark → what makes its table."""
