@@ -141,7 +141,7 @@ def test_steps_without_a_measurement_log_null(tmp_path: Path):
     step = StepMetrics(
         step=1, weight_version=1, prompts=2, **numbers, **shares, error_tokens_negative=None,
         error_tokens_positive=None, skipped_batches=0, learn=stats, accuracy=None, digest=None, seconds={},
-        unscored=0, canary=None,
+        unscored=0, canary=None, staleness=None,
     )  # fmt: skip
     line = json.loads(json.dumps(step.flat()))
     assert line["learn/lost_updates"] is None and line["learn/flipped_codes"] is None

@@ -224,9 +224,7 @@ def test_a_process_measures_engine_steps_and_memory(tmp_path: Path, monkeypatch:
     """All of a process, with an engine of the tests' own: a cell for each context and batch, every phase of two steps,
     memory of each part. Blind spots: vLLM's steps, and low bits, which this engine does not multiply."""
     write_model(dataclasses.replace(MODELS["tiny"], config={**MODELS["tiny"].config, "vocab_size": 64}), tmp_path, 0)
-    monkeypatch.setattr(
-        rollout.open, "_start", lambda folder, options, dtype, several: TransformersEngine(folder, dtype)
-    )
+    monkeypatch.setattr(rollout.open, "_start", lambda folder, options, dtype, *_: TransformersEngine(folder, dtype))
     small = options(batches=(1,), contexts=(4, 6), decode_tokens=4, tokens=3, prompt_tokens=4, kernel="reference")
     asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"), clock="cpu")
     made = run(asked)
