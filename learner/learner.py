@@ -23,7 +23,7 @@ from learner.logprobs import packs, token_logprobs
 from learner.loss.aggregation import Totals
 from learner.loss.loss import LossInput, needs_old, policy_loss
 from learner.loss.metrics import LossMetrics, mean
-from learner.lost_updates import Diagnosis, is_due
+from learner.lost_updates import Diagnosis, LayerChanges, is_due
 from learner.mismatch import Mismatch
 from learner.objectives.ratios import shadowed
 from learner.optim.loss_scale import LossScale
@@ -45,8 +45,8 @@ class LearnStats(LossMetrics):
     (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
     left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
-    what they mean on CUDA. lost_updates, flipped_codes: see `learner.lost_updates`, None where they were not
-    measured; log_ratio: see `learner.decomposition`, measured in the same steps."""
+    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.lost_updates`, None
+    where they were not measured; log_ratio: see `learner.decomposition`, measured in the same steps."""
 
     mismatch: Mismatch
     lr: float
@@ -57,7 +57,9 @@ class LearnStats(LossMetrics):
     loss_scale: float
     seconds: dict[str, float] = field(compare=False)
     lost_updates: float | None = None
+    crossed_bfloat16: float | None = None
     flipped_codes: float | None = None
+    layers: LayerChanges = field(default_factory=LayerChanges)
     log_ratio: Decomposition = field(default_factory=Decomposition)
 
 
@@ -220,8 +222,7 @@ class Learner:
             skipped=len(updates) - taken,
             loss_scale=self.loss_scale.scale,
             seconds=self.stopwatch.take(),
-            lost_updates=self._diagnosis.lost_updates if self._diagnosis else None,
-            flipped_codes=self._diagnosis.flipped_codes if self._diagnosis else None,
+            **(self._diagnosis.measured(self.model) if self._diagnosis else {}),
             log_ratio=shadow.decomposition(old.values, self.config) if shadow else Decomposition(),
         )
 
@@ -310,7 +311,7 @@ class Learner:
         with self.stopwatch("optimizer"):
             step = self.backend.step(self._diagnosis is not None)
             if self._diagnosis is not None:
-                self._diagnosis.add(step.lost)
+                self._diagnosis.add(step.arrived)
         if step.taken:
             with self.stopwatch("materialize"):
                 self.model.refresh(self._diagnosis.flips if self._diagnosis else None)

@@ -147,8 +147,8 @@ class LearnerConfig(Section):
     diagnostics_every: int = Field(
         default=10,
         ge=0,
-        description="steps between measurements of lost updates, flipped codes, where the log-ratio comes from and, "
-        "with ratio_from sampler, the update's size; 0: never, saves a little time",
+        description="steps between measurements of lost updates, codes and bfloat16 roundings that change, where the "
+        "log-ratio comes from and, with ratio_from sampler, the update's size; 0: never, saves a little time",
     )
     loss_scale: float = Field(
         default=65536.0, gt=0, description="initial, for float16 gradients; grows and backs off by itself"

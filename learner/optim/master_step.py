@@ -21,13 +21,19 @@ from quant.runtime.shards import Shard
 Index = tuple[int | slice, ...]
 
 
+_CHUNK = 1 << 22
+"""Weights that are rounded at once to be compared."""
+
+
 @dataclass(frozen=True)
-class Lost:
-    """Weights the optimizer meant to move (its momentum there is not zero), and those of them whose stored value is
-    what it was. Both int64 scalars on the masters' device."""
+class UpdateCounts:
+    """meant: weights the optimizer meant to move (its momentum there is not zero). lost: those of them whose stored
+    value is what it was. crossed: weights that round to another bfloat16 than before. All int64 scalars on the master's
+    device."""
 
     meant: torch.Tensor
     lost: torch.Tensor
+    crossed: torch.Tensor
 
 
 class MasterStep:
@@ -65,8 +71,8 @@ class MasterStep:
             self._optimizer = RowMuon(self._parts[0], cut, muon(self._parts, config))
 
     @torch.no_grad()
-    def step(self, lr: float, diagnose: bool = False) -> Lost | None:
-        """Step at that learning rate, if there is a gradient. Returns what was lost if `diagnose`."""
+    def step(self, lr: float, diagnose: bool = False) -> UpdateCounts | None:
+        """Step at that learning rate, if there is a gradient. Returns what became of the update if `diagnose`."""
         gradient = self._master.grad
         if gradient is None:
             return None
@@ -80,10 +86,10 @@ class MasterStep:
             group["lr"] = lr
         self._optimizer.step()
         self._store(wide)
-        lost = None if before is None else self._lost(before)
+        counts = None if before is None else self._counts(before)
         self._release()
         self._send_home()
-        return lost
+        return counts
 
     @property
     def taught(self) -> bool:
@@ -142,7 +148,7 @@ class MasterStep:
             assert self._generator is not None
             master.copy_(stochastic_round(wide, master.dtype, self._generator))
 
-    def _lost(self, before: torch.Tensor) -> Lost:
+    def _counts(self, before: torch.Tensor) -> UpdateCounts:
         same = self._master.detach() == before
         meant, lost = (torch.zeros((), dtype=torch.int64, device=same.device) for _ in range(2))
         for part, index in zip(self._parts, self._indices, strict=True):
@@ -151,7 +157,7 @@ class MasterStep:
             # Not `sum`, which on CPUs widens its argument to int64, twice a master, to count it.
             meant += moved.count_nonzero()
             lost += (moved & same[index]).count_nonzero()
-        return Lost(meant, lost)
+        return UpdateCounts(meant, lost, crossed_bfloat16(before, self._master.detach()))
 
     def _release(self) -> None:
         """Let go of the gradient and of the fp32 copy."""
@@ -198,6 +204,15 @@ class MasterStep:
     def _taken(self, value: torch.Tensor) -> torch.Tensor:
         """A copy of what was saved, where the fused AdamW wants it, step counts too."""
         return value.to(self._master.device, copy=True)
+
+
+def crossed_bfloat16(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """How many weights round to another bfloat16 than before: of an update, what a sampler in bfloat16 can see. Both of
+    one shape; an int64 scalar on their device."""
+    crossed = torch.zeros((), dtype=torch.int64, device=after.device)
+    for old, new in zip(before.flatten().split(_CHUNK), after.flatten().split(_CHUNK), strict=True):
+        crossed += (old.to(torch.bfloat16) != new.to(torch.bfloat16)).count_nonzero()
+    return crossed
 
 
 def adamw(parts: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

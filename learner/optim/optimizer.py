@@ -4,7 +4,7 @@ Masters are stepped one after another (`learner.optim.master_step`), each by a t
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +14,29 @@ from torch import nn
 from configs.errors import ConfigError
 from configs.schema.learner import OptimizerConfig
 from learner.optim.loss_scale import PrecisionError, short_name
-from learner.optim.master_step import Index, MasterStep
+from learner.optim.master_step import Index, MasterStep, UpdateCounts
 from learner.optim.row_muon import in_turns, orthogonalize
 from learner.processes import FailedElsewhereError, Processes
 from quant.runtime.shards import shard_of
 
 
 @dataclass(frozen=True)
+class Arrived:
+    """What became of an update in the masters. lost: of the weights with a momentum, the share whose stored value is
+    what it was. crossed: master's name → its weights that round to another bfloat16 than before, and all of them."""
+
+    lost: float
+    crossed: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Step:
     """norm: global L2 norm of the mini-batch's gradient before clipping. taken: False where the norm is infinite or
-    NaN; every master is then what it was. lost: what a diagnosed `MasterOptimizer.step` returned, else None."""
+    NaN; every master is then what it was. arrived: what a diagnosed `MasterOptimizer.step` returned, else None."""
 
     norm: float
     taken: bool
-    lost: float | None = None
+    arrived: Arrived | None = None
 
 
 class MasterOptimizer:
@@ -65,7 +74,7 @@ class MasterOptimizer:
             rounding = config.rounding_of(str(master.dtype).removeprefix("torch."))
             cut = shard_of(master) if indices and master.ndim == 2 else None
             self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home, cut)
-        self._cut = [step for step in self._steps.values() if step.cut is not None]
+        self._cut = [name for name, step in self._steps.items() if step.cut is not None]
 
     def values(self) -> dict[str, torch.Tensor]:
         """Copies of the masters, fp32."""
@@ -96,25 +105,32 @@ class MasterOptimizer:
         self.scale_gradients(min(1.0, self._config.grad_clip / (norm + 1e-6)))
         return Step(norm, taken, self.step(diagnose))
 
-    def step(self, diagnose: bool = False) -> float | None:
+    def step(self, diagnose: bool = False) -> Arrived | None:
         """Step every master at the learning rate `lr`.
 
-        Returns, if `diagnose`, the share of lost updates: of the weights with a momentum, those whose stored value
-        is what it was. Raises `PrecisionError` where the step took a 16-bit master
+        Returns what became of the update if `diagnose`. Raises `PrecisionError` where the step took a 16-bit master
         out of its dtype's range.
         """
-        done = []
-        for turn in in_turns([step for step in self._cut if step.taught], self._processes.world):
-            orthogonalize([step.row_muon for step in turn], [step.update() for step in turn])
-            done += [step.step(self.lr, diagnose) for step in turn]
-        done += [step.step(self.lr, diagnose) for step in self._steps.values() if step.cut is None]
+        done = {}
+        for turn in in_turns([name for name in self._cut if self._steps[name].taught], self._processes.world):
+            steps = [self._steps[name] for name in turn]
+            orthogonalize([step.row_muon for step in steps], [step.update() for step in steps])
+            done |= {name: step.step(self.lr, diagnose) for name, step in zip(turn, steps, strict=True)}
+        done |= {name: step.step(self.lr, diagnose) for name, step in self._steps.items() if step.cut is None}
         self._require_range()
-        if not diagnose:
-            return None
+        return self._arrived(done) if diagnose else None
+
+    def _arrived(self, done: Mapping[str, UpdateCounts | None]) -> Arrived:
+        """Of all processes; of a master without a gradient there are no counts."""
         zero = torch.zeros((), dtype=torch.int64, device=self._masters[0].device)
-        counts = [torch.stack([zero, zero]), *(torch.stack([lost.meant, lost.lost]) for lost in done if lost)]
-        meant, lost = self._over_processes(torch.stack(counts).sum(0)).tolist()
-        return lost / max(meant, 1)
+        rows = []
+        for name, master in zip(self._steps, self._masters, strict=True):
+            counts = done.get(name) or UpdateCounts(zero, zero, zero)
+            rows.append(torch.stack([counts.meant, counts.lost, counts.crossed, zero + master.numel()]))
+        of_masters: list[list[int]] = self._over_processes(torch.stack(rows)).tolist()
+        meant, lost = (sum(row[place] for row in of_masters) for place in (0, 1))
+        crossed = {name: (row[2], row[3]) for name, row in zip(self._steps, of_masters, strict=True)}
+        return Arrived(lost / max(meant, 1), crossed)
 
     def _over_processes(self, here: torch.Tensor) -> torch.Tensor:
         """The sum over processes of something of the rows that each steps; of whole masters all have the same."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
-from qarl.page.figures import curve_figures, digits, mismatch_figures, time_split
+from qarl.page.figures import curve_figures, digits, layer_figures, mismatch_figures, time_split
 from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
 from qarl.page.tokens import mismatch_columns, packed_tokens
 from qarl.page.verdict import Finding, verdict
@@ -71,6 +71,7 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
         "curves": curve_figures(kinds),
         "time": time_split(kinds),
         "where": mismatch_figures(columns, which),
+        "layers": layer_figures(kinds),
         "settings": [[name, *(found.get(name) for found in settings)] for name in differing(settings)],
         "tokens": packed_tokens([steps for of_kind in tokens for steps in of_kind]),
     }

@@ -157,7 +157,7 @@ class LineChart {
       const name = [KINDS.length > 1 ? KINDS[line.of] : null, this.names.length > 1 ? line.name : null].filter(Boolean).join(", ");
       pairs.push([[swatch(line.of), name || line.name], format(line.y[i]) + band]);
     }
-    showTip(`${this.figure.x} ${number(place)}`, pairs, clientX, clientY);
+    showTip(this.figure.labels?.[place - 1] ?? `${this.figure.x} ${number(place)}`, pairs, clientX, clientY);
     this.mark(place, true);
     if (this.figure.x === "step") for (const chart of charts) if (chart !== this && chart.figure?.x === "step") chart.mark(place, false);
   }

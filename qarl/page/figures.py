@@ -109,8 +109,12 @@ CURVES = (
     ),
     Curve(
         id="codes", title="Updates that count", unit="share",
-        help="Low-bit codes that a step changed; updates lost to the masters' rounding.",
-        lines={"flipped codes": "learn/flipped_codes", "lost updates": "learn/lost_updates"},
+        help="Low-bit codes that an update changed; masters that it took to another bfloat16; updates lost to the "
+        "masters' rounding.",
+        lines={
+            "flipped codes": "learn/flipped_codes", "crossed bfloat16": "learn/crossed_bfloat16",
+            "lost updates": "learn/lost_updates",
+        },
     ),
 )  # fmt: skip
 
@@ -135,6 +139,34 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
     return figures
+
+
+def layer_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
+    """What updates change in each layer, of the runs that measured it: means over their measured steps, and bands from
+    the lowest to the highest. labels: the layers' names, where all have the same."""
+    lines, labels = [], []
+    for number, kind in enumerate(kinds):
+        steps = [m for run in kind.runs for m in run.metrics if m.get("learn/layers/layer")]
+        for name, field in (("flipped codes", "flipped_codes"), ("crossed bfloat16", "crossed_bfloat16")):
+            columns = list(zip(*(m[f"learn/layers/{field}"] for m in steps), strict=True))
+            rows = [(x, [v for v in column if v is not None]) for x, column in enumerate(columns, 1)]
+            rows = [(x, values) for x, values in rows if values]
+            if rows:
+                line = {"of": number, "name": name, "x": [float(x) for x, _ in rows]}
+                spans: dict[str, Callable[[Sequence[float]], float]] = {"y": _mean, "low": min, "high": max}
+                lines.append(thinned(line | {key: [span(v) for _, v in rows] for key, span in spans.items()}))
+        labels += [m["learn/layers/layer"] for m in steps[:1]]
+    if not lines:
+        return []
+    same = all(names == labels[0] for names in labels)
+    return [
+        {
+            "id": "layers", "title": "What updates change, layer by layer", "x": "layer, in the model's order",
+            "unit": "share", "log": True, "lines": lines, "labels": labels[0] if same else None,
+            "help": "Low-bit codes that an update changed, and masters that it took to another bfloat16: mean over the "
+            "measured steps; bands reach from the lowest to the highest.",
+        }
+    ]  # fmt: skip
 
 
 def _line(number: int, kind: Configuration, curve: Curve, place: int, name: str, field: str) -> dict[str, Any] | None:

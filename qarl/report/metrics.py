@@ -12,6 +12,7 @@ from typing import Any
 from configs.schema.run import RunConfig
 from learner.decomposition import Decomposition
 from learner.learner import LearnStats
+from learner.lost_updates import LayerChanges
 from learner.mismatch import Mismatch
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import open_logger
@@ -139,7 +140,8 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
     stats = None
     if learn := part("learn/"):
         mismatch, log_ratio = Mismatch(**part("learn/mismatch/")), Decomposition(**part("learn/log_ratio/"))
-        stats = LearnStats(mismatch=mismatch, log_ratio=log_ratio, seconds={}, **learn)
+        layers = LayerChanges(**part("learn/layers/"))
+        stats = LearnStats(mismatch=mismatch, log_ratio=log_ratio, layers=layers, seconds={}, **learn)
     unmeasured = ("accuracy", "digest", "canary", "staleness", "error_tokens_negative", "error_tokens_positive")
     optional: dict[str, Any] = dict.fromkeys(unmeasured)
     return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))

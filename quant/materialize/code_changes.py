@@ -6,7 +6,9 @@ moves under unchanged codes does not count.
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,7 +20,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Materialized(Protocol):
-    """A layer that is materialized in place: `LowBitLinear` or `RoutedLowBitExperts`."""
+    """A layer that is materialized in place: `LowBitLinear` or `RoutedLowBitExperts`. layer: its checkpoint name."""
+
+    layer: str
 
     @property
     def low_bit(self) -> LowBitWeight | LowBitExperts | None:
@@ -26,18 +30,41 @@ class Materialized(Protocol):
         ...
 
 
-class FlipCount:
-    """Over any number of materializations. changed, codes: those that differ from the version before, and all; layers
-    in the compute dtype have none."""
+@dataclass
+class Changed:
+    """changed: those of `count` that are others than before."""
 
-    def __init__(self) -> None:
-        self.changed = 0
-        self.codes = 0
+    changed: int = 0
+    count: int = 0
+
+    def add(self, changed: int, count: int) -> None:
+        """Take in another materialization, or another part of a layer."""
+        self.changed += changed
+        self.count += count
 
     @property
     def share(self) -> float | None:
-        """changed of codes; None where no layer has codes."""
-        return self.changed / self.codes if self.codes else None
+        """changed of count; None of nothing."""
+        return self.changed / self.count if self.count else None
+
+
+class FlipCount:
+    """Over any number of materializations. layers: codes of each layer that has any, by checkpoint name; layers in the
+    compute dtype have none."""
+
+    def __init__(self) -> None:
+        self.layers: defaultdict[str, Changed] = defaultdict(Changed)
+
+    @property
+    def total(self) -> Changed:
+        """Of all layers."""
+        layers = self.layers.values()
+        return Changed(sum(layer.changed for layer in layers), sum(layer.count for layer in layers))
+
+    @property
+    def share(self) -> float | None:
+        """Of all layers; None where none has codes."""
+        return self.total.share
 
     @contextlib.contextmanager
     def over(self, layer: Materialized) -> Iterator[None]:
@@ -45,8 +72,7 @@ class FlipCount:
         before = [weight.codes.clone() for weight in quantized_weights(layer.low_bit)]
         yield
         for old, weight in zip(before, quantized_weights(layer.low_bit), strict=True):
-            self.changed += changed_codes(old, weight)
-            self.codes += weight.shape[0] * weight.shape[1]
+            self.layers[layer.layer].add(changed_codes(old, weight), weight.shape[0] * weight.shape[1])
 
 
 def changed_codes(before: torch.Tensor, weight: LowBitWeight) -> int:

@@ -1,5 +1,6 @@
 """Lost updates and flipped codes: counted right for every way codes are stored, and without a trace in the run."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from configs.schema.learner import OptimizerConfig
+from configs.schema.learner import LearnerConfig, OptimizerConfig
 from learner.learner import Learner
-from learner.lost_updates import Diagnosis, is_due
+from learner.lost_updates import Diagnosis, LayerChanges, is_due
+from learner.optim import master_step
+from learner.optim.master_step import crossed_bfloat16
 from learner.optim.optimizer import MasterOptimizer
-from qarl.report.metrics import StepMetrics
+from qarl.report.metrics import StepMetrics, restored_step
 from quant.layers.context import LayerContext
 from quant.materialize import code_changes as flips
 from quant.materialize import materialize
@@ -76,13 +79,15 @@ def test_a_refresh_counts_the_codes_of_linears_and_experts(scheme: str):
     after = [[w.unpacked() for w in flips.quantized_weights(layer.low_bit)] for layer in layers]
     pairs = [(a, b) for olds, news in zip(before, after, strict=True) for a, b in zip(olds, news, strict=True)]
     published = [t.name.rpartition(".")[0] for t in model.low_bit_tensors() if t.name.endswith("weight_scale")]
-    assert count.codes == sum(a.numel() for a, _ in pairs) == sum(_size(model, name) for name in published)
+    assert count.total.count == sum(a.numel() for a, _ in pairs) == sum(_size(model, name) for name in published)
     if scheme == "bf16":
         assert count.share is None
         return
     assert count.share is not None and 0 < count.share < 1
     bits = [(a.float() != b.float()) | (a.float().signbit() != b.float().signbit()) for a, b in pairs]
-    assert count.changed == sum(int(b.sum()) for b in bits)
+    assert count.total.changed == sum(int(b.sum()) for b in bits)
+    quantized = [layer for layer in layers if flips.quantized_weights(layer.low_bit)]
+    assert sorted(count.layers) == sorted(layer.layer for layer in quantized)
 
 
 def _size(model: LowBitModel, layer: str) -> int:
@@ -102,9 +107,10 @@ def test_diagnosing_changes_nothing_else():
         learners.append(Learner(learner.model, learner.config.model_copy(update=every)))
     plain = learners[0].learn(batch_of(), step=0)
     found = learners[1].learn(batch_of(), step=0)
-    assert (plain.lost_updates, plain.flipped_codes) == (None, None)
-    assert found.lost_updates is not None and found.flipped_codes is not None
-    assert 0 < found.lost_updates < 1 and 0 < found.flipped_codes < 1
+    assert (plain.lost_updates, plain.crossed_bfloat16, plain.flipped_codes) == (None, None, None)
+    assert plain.layers == LayerChanges()
+    for share in (found.lost_updates, found.crossed_bfloat16, found.flipped_codes):
+        assert share is not None and 0 < share < 1
     assert (plain.mismatch, plain.loss, plain.grad_norm) == (found.mismatch, found.loss, found.grad_norm)
     assert all_equal(masters_of(learners[0]), masters_of(learners[1]))
     assert learners[1].learn(batch_of(1), step=1).lost_updates is None
@@ -119,13 +125,59 @@ def test_only_16_bit_masters_lose_updates():
         options = {"name": "adamw", "lr": 1e-6, "rounding": "nearest"}
         optimizer = MasterOptimizer({"m": master}, set(), OptimizerConfig.model_validate(options))
         master.grad = torch.randn(64, 64, generator=generator)
-        shares[dtype] = optimizer.step(diagnose=True)
+        arrived = optimizer.step(diagnose=True)
+        assert arrived is not None
+        shares[dtype] = arrived.lost
     assert shares[torch.float32] < 0.01 and 0.9 < shares[torch.bfloat16] < 1
 
 
 def test_a_batch_without_updates_has_no_measurement():
-    diagnosis = Diagnosis()
-    assert (diagnosis.lost_updates, diagnosis.flipped_codes) == (None, None)
+    measured = Diagnosis().measured(make_learner().model)
+    assert measured.pop("layers") == LayerChanges() and set(measured.values()) == {None}
+
+
+def test_crossings_by_hand():
+    """Neighbours of 1 in bfloat16 are 2^-7 above and 2^-8 below: 1 + 2^-9 and 1 - 2^-10 round to it, 1 + 2^-7 and
+    1 - 2^-8 do not. In chunks of any size."""
+    before, after = torch.ones(2, 2), torch.tensor([[1 + 2**-9, 1 + 2**-7], [1 - 2**-10, 1 - 2**-8]])
+    assert int(crossed_bfloat16(before, after)) == 2
+    long = torch.ones(master_step._CHUNK + 3)
+    long[[0, -1]] = 1.5
+    assert int(crossed_bfloat16(torch.ones_like(long), long)) == 2
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+def test_changes_by_layer_are_those_of_its_masters_and_codes(scheme: str):
+    """Contract: over one update of a mixture of experts, each layer's share of crossings is that of the masters before
+    and after, of flips that of the codes it publishes; a layer in the compute dtype has no codes. The shares over all
+    are the layers' put together, less vectors."""
+    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+    learner = Learner(model, LearnerConfig.model_validate({"mini_batches": 1, "optimizer": {"lr": 1e-4}}))
+    before = masters_of(learner)
+    codes = {layer.layer: flips.quantized_weights(layer.low_bit) for layer in model.low_bit_layers()}
+    old = {name: [weight.unpacked().clone() for weight in weights] for name, weights in codes.items() if weights}
+    found = learner.learn(batch_of(), 0)
+    after = masters_of(learner)
+    crossed = {name: float((before[name].bfloat16() != after[name].bfloat16()).float().mean()) for name in after}
+    layers = found.layers
+    assert layers.layer is not None and layers.flipped_codes is not None and layers.crossed_bfloat16 is not None
+    by_layer = dict(zip(layers.layer, layers.crossed_bfloat16, strict=True))
+    query = "model.layers.0.self_attn.q_proj"
+    assert by_layer[query] == pytest.approx(crossed[f"{query}.weight"]) and 0 < crossed[f"{query}.weight"] < 1
+    assert by_layer["model.embed_tokens"] == pytest.approx(crossed["model.embed_tokens.weight"])
+    assert "model.norm" not in by_layer
+    flipped = dict(zip(layers.layer, layers.flipped_codes, strict=True))
+    assert {name for name, share in flipped.items() if share is not None} == old.keys()
+    for name, share in flipped.items():
+        if share is not None:
+            differ = [
+                (a.float() != b.unpacked().float()).flatten() for a, b in zip(old[name], codes[name], strict=True)
+            ]
+            assert share == pytest.approx(float(torch.cat(differ).float().mean()))
+    sizes = {name: master.numel() for name, master in model.masters.items()}
+    assert found.crossed_bfloat16 == pytest.approx(
+        sum(crossed[name] * size for name, size in sizes.items()) / sum(sizes.values())
+    )
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
@@ -145,4 +197,5 @@ def test_steps_without_a_measurement_log_null(tmp_path: Path):
     )  # fmt: skip
     line = json.loads(json.dumps(step.flat()))
     assert line["learn/lost_updates"] is None and line["learn/flipped_codes"] is None
+    assert line["learn/layers/layer"] is None and restored_step(line).learn == dataclasses.replace(stats, seconds={})
     assert "accuracy" not in line and "digest" not in line

@@ -146,12 +146,14 @@ def test_small_updates_arrive_except_with_nearest(how: str):
     lost = []
     for _ in range(200):
         master.grad = torch.ones(4096)
-        lost.append(optimizer.step(diagnose=True))
+        arrived = optimizer.step(diagnose=True)
+        assert arrived is not None
+        lost.append(arrived.lost)
     moved = float((start.double() - master.detach().double()).mean())
     if how == "nearest":
         assert moved == 0.0 and lost == [1.0] * 200
     else:
-        assert moved == pytest.approx(2e-4, rel=0.02) and 0.9 < sum(map(float, lost)) / 200 < 1.0
+        assert moved == pytest.approx(2e-4, rel=0.02) and 0.9 < sum(lost) / 200 < 1.0
 
 
 def test_lost_updates_by_hand():
@@ -160,7 +162,9 @@ def test_lost_updates_by_hand():
     master = nn.Parameter(torch.tensor([2.0**30, 1.0, 1.0, 1.0]))
     optimizer = MasterOptimizer({"w": master}, set(), config(name="adamw", weight_decay=0.0))
     master.grad = torch.tensor([1.0, 1.0, 0.0, -1.0])
-    assert optimizer.step(diagnose=True) == pytest.approx(1 / 3)
+    arrived = optimizer.step(diagnose=True)
+    assert arrived is not None and arrived.lost == pytest.approx(1 / 3)
+    assert arrived.crossed == {"w": (2, 4)}  # 0.02 is beyond a neighbour's half of 1, far within that of 2^30
     assert optimizer.step() is None
 
 

@@ -81,6 +81,30 @@ def page_of(*paths: Path) -> str:
     return report_page(read_runs(paths))
 
 
+def changes(shares: list[float | None], crossed: list[float | None], layers: str = "ab") -> dict[str, Any]:
+    return {
+        "learn/layers/layer": list(layers), "learn/layers/flipped_codes": shares,
+        "learn/layers/crossed_bfloat16": crossed,
+    }  # fmt: skip
+
+
+def test_changes_by_layer_are_means_over_measured_steps(tmp_path: Path):
+    """Bands from the lowest to the highest; a layer without codes has no point; names only where all runs have one."""
+    run, other = new_run(tmp_path / "run"), new_run(tmp_path / "other", fields={"scheme": "bf16"})
+    measured = [changes([0.1, None], [0.5, 0.25]), {}, changes([0.3, None], [0.5, 0.75]), {}]
+    for path, steps in ((run, measured), (other, [changes([None], [0.5], "c")] + 3 * [{}])):
+        lines = [line(n, **more) for n, more in enumerate(steps, 1)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (figure,) = json.loads(Elements(page_of(run)).data)["layers"]
+    assert figure["labels"] == ["a", "b"]
+    assert figure["lines"] == [
+        {"of": 0, "name": "flipped codes", "x": [1], "y": [0.2], "low": [0.1], "high": [0.3]},
+        {"of": 0, "name": "crossed bfloat16", "x": [1, 2], "y": [0.5, 0.5], "low": [0.5, 0.25], "high": [0.5, 0.75]},
+    ]
+    (both,) = json.loads(Elements(page_of(run, other)).data)["layers"]
+    assert both["labels"] is None and [each["of"] for each in both["lines"]] == [0, 0, 1]
+
+
 class Elements(HTMLParser):
     """Tags of a page, and what its data element holds."""
 
