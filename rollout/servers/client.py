@@ -8,47 +8,108 @@ import aiohttp
 from rollout.engine import EngineError
 
 CONNECT_SECONDS = 10.0
+CONTROL_SECONDS = 30.0
+"""That an answer may take for which nothing is sampled and no weights are read."""
+BEAT_SECONDS, PATIENCE_SECONDS = 5.0, 45.0
+"""While a server samples it is asked for a sign of life so often, and given so long for it: one that hangs is noticed
+within a minute, however long a completion may take."""
+_BEATS_MISSED = 3
+"""Signs of life in a row whose connection may break."""
 REMEDY = "start servers with `qarl serve-rollouts` and the run's own configuration"
+GENERATE = "/inference/v1/generate"
 _DEVELOPMENT = (
-    "/pause", "/resume", "/collective_rpc", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
-    "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/pause", "/resume", "/is_paused", "/collective_rpc", "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/update_weight_version",
 )  # fmt: skip
 """What a server has with VLLM_SERVER_DEV_MODE=1 alone."""
 
 
 class LostServerError(EngineError):
-    """A server that cannot be reached, broke a connection off, or did not answer in time; another may."""
+    """A server that cannot be reached, shows no sign of life, or samples by other weights than were published last."""
+
+
+class AnswerError(EngineError):
+    """One answer that broke off or cannot be used: it may be asked for again."""
+
+
+class BrokenAnswerError(AnswerError):
+    """One that broke off on the way."""
 
 
 class Server:
-    """One replica. url: where. session: whose headers carry the key. seconds: that an answer may take."""
+    """One replica. url: where. session: whose headers carry the key. seconds: that an answer may take at most."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, seconds: float):
         self.url = url
         self._session = session
         self._seconds = seconds
+        self._asked = 0
+        self._pulse: asyncio.Task[None] | None = None
 
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the server answers to `body`. Raises `LostServerError` where it does not, `EngineError` where it
-        refuses."""
-        limit = aiohttp.ClientTimeout(total=self._seconds, sock_connect=CONNECT_SECONDS)
+    async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
+        """What the server answers to `body`. Raises `LostServerError` where it does not within `seconds`,
+        `AnswerError` where the answer broke off or the server failed at it, `EngineError` where it refuses."""
+        return await self._request("POST", path, body or {}, seconds)
+
+    async def call(self, method: str, seconds: float = CONTROL_SECONDS) -> list[Any]:
+        """What a method of `rollout.servers.worker.ServerExtension` returns, from each of the server's workers."""
+        answer = await self.post("/collective_rpc", {"method": method}, seconds)
+        return answer["results"]
+
+    async def sample(self, body: dict[str, Any]) -> Any:
+        """What the server answers to a request for tokens or log-probs. Raises what `post` does, and `LostServerError`
+        where it shows no sign of life meanwhile, or is paused."""
+        asking = asyncio.ensure_future(self.post(GENERATE, body, self._seconds))
+        if self._pulse is None or self._pulse.done():
+            self._pulse = asyncio.ensure_future(self._watched())
+            self._pulse.add_done_callback(lambda pulse: pulse.cancelled() or pulse.exception())  # read, or not
+        pulse, self._asked = self._pulse, self._asked + 1
         try:
-            async with self._session.post(f"{self.url}{path}", json=body or {}, timeout=limit) as answer:
+            await asyncio.wait({asking, pulse}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise LostServerError(str(pulse.exception()))
+        finally:
+            self._asked -= 1
+            asking.cancel()
+            if not self._asked and self._pulse:
+                self._pulse.cancel()
+                self._pulse = None
+
+    async def _watched(self) -> None:
+        missed = 0
+        while True:
+            await asyncio.sleep(min(BEAT_SECONDS, self._seconds))
+            try:
+                answer = await self._request("GET", "/is_paused", None, PATIENCE_SECONDS)
+            except AnswerError as error:
+                missed += 1
+                if missed == _BEATS_MISSED:
+                    raise LostServerError(str(error)) from error
+                continue
+            missed = 0
+            if answer["is_paused"]:
+                raise LostServerError(f"the server at {self.url} was paused while it sampled; nothing else may do that")
+
+    async def _request(self, kind: str, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
+        seconds = min(seconds, self._seconds)
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._session.request(kind, f"{self.url}{path}", json=body, timeout=limit) as answer:
                 if answer.status == 200:
                     return await answer.json()
                 raise self._refused(path, answer.status, await answer.text())
         except TimeoutError as error:
+            remedy = ", or raise rollout.server_seconds" if seconds == self._seconds else ""
             raise LostServerError(
-                f"the server at {self.url} did not answer {path} within {self._seconds:g} s; look at its log, or raise "
-                "rollout.server_seconds"
+                f"the server at {self.url} did not answer {path} within {seconds:g} s; look at its log{remedy}"
             ) from error
+        except aiohttp.ClientConnectorError as error:
+            raise LostServerError(f"no server answers at {self.url}: {error}; {REMEDY}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise LostServerError(f"no answer from the server at {self.url} to {path}: {error}; {REMEDY}") from error
-
-    async def call(self, method: str) -> list[Any]:
-        """What a method of `rollout.servers.worker.ServerExtension` returns, from each of the server's workers."""
-        answer = await self.post("/collective_rpc", {"method": method})
-        return answer["results"]
+            problem = str(error) or type(error).__name__
+            raise BrokenAnswerError(f"the server at {self.url} broke off its answer to {path}: {problem}") from error
 
     def _refused(self, path: str, status: int, text: str) -> EngineError:
         if status == 401:
@@ -63,7 +124,8 @@ class Server:
             )
         if status == 404:
             return EngineError(f"the server at {self.url} has no {base}, which needs --enable-scale-out; {REMEDY}")
-        return EngineError(f"the server at {self.url} refused {base} (HTTP {status}): {text.strip()[:500]}")
+        kind, verb = (AnswerError, "failed at") if status >= 500 else (EngineError, "refused")
+        return kind(f"the server at {self.url} {verb} {base} (HTTP {status}): {text.strip()[:500]}")
 
 
 def in_background(loop: asyncio.AbstractEventLoop) -> None:

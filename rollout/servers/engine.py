@@ -7,7 +7,7 @@ it is sampled and not what.
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -17,10 +17,11 @@ import aiohttp
 from quant.digest import StreamDigest
 from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
-from rollout.servers.answers import GENERATE, completion_request, read_completion, read_logprobs, scoring_request
-from rollout.servers.client import LostServerError, Server, in_background
+from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
+from rollout.servers.client import Server, in_background
 from rollout.servers.publish import publish_files
-from rollout.servers.versions import remove_versions, write_version
+from rollout.servers.replicas import Replicas, all_of
+from rollout.servers.versions import Version, remove_versions, write_version
 from rollout.types import Completion, Prompt, Sampling
 from rollout.vllm.options import VllmOptions
 
@@ -54,23 +55,31 @@ class ServerEngine:
         self._folder = folder
         self._publishes = publishes
         self._at_end = at_end
-        self._in_flight = options.max_num_seqs
+        self._options, self._learner = options, learner
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=in_background, args=(self._loop,), name="servers", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession = self._wait(_open_session(key))
-        self._servers = [Server(url.rstrip("/"), self._session, seconds) for url in urls]
+        servers = [Server(url.rstrip("/"), self._session, seconds) for url in urls]
+        self._replicas = Replicas(servers, options.max_num_seqs)
         try:
-            self._wait(self._join(options, learner))
+            for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
+                self._wait(all_of(self._replicas.tried(server, step) for server in servers))
         except BaseException:
             self.close()
             raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`. Prompt j goes to server j modulo their number; where that one is lost, to the next."""
+        """See `Engine.generate`. Prompt j goes to server j modulo their number; where that one fails, to the next."""
         self._refuse_unsettled()
-        completions = self._wait(self._generated(prompts, sampling))
-        step = sampling.samples
+        first, step, label, version = sampling.first_prompt, sampling.samples, self._label, self.weight_version
+        bodies = [
+            (first + j, completion_request(prompt, sampling, j, k, label))
+            for j, prompt in enumerate(prompts)
+            for k in range(step)
+        ]
+        work = self._replicas.asked(bodies, lambda answer, url: read_completion(answer, url, label, version))
+        completions = self._wait(work)
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
     def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> NoReturn:
@@ -84,23 +93,29 @@ class ServerEngine:
     def logprobs_of_each(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """See `Engine.logprobs_of_each`."""
         self._refuse_unsettled()
-        return self._wait(_all(self._scored(server, sequences) for server in self._servers))
+        scored = self._wait(self._replicas.on_all(lambda server: self._scored(server, sequences)))
+        return list(scored.values())
 
     def layers(self) -> list[LayerReport]:
         """See `Engine.layers`. Raises `EngineError` where the servers' layers differ."""
-        reports = self._wait(_all(server.call("qarl_layer_reports") for server in self._servers))
-        for server, report in zip(self._servers, reports, strict=True):
-            if any(layers != reports[0][0] for layers in report):
+        reports = self._wait(self._replicas.on_all(lambda server: server.call("qarl_layer_reports")))
+        first, expected = next((server, layers) for server, (layers, *_) in reports.items())
+        for server, report in reports.items():
+            if any(layers != expected for layers in report):
                 raise EngineError(
-                    f"the servers at {self._servers[0].url} and {server.url} have different layers; start both alike"
+                    f"the servers at {first.url} and {server.url} have different layers; start both alike"
                 )
-        return [LayerReport(**layer) for layer in reports[0][0]]
+        return [LayerReport(**layer) for layer in expected]
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         """See `Engine.load`. The stream is written once and read by every server; requests under way end first. A
         process that does not publish returns what it would have sent."""
         self._settled = False
-        report, digest = self._published(stream, version) if self._publishes else _counted(stream)
+        if self._publishes:
+            report, digest = self._published(stream, version)
+        else:
+            self._wait(self._replicas.take_back(self._admitted))
+            report, digest = _counted(stream)
         if report.digest == digest and not report.unconsumed and not report.missing:
             self.weight_version, self._label = version, _label(version, digest)
             self._settled = True
@@ -122,60 +137,44 @@ class ServerEngine:
         """What the servers loaded, and the digest of what was written."""
         written = write_version(stream, self._folder, version)
         try:
-            report = self._wait(publish_files(self._servers, written, _label(version, written.digest)))
+            report = self._wait(self._to_all(written))
         except EngineError as error:
             raise EngineError(f"weight version {version} did not reach all servers: {error}") from error
         remove_versions(self._folder, but=version)
         return report, written.digest
 
-    async def _join(self, options: VllmOptions, learner: str) -> None:
-        states = await _all(server.call("qarl_state") for server in self._servers)
-        for server, (state, *_) in zip(self._servers, states, strict=True):
-            _require_settings(server.url, state, options)
-            if state["learner"] not in ("", learner):
-                raise EngineError(
-                    f"the server at {server.url} takes its weights from {state['learner']}; end that run, or give this "
-                    "one servers of its own (restart the server where that run is gone for good)"
-                )
+    async def _to_all(self, written: Version) -> LoadReport:
+        await self._replicas.take_back(self._admitted, self._claimed)
+        return await publish_files(self._replicas, written, _label(written.version, written.digest))
+
+    async def _admitted(self, server: Server) -> None:
+        state, *_ = await server.call("qarl_state")
+        _require_settings(server.url, state, self._options)
+        if state["learner"] not in ("", self._learner):
+            raise EngineError(
+                f"the server at {server.url} takes its weights from {state['learner']}; end that run, or give this "
+                "one servers of its own (restart the server where that run is gone for good)"
+            )
+
+    async def _claimed(self, server: Server) -> None:
         if self._publishes:
-            joining = {"init_info": {"learner": learner}}
-            await _all(server.post("/init_weight_transfer_engine", joining) for server in self._servers)
+            await server.post("/init_weight_transfer_engine", {"init_info": {"learner": self._learner}})
 
     async def _leave(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         if self._publishes and self._label:
-            leaving = (server.post("/shutdown_weight_transfer_engine") for server in self._servers)
+            leaving = (server.post("/shutdown_weight_transfer_engine") for server in self._replicas.present())
             await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
 
-    async def _generated(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
-        free = {server.url: asyncio.Semaphore(self._in_flight) for server in self._servers}
-
-        async def one(j: int, k: int) -> Completion:
-            body = completion_request(prompts[j], sampling, j, k, self._label)
-            lost: LostServerError | None = None
-            for server in self._in_turn(sampling.first_prompt + j):
-                try:
-                    async with free[server.url]:
-                        answer = await server.post(GENERATE, body)
-                    return read_completion(answer, server.url, self._label, self.weight_version)
-                except LostServerError as error:
-                    lost = error
-            raise lost or EngineError("there is no server")
-
-        return await _all(one(j, k) for j in range(len(prompts)) for k in range(sampling.samples))
-
     async def _scored(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        label = self._label
+
         async def one(sequence: Sequence[int]) -> list[float]:
-            answer = await server.post(GENERATE, scoring_request(sequence, self._label))
-            return read_logprobs(answer, sequence, server.url, self._label)
+            return read_logprobs(await server.sample(scoring_request(sequence, label)), sequence, server.url, label)
 
-        return await _all(one(sequence) for sequence in sequences)
-
-    def _in_turn(self, number: int) -> Iterator[Server]:
-        count = len(self._servers)
-        return (self._servers[(number + i) % count] for i in range(count))
+        return await all_of(one(sequence) for sequence in sequences)
 
     def _refuse_unsettled(self) -> None:
         if not self._settled:
@@ -193,16 +192,6 @@ class ServerEngine:
 async def _open_session(key: str | None) -> aiohttp.ClientSession:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all return, in order; where one raises, the others are given up."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except* EngineError as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:

@@ -21,19 +21,7 @@ from rollout.servers.start import replica_command, visible_devices
 from rollout.servers.versions import read_version, remove_versions, write_version
 from rollout.types import Prompt, Sampling
 from rollout.vllm.options import VllmOptions
-
-ANSWER = {
-    "choices": [
-        {
-            "token_ids": [5, 6],
-            "text": "ab",
-            "finish_reason": "stop",
-            "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.25}]},
-            "weight_versions": [{"version": "3-d", "start": 0, "end": 2}],
-        }
-    ],
-    "prompt_logprobs": [None, {"7": {"logprob": -0.5}}],
-}
+from tests.support.servers import ANSWER
 
 
 def altered(**fields: Any) -> dict[str, Any]:

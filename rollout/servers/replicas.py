@@ -1,0 +1,157 @@
+"""Servers that may fail, each by itself: who is asked, how often, and who is left out until the next publish.
+
+An answer that broke off or cannot be used is asked for again, of the next server: sample k of prompt j is the same
+there. A server that is lost is left out, its requests go to the others, and the next publish takes it back where it
+answers again: until then its weights are not the ones published last. What fails `TRIES` times is an error, and so is
+having no server left.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from rollout.engine import EngineError
+from rollout.servers.client import AnswerError, BrokenAnswerError, LostServerError, Server
+
+T = TypeVar("T")
+
+TRIES = 3
+_PAUSE_SECONDS = 0.5
+_SLOW = 3.0
+_SLOW_SECONDS = 10.0
+_log = logging.getLogger(__name__)
+
+
+class Replicas:
+    """servers: all of a run's. in_flight: requests that one may have under way."""
+
+    def __init__(self, servers: Sequence[Server], in_flight: int):
+        self._servers = list(servers)
+        self._in_flight = in_flight
+        self._lost: dict[Server, str] = {}
+        self._noticed: set[str] = set()
+
+    def present(self) -> list[Server]:
+        """Those that are not left out, in the order they were given."""
+        return [server for server in self._servers if server not in self._lost]
+
+    async def on_all(self, step: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
+        """What the step returns of each present server, all at once. Raises `EngineError` naming those that failed at
+        it, each try of all."""
+        servers = self._some()
+        outcomes = await asyncio.gather(*(self.tried(server, step) for server in servers), return_exceptions=True)
+        failed: list[BaseException] = []
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, LostServerError):
+                self._leave_out(server, outcome)
+            elif isinstance(outcome, BaseException):
+                failed.append(outcome)
+        if failed:
+            raise EngineError("; ".join(str(error) for error in failed)) from failed[0]
+        self._some()
+        return {s: o for s, o in zip(servers, outcomes, strict=True) if not isinstance(o, BaseException)}
+
+    async def tried(self, server: Server, step: Callable[[Server], Awaitable[T]]) -> T:
+        """What the step returns of one server, tried again where an answer cannot be used. Raises `LostServerError`
+        where they broke off each time."""
+        for attempt in range(1, TRIES):
+            try:
+                return await step(server)
+            except AnswerError as error:
+                _log.warning("%s; trying again", error)
+                await asyncio.sleep(_PAUSE_SECONDS * attempt)
+        try:
+            return await step(server)
+        except BrokenAnswerError as error:
+            raise LostServerError(str(error)) from error
+
+    async def asked(self, bodies: Sequence[tuple[int, dict[str, Any]]], read: Callable[[Any, str], T]) -> list[T]:
+        """What `read` makes of the answers to requests for tokens. bodies: each with the number of the server that is
+        asked first, modulo their number."""
+        self._noticed.clear()
+        free = {server: asyncio.Semaphore(self._in_flight) for server in self._servers}
+        last: dict[Server, float] = {}
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+
+        async def one(number: int, body: dict[str, Any]) -> T:
+            failures = 0
+            while True:
+                server = self._turn(number + failures)
+                try:
+                    async with free[server]:
+                        if server in self._lost:
+                            continue
+                        answer = read(await server.sample(body), server.url)
+                    last[server] = clock() - begun
+                    return answer
+                except LostServerError as error:
+                    self._leave_out(server, error)
+                except AnswerError as error:
+                    failures += 1
+                    if failures == TRIES:
+                        raise EngineError(f"{error}; that was the last of {TRIES} tries") from error
+                    self._notice(f"{error}; asking again")
+                    await asyncio.sleep(_PAUSE_SECONDS * failures)
+
+        answers = await all_of(one(number, body) for number, body in bodies)
+        self._name_the_slow(last)
+        return answers
+
+    async def take_back(self, *steps: Callable[[Server], Awaitable[None]]) -> None:
+        """Have those that were left out and go through all steps without an `EngineError`."""
+
+        async def back(server: Server) -> None:
+            try:
+                for step in steps:
+                    await step(server)
+            except EngineError as error:
+                self._lost[server] = str(error)
+                return
+            del self._lost[server]
+            _log.warning("the server at %s answers again, and takes part in this publish", server.url)
+
+        await all_of(back(server) for server in list(self._lost))
+
+    def _some(self) -> list[Server]:
+        servers = self.present()
+        if not servers:
+            raise EngineError(f"no server is left: {'; '.join(self._lost.values())}; start one and resume the run")
+        return servers
+
+    def _turn(self, number: int) -> Server:
+        """Server `number` modulo their number, or the next one that is present."""
+        present = set(self._some())
+        turns = (self._servers[(number + i) % len(self._servers)] for i in range(len(self._servers)))
+        return next(server for server in turns if server in present)
+
+    def _leave_out(self, server: Server, reason: LostServerError) -> None:
+        if server not in self._lost:
+            self._lost[server] = str(reason)
+            left = len(self._servers) - len(self._lost)
+            _log.warning("%s; going on with %d of %d servers", reason, left, len(self._servers))
+
+    def _notice(self, line: str) -> None:
+        """Say it, once a call: a server that gives one bad answer may give a thousand."""
+        if line not in self._noticed:
+            self._noticed.add(line)
+            _log.warning("%s", line)
+
+    def _name_the_slow(self, last: dict[Server, float]) -> None:
+        """last: when each gave its last answer, in seconds."""
+        if len(last) > 1:
+            slowest = max(last, key=lambda server: last[server])
+            others = max(seconds for server, seconds in last.items() if server is not slowest)
+            if last[slowest] > _SLOW * others and last[slowest] - others > _SLOW_SECONDS:
+                _log.warning("the server at %s took %.0f s, the others %.0f s", slowest.url, last[slowest], others)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of some coroutines return, in order; where one raises, the others are given up."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except* EngineError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

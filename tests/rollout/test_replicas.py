@@ -1,0 +1,242 @@
+"""Servers that fail: what is asked again and of whom, who is left out and taken back, and when it ends.
+
+Real sockets and real HTTP; what answers is a stand-in for the network's far end with an answer as vLLM gives it. Blind
+spot: what a real server does meanwhile, which is `qarl bench faults`'.
+"""
+
+import asyncio
+import copy
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rollout.engine import EngineError
+from rollout.servers import client, replicas
+from rollout.servers.answers import read_completion
+from rollout.servers.client import GENERATE, AnswerError, BrokenAnswerError, LostServerError, Server
+from rollout.servers.replicas import TRIES, Replicas
+from rollout.types import Completion
+from tests.support.servers import ANSWER
+
+Fault = Callable[[web.Request], Awaitable[web.Response | None]]
+"""What happens to a request instead of the answer; None: the answer."""
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits a hundredth as long."""
+    monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.005)
+    monkeypatch.setattr(client, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.2)
+
+
+async def sound(_request: web.Request) -> None:
+    return
+
+
+async def broken_off(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def hanging(_request: web.Request) -> None:
+    await asyncio.sleep(30)
+
+
+async def failing(_request: web.Request) -> web.Response:
+    return web.Response(status=500, text="out of memory")
+
+
+async def garbled(_request: web.Request) -> web.Response:
+    return web.Response(text='{"choices": [{"tok', content_type="application/json")
+
+
+def answering(**fields: Any) -> Fault:
+    async def other(request: web.Request) -> web.Response | None:
+        if request.path != GENERATE:
+            return None
+        answer = copy.deepcopy(ANSWER)
+        answer["choices"][0] |= fields
+        return web.json_response(answer)
+
+    return other
+
+
+class Network:
+    """Servers by number. faults: what the next requests to each meet, one after the other, the last for good. asked:
+    how many each got."""
+
+    def __init__(self, *faults: list[Fault]):
+        self.faults = [list(some) for some in faults]
+        self.asked = [0] * len(faults)
+        self.paused = False
+        self._runners: list[web.AppRunner] = []
+
+    async def __aenter__(self) -> Replicas:
+        self._session = aiohttp.ClientSession()
+        servers = []
+        for number in range(len(self.faults)):
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", lambda request, number=number: self._answered(request, number))
+            runner = web.AppRunner(app, shutdown_timeout=0.01)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self._runners.append(runner)
+            servers.append(Server(f"http://127.0.0.1:{runner.addresses[0][1]}", self._session, seconds=5.0))
+        return Replicas(servers, in_flight=4)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+        for runner in self._runners:
+            await runner.cleanup()
+
+    async def _answered(self, request: web.Request, number: int) -> web.Response:
+        faults = self.faults[number]
+        if request.path == GENERATE:
+            self.asked[number] += 1
+            fault = faults.pop(0) if len(faults) > 1 else faults[0]
+        else:
+            fault = hanging if faults[0] is hanging else sound
+        answer = await fault(request)
+        return answer or web.json_response(ANSWER if request.path == GENERATE else {"is_paused": self.paused})
+
+
+def read(answer: Any, url: str) -> Completion:
+    return read_completion(answer, url, "3-d", 3)
+
+
+def sampled(network: Network, requests: int = 6) -> list[Completion]:
+    async def go() -> list[Completion]:
+        async with network as servers:
+            return await servers.asked([(number, {}) for number in range(requests)], read)
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [broken_off, failing, garbled, answering(logprobs={"content": [{"logprob": -9999.0}] * 2}),
+     answering(logprobs={"content": [{"logprob": -0.5}]}), answering(token_ids=["5", "6"])],
+    ids=["broken off", "failing", "garbled", "NaN", "short", "no tokens"],
+)  # fmt: skip
+def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: pytest.LogCaptureFixture):
+    """Contract: all completions come in, one line says what was wrong; after `TRIES` it is an error that says so."""
+    network = Network([fault, sound])
+    with caplog.at_level(logging.WARNING):
+        assert sampled(network) == [read(ANSWER, "")] * 6
+    assert network.asked == [7] and len(caplog.records) == 1
+    with pytest.raises(EngineError, match=f"the last of {TRIES} tries"):
+        sampled(Network([fault]), requests=1)
+
+
+def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFixture):
+    """Contract: nothing that came in is asked for again, one line names the server, and no server left is an error."""
+    network = Network([sound, hanging], [sound])
+    with caplog.at_level(logging.WARNING):
+        assert sampled(network) == [read(ANSWER, "")] * 6
+    assert sum(network.asked) == 8, "two of the three that the first server was asked came to nothing"
+    (line,) = caplog.messages
+    assert "did not answer /is_paused within 0.2 s" in line and "going on with 1 of 2 servers" in line
+    with pytest.raises(EngineError, match=r"no server is left.*resume the run"):
+        sampled(Network([hanging]))
+
+
+def test_a_server_with_other_weights_samples_nothing_more():
+    """Contract: so one that was restarted, and one that another run publishes to; what it sampled is not used."""
+    old = answering(weight_versions=[{"version": "default", "start": 0, "end": 2}])
+    assert sampled(Network([old], [sound])) == [read(ANSWER, "")] * 6
+    with pytest.raises(EngineError, match=r"by 'default', and not all by '3-d'.*it was restarted"):
+        sampled(Network([old]))
+
+
+def test_a_paused_server_is_not_waited_for():
+    async def waiting(request: web.Request) -> None:
+        await asyncio.sleep(30 if request.path == GENERATE else 0)
+
+    network = Network([waiting])
+    network.paused = True
+    with pytest.raises(EngineError, match="was paused while it sampled"):
+        sampled(network)
+
+
+def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.LogCaptureFixture):
+    """Contract: what breaks off is tried again; what fails each time names itself; a server that is gone is left out,
+    and back when it goes through admission."""
+
+    async def go() -> None:
+        network = Network([sound], [sound])
+        async with network as servers:
+            first, second = servers.present()
+            calls: list[str] = []
+
+            async def step(server: Server) -> str:
+                calls.append(server.url)
+                if len(calls) < 3:
+                    raise AnswerError(f"broke at {server.url}")
+                if server is second and gone:
+                    raise LostServerError(f"no {server.url}")
+                return server.url
+
+            gone = False
+            assert await servers.on_all(step) == {first: first.url, second: second.url}
+            assert len(calls) == 4
+            gone = True
+            assert await servers.on_all(step) == {first: first.url} and servers.present() == [first]
+
+            async def refused(server: Server) -> None:
+                raise EngineError(f"{server.url} is another run's")
+
+            async def admitted(_server: Server) -> None:
+                return
+
+            await servers.take_back(admitted, refused)
+            assert servers.present() == [first]
+            await servers.take_back(admitted)
+            assert servers.present() == [first, second]
+            calls.clear()
+
+            async def never(server: Server) -> None:
+                raise AnswerError(f"broke at {server.url}")
+
+            with pytest.raises(EngineError, match=f"broke at {first.url}; broke at {second.url}"):
+                await servers.on_all(never)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(go())
+    assert sum("answers again" in line for line in caplog.messages) == 1
+
+
+def test_a_server_far_slower_than_the_others_is_named(caplog: pytest.LogCaptureFixture):
+    async def go() -> None:
+        async with Network([sound], [sound]) as servers:
+            first, second = servers.present()
+            servers._name_the_slow({first: 20.0, second: 15.0})
+            servers._name_the_slow({first: 9.0, second: 1.0})
+            assert not caplog.messages
+            servers._name_the_slow({first: 60.0, second: 15.0})
+            assert caplog.messages == [f"the server at {first.url} took 60 s, the others 15 s"]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(go())
+
+
+def test_a_server_whose_answers_all_break_off_is_lost():
+    """Contract: a failure that a server reports stops a publish; one that is cut off is out of reach."""
+
+    async def go() -> None:
+        async with Network([sound], [sound]) as servers:
+            first, second = servers.present()
+
+            async def step(server: Server) -> str:
+                if server is second:
+                    raise BrokenAnswerError(f"broke at {server.url}")
+                return server.url
+
+            assert await servers.on_all(step) == {first: first.url}
+
+    asyncio.run(go())
