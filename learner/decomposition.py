@@ -169,6 +169,6 @@ class ShadowForwards:
         return found.values[self.sample]
 
 
-def sample_rows(batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-    """As many of the rows, int64 [n], from the first on, as have `SAMPLE_TOKENS` tokens together; one at least."""
-    return rows[: max(1, int((batch.length[rows].cumsum(0) <= SAMPLE_TOKENS).sum()))]
+def sample_rows(batch: Batch, rows: torch.Tensor, tokens: int = SAMPLE_TOKENS) -> torch.Tensor:
+    """As many of the rows, int64 [n], from the first on, as have that many tokens together; one at least."""
+    return rows[: max(1, int((batch.length[rows].cumsum(0) <= tokens).sum()))]

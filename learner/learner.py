@@ -31,6 +31,7 @@ from learner.optim.schedule import make_schedule
 from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.processes import Processes
 from learner.row_logprobs import RowLogprobs
+from learner.starting_policy import StartingPolicy
 from learner.stopwatch import Stopwatch
 from learner.token_log import TokenLog
 from quant.model.kept_scales import load_scales_state, scales_state
@@ -46,7 +47,8 @@ class LearnStats(LossMetrics):
     left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
     what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.lost_updates`, None
-    where they were not measured; log_ratio: see `learner.decomposition`, measured in the same steps."""
+    where they were not measured; log_ratio: see `learner.decomposition`, kl_from_start: nats a token, see
+    `learner.starting_policy`; both measured in the same steps."""
 
     mismatch: Mismatch
     lr: float
@@ -61,6 +63,7 @@ class LearnStats(LossMetrics):
     flipped_codes: float | None = None
     layers: LayerChanges = field(default_factory=LayerChanges)
     log_ratio: Decomposition = field(default_factory=Decomposition)
+    kl_from_start: float | None = None
 
 
 class Learner:
@@ -106,6 +109,7 @@ class Learner:
         self._seed = seed
         self._temperature = temperature
         self._diagnosis: Diagnosis | None = None
+        self._start = StartingPolicy(model, self._add_logprobs)
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
@@ -191,7 +195,9 @@ class Learner:
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
-        shadow = None
+        if trained:
+            self._start.note(batch, trained[0] if self.config.diagnostics_every else None)
+        shadow = kl_from_start = None
         if self._diagnosis is not None and trained:
             shadow = ShadowForwards(batch, trained[-1], self.model, self._add_logprobs)
             with self.stopwatch("shadow"):
@@ -210,6 +216,9 @@ class Learner:
             updates.append(self._update(batch, old, reference, index, n == 0, log, measured))
         if log is not None:
             log.complete(old, self.processes)
+        if self._diagnosis is not None:
+            with self.stopwatch("shadow"):
+                kl_from_start = self._start.kl()
         taken = sum(update.taken for update in updates)
         last = updates[-1].metrics.update_log_ratio if updates else 0.0
         return LearnStats(
@@ -224,6 +233,7 @@ class Learner:
             seconds=self.stopwatch.take(),
             **(self._diagnosis.measured(self.model) if self._diagnosis else {}),
             log_ratio=shadow.decomposition(old.values, self.config) if shadow else Decomposition(),
+            kl_from_start=kl_from_start,
         )
 
     def _beforehand(self, batch: Batch, trained: list[torch.Tensor], all_of_them: bool) -> torch.Tensor:
@@ -319,14 +329,15 @@ class Learner:
         return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, optimizer, loss scale and kept scales; of LoRA the adapters alone, and the digest of the base they
-        are for. Of several processes each has a part of the masters and of the optimizer, to be put together for
-        `load_state_dict`."""
+        """Masters, optimizer, loss scale, kept scales and the start's sample; of LoRA the adapters alone, and the
+        digest of the base they are for. Of several processes each has a part of the masters and of the optimizer, to
+        be put together for `load_state_dict`."""
         return {
             **self.backend.state_dict(),
             "scale": self.loss_scale.state_dict(),
             "base": self.model.base_digest,
             "scales": scales_state(self.model),
+            "start": self._start.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -336,6 +347,7 @@ class Learner:
         load_scales_state(self.model, state.get("scales", {}))
         self.backend.load_state_dict(state)
         self.loss_scale.load_state_dict(state["scale"])
+        self._start.load_state_dict(state.get("start", {}))
         self.model.refresh()
 
     def _require_base(self, saved: str | None) -> None:

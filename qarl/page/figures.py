@@ -104,6 +104,10 @@ CURVES = (
         help="Mean |log π/π_old| of sequences at the last mini-batch.", lines={"update": "learn/update_log_ratio"},
     ),
     Curve(
+        id="start", title="Distance from the start", unit="nats a token",
+        help="KL(π_start ‖ π) on completions of the starting policy.", lines={"KL": "learn/kl_from_start"},
+    ),
+    Curve(
         id="gradient", title="Gradient norm", unit="", help="Of all masters, before clipping.",
         lines={"norm": "learn/grad_norm"},
     ),

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from configs.schema.learner import LearnerConfig, OptimizerConfig
+from configs.seeds import step_seed
+from learner.batching import Batch, mini_batches
 from learner.learner import Learner
 from learner.lost_updates import Diagnosis, LayerChanges, is_due
 from learner.optim import master_step
@@ -199,3 +201,34 @@ def test_steps_without_a_measurement_log_null(tmp_path: Path):
     assert line["learn/lost_updates"] is None and line["learn/flipped_codes"] is None
     assert line["learn/layers/layer"] is None and restored_step(line).learn == dataclasses.replace(stats, seconds={})
     assert "accuracy" not in line and "digest" not in line
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_distance_from_the_start(aligned: bool):
+    """Contract: after two batches of a learner that measures in both, KL(π_start ‖ π) on the first batch's sample is
+    k3 by hand, of log-probs of the codes before and after, and grew; a learner that went through a checkpoint in
+    between has it to the last bit; one that measured nothing at first has none."""
+
+    def new(every: int) -> Learner:
+        return make_learner("w4a16", aligned=aligned, optimizer={"lr": 1e-2}, diagnostics_every=every)
+
+    def logprobs(learner: Learner, batch: Batch) -> torch.Tensor:
+        with learner.model.published_forward():
+            return learner.logprobs(batch)[0]
+
+    learner, first = new(1), batch_of()
+    rows = mini_batches(first, learner.config.mini_batches, step_seed(0, 0))[0]
+    sample = first.rows(rows)
+    before = logprobs(learner, sample)
+    early = learner.learn(first, 0).kl_from_start
+    resumed = new(1)
+    resumed.load_state_dict(learner.state_dict())
+    late = learner.learn(batch_of(1), 1).kl_from_start
+    difference = (logprobs(learner, sample) - before)[sample.response_mask].double()
+    assert late == pytest.approx(float((difference.exp() - 1 - difference).mean()), rel=1e-3)
+    assert early is not None and late is not None and 0 < early < late
+    assert resumed.learn(batch_of(1), 1).kl_from_start == late
+    unmeasured = new(0)
+    assert unmeasured.learn(first, 0).kl_from_start is None
+    resumed.load_state_dict(unmeasured.state_dict())
+    assert resumed.learn(batch_of(1), 1).kl_from_start is None
