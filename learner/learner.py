@@ -30,6 +30,7 @@ from learner.optim.loss_scale import LossScale
 from learner.optim.schedule import make_schedule
 from learner.overflow import require_finite_logprobs, require_finite_sampler
 from learner.processes import Processes
+from learner.restraint import UNRESTRAINED, Restraint
 from learner.row_logprobs import RowLogprobs
 from learner.starting_policy import StartingPolicy
 from learner.stopwatch import Stopwatch
@@ -91,7 +92,7 @@ class Learner:
                 f"{'no' if reference is None else 'a'} reference policy"
             )
         self.model = model
-        self.config = config
+        self.config = self._loss_config = config
         self.processes = processes or Processes()
         self.backend = make_backend(model, config, self.processes)
         self.loss_scale = LossScale(
@@ -176,20 +177,22 @@ class Learner:
         step: int,
         gate: Callable[[Mismatch], None] | None = None,
         log: TokenLog | None = None,
+        restraint: Restraint = UNRESTRAINED,
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 
         step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
         codes are measured. gate: called with the batch's mismatch before anything is updated; it may raise. A
         mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were. log: of this
-        batch, filled in; in all processes or in none.
+        batch, filled in; in all processes or in none. restraint: of this batch's updates.
 
         The old log-probs of the first mini-batch are those of its own forward, before whose update nothing has moved;
         the others' are computed beforehand, and not at all where nothing is made of them (`needs_old`), but for steps
         that measure lost updates.
         """
         self._diagnosis = Diagnosis() if is_due(self.config.diagnostics_every, step) else None
-        lr = self.schedule.rate(step)
+        lr = self.schedule.rate(step) * restraint.rate
+        self._loss_config = restraint.of_loss(self.config)
         self.backend.set_learning_rate(lr)
         self.stopwatch.take()
         require_finite_sampler(batch, self.model.context.dtype)
@@ -289,7 +292,7 @@ class Learner:
                 advantages=rows.advantages,
             )
             with self.stopwatch("forward"):
-                share = policy_loss(given, self.config, totals)
+                share = policy_loss(given, self._loss_config, totals)
                 if log is not None and part.counts:
                     log.add(micro, share.tokens)
                 loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))

@@ -3,6 +3,7 @@
 from configs.schema.run import RunConfig
 from learner.batching import make_batch
 from learner.processes import Processes
+from learner.restraint import Restraint
 from learner.stopwatch import Stopwatch
 from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
@@ -46,10 +47,10 @@ def train(
             write_start(folder, session.audited, published, at.first_accuracy)
         rollouts, resume_step = Rollouts(session, config, at), at.step if resume else None
         recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
-        signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
+        signs = RunWatch(read_until(folder.metrics, at.step), config.early_warning, config.steps)
         with metrics_writer(config, folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
-                metrics = _step(rollouts, at, Stopwatch(dashboard.entered), recorder)
+                metrics = _step(rollouts, at, Stopwatch(dashboard.entered), recorder, signs.restraint)
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
@@ -62,7 +63,9 @@ def train(
     return finish(policy, config, folder, at, sampled)
 
 
-def _step(rollouts: Rollouts, at: Position, watch: Stopwatch, recorder: TokenRecorder) -> StepMetrics:
+def _step(
+    rollouts: Rollouts, at: Position, watch: Stopwatch, recorder: TokenRecorder, restraint: Restraint
+) -> StepMetrics:
     """One step of the loop; moves `at` forward."""
     session, config, policy = rollouts.session, rollouts.config, rollouts.session.policy
     sampled, groups = rollouts.take(watch)
@@ -71,7 +74,7 @@ def _step(rollouts: Rollouts, at: Position, watch: Stopwatch, recorder: TokenRec
     if batch is not None and batch.advantages.any():
         log = recorder.log(batch)
         with watch("learn"):
-            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log)
+            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log, restraint)
     rollouts.settle(watch)
     if learned is not None:
         with watch("publish"):
@@ -85,11 +88,10 @@ def _step(rollouts: Rollouts, at: Position, watch: Stopwatch, recorder: TokenRec
     if config.eval.problems and (at.step % config.eval.every == 0 or at.step == config.steps):
         with watch("evaluate"):
             accuracy = _accuracy(session, config)
-    canary = published and published.canary
     return StepMetrics(
         step=at.step, weight_version=at.version, skipped_batches=at.skipped_batches, learn=learned, accuracy=accuracy,
-        digest=published and published.digest, canary=canary and canary.mean_abs, seconds=watch.take(),
-        staleness=rollouts.staleness, **batch_metrics(sampled),
+        digest=published and published.digest, canary=published and published.canary and published.canary.mean_abs,
+        seconds=watch.take(), staleness=rollouts.staleness, **batch_metrics(sampled),
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def _watch(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         ended = folder.metrics.is_file() and not folder.is_held()
         return folder.metrics.stat().st_mtime if ended else time.time()
 
-    signs, lines, done = RunWatch([], 0), NewLines(folder.metrics), 0
+    signs, lines, done = RunWatch([], config.early_warning), NewLines(folder.metrics), 0
     with Dashboard(config, console, clock, began) as dashboard:
         dashboard.entered("a step")
         try:

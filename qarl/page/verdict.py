@@ -144,7 +144,7 @@ def _of_parts(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
 def _of_early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
-        for warning in early_warnings(run.metrics):
+        for warning in early_warnings(run.metrics, run.config.early_warning):
             yield "warning", f"At step {warning.step}{of}: {warning.text}."
 
 

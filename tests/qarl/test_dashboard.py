@@ -22,7 +22,9 @@ from qarl.report.run_folder import RunFolder
 
 def stats(lr: float) -> LearnStats:
     mismatch = Mismatch(**{field.name: 1e-3 for field in fields(Mismatch)})
-    numbers = {f.name: 0.25 for f in fields(LearnStats) if f.name not in ("mismatch", "seconds", "lr", "log_ratio")}
+    numbers = {
+        f.name: 0.25 for f in fields(LearnStats) if f.name not in ("mismatch", "seconds", "lr", "log_ratio", "layers")
+    }
     return LearnStats(**numbers, mismatch=mismatch, seconds={}, lr=lr)  # pyright: ignore[reportArgumentType]
 
 

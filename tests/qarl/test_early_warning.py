@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from configs.errors import ConfigError
+from configs.load import load_config
+from configs.schema.learner import LearnerConfig
+from learner.restraint import Restraint
 from qarl.report.early_warning import EarlyWarningError, RunWatch, early_warnings
 
 Curve = Callable[[float], float]
@@ -103,8 +107,8 @@ def test_a_warning_stops_a_run_that_asks_for_it():
     """An error before the last step, with the sign and what to do; on the last step, where the run is done, none."""
     lines = lines_of(200, 0, late(0.6, 0.0))
     (warning,) = early_warnings(lines)
-    for stop_before, stopped in ((200, True), (warning.step, False)):
-        watch = RunWatch(lines[: warning.step - 1], stop_before)
+    for steps, stopped in ((200, True), (warning.step, False)):
+        watch = RunWatch(lines[: warning.step - 1], "stop", steps)
         if stopped:
             with pytest.raises(
                 EarlyWarningError, match=rf"stopped at step {warning.step}: the reward fell .*--early_w"
@@ -112,3 +116,34 @@ def test_a_warning_stops_a_run_that_asks_for_it():
                 watch.add(lines[warning.step - 1])
         else:
             assert watch.add(lines[warning.step - 1]) == [warning]
+
+
+@pytest.mark.parametrize(
+    ("measure", "lowered"), [("lower_rate", Restraint(rate=0.25)), ("lower_cap", Restraint(cap=0.25))]
+)
+def test_each_sign_lowers_rate_or_cap_by_half(measure: str, lowered: Restraint):
+    """From the step after it on, and after a resume as in a run that was not interrupted; the warning says so."""
+    reward, curves, signs = COLLAPSES["noise"]
+    assert len(signs) == 2
+    lines = lines_of(200, 0, reward, **curves)
+    watch, plain = RunWatch((), measure), RunWatch()
+    seen = 0
+    for number, line in enumerate(lines):
+        resumed = RunWatch(lines[:number], measure)
+        assert watch.restraint == resumed.restraint and (watch.restraint == Restraint()) == (seen == 0)
+        warnings = watch.add(line)
+        assert all("from the next step on" in warning.text for warning in warnings)
+        seen += len(warnings)
+        plain.add(line)
+    assert (seen, watch.restraint, plain.restraint) == (2, lowered, Restraint())
+
+
+def test_restraint_by_hand():
+    """A cap of 2 at the power of a half is the root of 2, a floor of 0.25 is 0.5; nothing else of the loss moves, and a
+    correction without a cap is not there to be lowered."""
+    masked = LearnerConfig.model_validate({"correction": {"name": "token_mis", "cap": 2.0, "floor": 0.25}})
+    moved = Restraint(cap=0.5).of_loss(masked)
+    assert (moved.correction.cap, moved.correction.floor) == (pytest.approx(2**0.5), 0.5)  # pyright: ignore
+    assert moved.objective == masked.objective and Restraint(rate=0.5).of_loss(masked) is masked
+    with pytest.raises(ConfigError, match=r"lower_cap.*'none' has none"):
+        load_config(None, {"early_warning": "lower_cap", "learner.correction.name": "none"})
