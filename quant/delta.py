@@ -119,13 +119,17 @@ class HeldVersion:
     def advance(self, version: int, stream: Iterable[LowBitTensor]) -> bytes:
         """Hold `stream`, of the same tensors, as `version`; returns the delta that does so elsewhere.
 
-        It is no larger than the version itself by more than its header.
+        It is no larger than the version itself by more than its header. Raises `DeltaError` for other tensors; what is
+        held is of no use then.
         """
         base, base_digest = self.version, self.digest
         entries, payloads = [], list[bytes]()
-        for item, (name, held) in zip(stream, self._tensors.items(), strict=True):
+        expected = iter(self._tensors.items())
+        for item in stream:
+            name, held = next(expected, ("nothing more", torch.empty(0)))
             new = item.tensor.detach().cpu().contiguous()
-            assert (item.name, new.dtype, new.shape) == (name, held.dtype, held.shape), f"{item.name!r} is not {name!r}"
+            if (item.name, new.dtype, new.shape) != (name, held.dtype, held.shape):
+                raise DeltaError(f"{item.name!r} came where version {base} has {name!r}; send the whole version")
             blocks = _advanced(_bytes(held), _bytes(new))
             if any(payload for _, payload in blocks):
                 self._parts[name] = tensor_part(LowBitTensor(name, held))
@@ -138,6 +142,8 @@ class HeldVersion:
                     )
                 )
                 payloads += [payload for _, payload in blocks]
+        if missing := next(expected, None):
+            raise DeltaError(f"nothing came where version {base} has {missing[0]!r}; send the whole version")
         self.version = version
         header = _Header(
             version=version, digest=self.digest, base=base, base_digest=base_digest, tensors=tuple(entries)

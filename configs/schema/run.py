@@ -102,6 +102,12 @@ class RolloutConfig(Section):
         "run's folder",
     )
     server_seconds: float = Field(default=600.0, gt=0, description="that a server's answer may take, and its start")
+    server_full_every: int = Field(
+        default=50,
+        ge=1,
+        description="of so many weight versions one is sent to servers whole; the others are differences from the one "
+        "before, which run and servers then hold in host memory; 1: all whole, none held",
+    )
     max_staleness: Literal[0, 1] = Field(
         default=0,
         description="1: servers sample the next batch while the learner works on this one, by the weights before",
@@ -110,8 +116,8 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _served(self) -> "RolloutConfig":
         if self.servers is None:
-            for name in ("server_key_file", "server_folder", "max_staleness"):
-                if getattr(self, name):
+            for name in ("server_key_file", "server_folder", "server_full_every", "max_staleness"):
+                if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"rollout.{name} {getattr(self, name)} is for sampling on servers: give rollout.servers, their "
                         "URLs or a number to start, or leave it out"

@@ -43,7 +43,7 @@ class Server:
     def __init__(self, url: str, session: aiohttp.ClientSession, seconds: float):
         self.url = url
         self._session = session
-        self._seconds = seconds
+        self.seconds = seconds
         self._asked = 0
         self._pulse: asyncio.Task[None] | None = None
 
@@ -60,7 +60,7 @@ class Server:
     async def sample(self, body: dict[str, Any]) -> Any:
         """What the server answers to a request for tokens or log-probs. Raises what `post` does, and `LostServerError`
         where it shows no sign of life meanwhile, or is paused."""
-        asking = asyncio.ensure_future(self.post(GENERATE, body, self._seconds))
+        asking = asyncio.ensure_future(self.post(GENERATE, body, self.seconds))
         if self._pulse is None or self._pulse.done():
             self._pulse = asyncio.ensure_future(self._watched())
             self._pulse.add_done_callback(lambda pulse: pulse.cancelled() or pulse.exception())  # read, or not
@@ -80,7 +80,7 @@ class Server:
     async def _watched(self) -> None:
         missed = 0
         while True:
-            await asyncio.sleep(min(BEAT_SECONDS, self._seconds))
+            await asyncio.sleep(min(BEAT_SECONDS, self.seconds))
             try:
                 answer = await self._request("GET", "/is_paused", None, PATIENCE_SECONDS)
             except AnswerError as error:
@@ -93,7 +93,7 @@ class Server:
                 raise LostServerError(f"the server at {self.url} was paused while it sampled; nothing else may do that")
 
     async def _request(self, kind: str, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
-        seconds = min(seconds, self._seconds)
+        seconds = min(seconds, self.seconds)
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(kind, f"{self.url}{path}", json=body, timeout=limit) as answer:
@@ -101,7 +101,7 @@ class Server:
                     return await answer.json()
                 raise self._refused(path, answer.status, await answer.text())
         except TimeoutError as error:
-            remedy = ", or raise rollout.server_seconds" if seconds == self._seconds else ""
+            remedy = ", or raise rollout.server_seconds" if seconds == self.seconds else ""
             raise LostServerError(
                 f"the server at {self.url} did not answer {path} within {seconds:g} s; look at its log{remedy}"
             ) from error

@@ -6,6 +6,7 @@ it is sampled and not what.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
@@ -19,13 +20,16 @@ from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
 from rollout.servers.client import Server, in_background
-from rollout.servers.publish import publish_files
+from rollout.servers.publish import held_digests, publish_files
 from rollout.servers.replicas import Replicas, all_of
-from rollout.servers.versions import Version, remove_versions, write_version
+from rollout.servers.sender import VersionSender
+from rollout.servers.versions import Version
 from rollout.types import Completion, Prompt, Sampling
 from rollout.vllm.options import VllmOptions
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class ServerEngine:
@@ -33,9 +37,10 @@ class ServerEngine:
 
     urls: where. key: that they ask for, or None. folder: through which weight versions pass, on a file system that they
     see under the same path. learner: the run's name, which no other run's servers have. publishes: whether this process
-    is the one of its run that publishes; the others count on it. seconds: that an answer may take. at_end: done after
-    `close`. Raises `EngineError` for a server that does not answer, refuses the key, lacks an endpoint, has other
-    settings than `options`, or belongs to another run.
+    is the one of its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so
+    many versions one is sent whole (`VersionSender`). at_end: done after `close`. Raises `EngineError` for a server
+    that does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another
+    run.
     """
 
     def __init__(
@@ -47,12 +52,13 @@ class ServerEngine:
         learner: str,
         publishes: bool = True,
         seconds: float = 600.0,
+        full_every: int = 50,
         at_end: Callable[[], None] = lambda: None,
     ):
         self.weight_version = 0
         self._label = ""
         self._settled = False
-        self._folder = folder
+        self._sender = VersionSender(folder, full_every)
         self._publishes = publishes
         self._at_end = at_end
         self._options, self._learner = options, learner
@@ -109,7 +115,8 @@ class ServerEngine:
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         """See `Engine.load`. The stream is written once and read by every server; requests under way end first. A
-        process that does not publish returns what it would have sent."""
+        process that does not publish returns what it would have sent. Raises `DeltaError` for a stream of other tensors
+        than the one before."""
         self._settled = False
         if self._publishes:
             report, digest = self._published(stream, version)
@@ -135,17 +142,29 @@ class ServerEngine:
 
     def _published(self, stream: Iterable[LowBitTensor], version: int) -> tuple[LoadReport, str]:
         """What the servers loaded, and the digest of what was written."""
-        written = write_version(stream, self._folder, version)
         try:
+            written = self._sender.write(stream, version, self._wait(self._held()))
             report = self._wait(self._to_all(written))
         except EngineError as error:
             raise EngineError(f"weight version {version} did not reach all servers: {error}") from error
-        remove_versions(self._folder, but=version)
+        self._sender.sent(version)
         return report, written.digest
 
-    async def _to_all(self, written: Version) -> LoadReport:
+    async def _held(self) -> list[str | None]:
+        """What servers hold, those taken back too."""
         await self._replicas.take_back(self._admitted, self._claimed)
-        return await publish_files(self._replicas, written, _label(written.version, written.digest))
+        return await held_digests(self._replicas)
+
+    async def _to_all(self, written: Version) -> LoadReport:
+        """What the servers loaded; a delta that some refuse is followed by the whole version."""
+        label, keeps = _label(written.version, written.digest), self._sender.keeps
+        try:
+            return await publish_files(self._replicas, written, label, keeps)
+        except EngineError as error:
+            if written.base is None:
+                raise
+            _log.warning("the delta to weight version %d failed, so it is sent whole: %s", written.version, error)
+        return await publish_files(self._replicas, self._sender.write_whole(), label, keeps)
 
     async def _admitted(self, server: Server) -> None:
         state, *_ = await server.call("qarl_state")

@@ -17,17 +17,17 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     path is the run's name and where weight versions pass, unless `rollout.server_folder` says otherwise."""
     run, servers = checkpoint.absolute().parent, rollout.servers
     assert servers is not None
-    seconds = rollout.server_seconds
+    seconds, full_every = rollout.server_seconds, rollout.server_full_every
     folder = Path(rollout.server_folder) if rollout.server_folder else run / "versions"
     learner, publishes = f"run {str(run)!r} on {socket.gethostname()}", not options.several or _is_first()
     if isinstance(servers, tuple):
         key = server_key(rollout.server_key_file)
-        return ServerEngine(servers, key, folder, options, learner, publishes, seconds)
+        return ServerEngine(servers, key, folder, options, learner, publishes, seconds, full_every)
     refuse_shared_devices(servers)
     key = secrets.token_urlsafe(32)
     replicas = start_replicas(checkpoint, options, free_ports(servers), key, run / "servers", seconds)
     return ServerEngine(
-        [replica.url for replica in replicas], key, folder, options, learner, publishes, seconds,
+        [replica.url for replica in replicas], key, folder, options, learner, publishes, seconds, full_every,
         at_end=lambda: stop_replicas(replicas),
     )  # fmt: skip
 

@@ -1,12 +1,16 @@
 """A weight version to all replicas, or to none, through vLLM's weight-transfer phases.
 
-    stage      every replica reads the files, hashes them and compares their names with its model's layers
-    commit     every replica pauses, loads what it staged, and goes on
+    stage      every replica reads the files, hashes what they make, compares the names with its model's layers, and
+               makes the layers that changed beside the model; it samples meanwhile
+    commit     every replica pauses, takes what it staged, and goes on
 
 What a version can be refused for is known when all have staged it, and until then no replica has changed. A replica
 whose commit fails stays paused: it answers nothing until a publish succeeds. What broke off on the way is tried again
 (`rollout.servers.replicas`), each phase by itself.
 """
+
+import asyncio
+from typing import Any
 
 from rollout.engine import EngineError, LoadReport
 from rollout.servers.client import LostServerError, Server
@@ -16,14 +20,16 @@ from rollout.servers.versions import Version
 _BYTES_A_SECOND = 50e6
 """That a server reads, hashes and loads at the least; with `_SECONDS` more it is taken to hang."""
 _SECONDS = 30.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
+"""Seconds between questions whether a replica has staged."""
 
 
-async def publish_files(replicas: Replicas, version: Version, label: str) -> LoadReport:
-    """Have all servers take a version; `label` is what they say sampled a token from then on. Returns what they loaded,
-    or, where one staged other bytes than were written or other names than it has layers, what that one read, and then
-    no server has changed. A server that is lost on the way is left out. Raises `EngineError` naming those that
-    failed."""
-    staged = await replicas.on_all(lambda server: _staged(server, version))
+async def publish_files(replicas: Replicas, version: Version, label: str, keep: bool) -> LoadReport:
+    """Have all servers take a version; `label` is what they say sampled a token from then on. keep: whether they are to
+    hold it, for the next to be a delta from. Returns what they loaded, or, where one staged other bytes than were
+    written or other names than it has layers, what that one read, and then no server has changed. A server that is lost
+    on the way is left out. Raises `EngineError` naming those that failed."""
+    staged = await replicas.on_all(lambda server: _staged(server, version, keep))
     unfit = next((report for report in staged.values() if not _fits(report, version)), None)
     if unfit is not None:
         await replicas.on_all(lambda server: server.call("qarl_abandon"))
@@ -32,12 +38,27 @@ async def publish_files(replicas: Replicas, version: Version, label: str) -> Loa
     return next(iter(loaded.values()))
 
 
-async def _staged(server: Server, version: Version) -> LoadReport:
-    await server.call("qarl_abandon")  # what a publish that broke off has left
+async def held_digests(replicas: Replicas) -> list[str | None]:
+    """Of the version that each worker of each server holds, and samples by; None where it holds none."""
+    states = await replicas.on_all(lambda server: server.call("qarl_state"))
+    return [state["held"] for workers in states.values() for state in workers]
+
+
+async def _staged(server: Server, version: Version, keep: bool) -> LoadReport:
+    await server.call("qarl_abandon", _seconds(version))  # what a publish that broke off has left
     await server.post("/start_weight_update")
-    update = {"update_info": {"folder": str(version.folder.absolute())}}
-    await server.post("/update_weights", update, _seconds(version))
-    return await _report(server, "staged")
+    announced = {"folder": str(version.folder.absolute()), "digest": version.digest, "keep": keep}
+    await server.post("/update_weights", {"update_info": announced})
+    clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
+    deadline = clock() + min(_seconds(version), server.seconds)
+    while None in (reports := await server.call("qarl_stage")):
+        if clock() > deadline:
+            raise LostServerError(
+                f"the server at {server.url} has not staged weight version {version.version} in time; look at its log"
+            )
+        await asyncio.sleep(wait)
+        wait = min(1.5 * wait, _LONGEST_WAIT)
+    return _one(reports, server, "staged")
 
 
 async def _committed(server: Server, version: Version, label: str) -> LoadReport:
@@ -49,7 +70,7 @@ async def _committed(server: Server, version: Version, label: str) -> LoadReport
         await server.post("/update_weight_version", {"new_version": label})  # at the first try, its answer was lost
     else:
         raise LostServerError(f"the server at {server.url} no longer holds what it staged: it was restarted")
-    report = await _report(server, "loaded")
+    report = _one([state["loaded"] for state in await server.call("qarl_state")], server, "loaded")
     if report.digest != version.digest:
         raise EngineError(f"the server at {server.url} loaded {report.digest}, and {version.digest} was published")
     await server.post("/resume")
@@ -57,12 +78,11 @@ async def _committed(server: Server, version: Version, label: str) -> LoadReport
 
 
 def _seconds(version: Version) -> float:
-    return _SECONDS + version.bytes / _BYTES_A_SECOND
+    return _SECONDS + version.tensor_bytes / _BYTES_A_SECOND
 
 
-async def _report(server: Server, kind: str) -> LoadReport:
+def _one(reports: list[Any], server: Server, kind: str) -> LoadReport:
     """What all of a server's workers report, which has to be the same."""
-    reports = [state[kind] for state in await server.call("qarl_state")]
     if any(report != reports[0] for report in reports):
         raise EngineError(f"the workers of the server at {server.url} {kind} different versions: {reports}")
     fields = reports[0]

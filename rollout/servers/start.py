@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from rollout.vllm.serve import server_command
 LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
 """Arguments of `vllm.LLM` that a server chooses by itself."""
+_PORTS = range(16384, 32768)
 _PATIENCE = 10.0
 """Seconds a replica has to end after SIGTERM."""
 
@@ -143,15 +145,15 @@ def stop_replicas(replicas: Sequence[Started]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of the loopback; different ones, for all probes are open at once."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((LOOPBACK, 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Of the loopback, below those that systems give to whoever asks for any: a server opens its own a while later."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise EngineError(f"{count} servers need as many free ports, and of {_PORTS[0]} to {_PORTS[-1]} {len(ports)} are")
 
 
 def _as_flags(arguments: dict[str, Any]) -> list[str]:

@@ -1,7 +1,10 @@
-"""A weight version as files that every replica reads.
+"""A weight version as files that every replica reads: whole, or its difference from the one before (`quant.delta`).
 
     version-7/ tensors-0.safetensors …     as many as it takes at 4 GiB each
                manifest.json               what is in them, in the order of the stream, and its digest
+
+    version-8/ delta                       from version 7
+               manifest.json               the digests of version 7 and version 8
 
 The folder gets its name when all of it is written: a replica reads a whole version or none.
 """
@@ -9,30 +12,37 @@ The folder gets its name when all of it is written: a replica reads a whole vers
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quant.delta import HeldVersion
 from quant.digest import StreamDigest
 from quant.types import LowBitTensor
 from rollout.engine import EngineError
 
 _FILE_BYTES = 4 * 2**30
 _MANIFEST = "manifest.json"
+_DELTA = "delta"
 
 
 @dataclass(frozen=True)
 class Version:
-    """folder: of the files. digest: of the stream (`quant.digest`). files: name → the tensors in it, in order."""
+    """folder: of the files. digest: of the stream (`quant.digest`). bytes: of what is in the files. tensor_bytes: of
+    the whole version. base: the digest of the version that a delta is from; None for a whole one. files: of a whole
+    one, name → the tensors in it, in order.
+    """
 
     folder: Path
     version: int
     digest: str
     bytes: int
+    tensor_bytes: int
+    base: str | None
     files: dict[str, tuple[str, ...]]
 
     def tensors(self) -> Iterator[LowBitTensor]:
-        """The stream that was written, read from the files as it is asked for."""
+        """The stream that was written whole, read from the files as it is asked for."""
         from safetensors import safe_open
 
         for file, names in self.files.items():
@@ -42,17 +52,38 @@ class Version:
 
 
 def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) -> Version:
-    """Write a stream into a folder under `parent`, which is complete or not there. Raises `EngineError` where the disk
-    refuses."""
+    """Write a stream whole into a folder under `parent`, which is complete or not there. Raises `EngineError` where the
+    disk refuses."""
+
+    def write(folder: Path) -> dict[str, object]:
+        digest = StreamDigest()
+        files = dict(_write_files(stream, folder, digest))
+        sizes = {"bytes": digest.bytes, "tensor_bytes": digest.bytes}
+        return {"digest": digest.hexdigest(), **sizes, "base": None, "files": files}
+
+    return _write(parent, version, write)
+
+
+def write_delta(delta: bytes, parent: Path, version: HeldVersion, base: str) -> Version:
+    """As `write_version`, what makes `version` of the one of digest `base`."""
+
+    def write(folder: Path) -> dict[str, object]:
+        (folder / _DELTA).write_bytes(delta)
+        sizes = {"bytes": len(delta), "tensor_bytes": version.bytes}
+        return {"digest": version.digest, **sizes, "base": base, "files": {}}
+
+    return _write(parent, version.version, write)
+
+
+def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]]) -> Version:
+    """The folder whose files `write` makes, and its manifest with what that returns."""
     folder = parent / f"version-{version}"
     building = folder.with_name(f"{folder.name}.part")
     try:
         for leftover in (building, folder):
             shutil.rmtree(leftover, ignore_errors=True)
         building.mkdir(parents=True)
-        digest = StreamDigest()
-        files = dict(_write_files(stream, building, digest))
-        manifest = {"version": version, "digest": digest.hexdigest(), "bytes": digest.bytes, "files": files}
+        manifest = {"version": version, **write(building)}
         (building / _MANIFEST).write_text(json.dumps(manifest) + "\n")
         os.replace(building, folder)
     except Exception as error:  # of the disk by way of safetensors too, which has errors of its own
@@ -74,6 +105,8 @@ def read_version(folder: Path) -> Version:
             version=int(manifest["version"]),
             digest=str(manifest["digest"]),
             bytes=int(manifest["bytes"]),
+            tensor_bytes=int(manifest["tensor_bytes"]),
+            base=None if manifest["base"] is None else str(manifest["base"]),
             files=files,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -82,6 +115,11 @@ def read_version(folder: Path) -> Version:
     if outside:
         raise ValueError(f"the manifest in {str(folder)!r} names {outside[0]!r}, which is no file of that folder")
     return version
+
+
+def read_delta(version: Version) -> bytes:
+    """From the version of digest `version.base` to this one. Raises `OSError` where it cannot be read."""
+    return (version.folder / _DELTA).read_bytes()
 
 
 def remove_versions(parent: Path, but: int | None = None) -> None:

@@ -7,7 +7,7 @@ that changed have one; a layer that vLLM stacks (q, k and v; gate and up) is mad
 no bytes. The price is the memory of the layers made anew, until the swap frees the old ones.
 
 On CPUs, and for models whose layers each have their weights to themselves: CUDA graphs hold on to addresses, and fused
-experts and latent attention derive from several layers at once. `refuse_staging` says so.
+experts and latent attention derive from several layers at once. `staging_refusal` says so.
 tests/engine/test_staging.py holds the outcome against freshly loaded engines.
 """
 
@@ -54,17 +54,15 @@ class Staged:
         self._pairs = []
 
 
-def refuse_staging(model: nn.Module) -> None:
-    """Raise `EngineError` for a model whose next version cannot be made beside it."""
-    reason = None
+def staging_refusal(model: nn.Module) -> str | None:
+    """Why no version of a model can be made beside it; None where one can."""
     if not current_platform.is_cpu():
-        reason = "CUDA graphs read weights where they lie"
-    elif any(isinstance(module, RoutedExperts) for module in model.modules()):
-        reason = "it has fused experts"
-    elif any(is_deferred_attention_layer(module) and own_parameters(module) for module in model.modules()):
-        reason = "its attention has weights of other layers"
-    if reason:
-        raise EngineError(f"no weight version can be made beside this model: {reason}; load it whole instead")
+        return "CUDA graphs read weights where they lie"
+    if any(isinstance(module, RoutedExperts) for module in model.modules()):
+        return "it has fused experts"
+    if any(is_deferred_attention_layer(module) and own_parameters(module) for module in model.modules()):
+        return "its attention has weights of other layers"
+    return None
 
 
 def stage(
@@ -73,10 +71,11 @@ def stage(
     """Make the layers that have a tensor of the names `changed`.
 
     tensors: the whole version by checkpoint names, in stream order. Raises `EngineError` where a changed tensor is of
-    no layer, or a layer lacks some, what `refuse_staging` raises, and whatever vLLM's loading does; the model is what
-    it was.
+    no layer, or a layer lacks some, or `staging_refusal` says why not, and whatever vLLM's loading does; the model is
+    what it was.
     """
-    refuse_staging(model)
+    if reason := staging_refusal(model):
+        raise EngineError(f"no weight version can be made beside this model: {reason}; load it whole instead")
     twins: dict[nn.Module, nn.Module] = {}
     twin_model = _twin(model, twins)
     parts = checkpoint_names(model)

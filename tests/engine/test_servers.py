@@ -2,17 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from quant.delta import DeltaError
 from quant.model.low_bit_model import LowBitModel
 from quant.types import LowBitTensor
 from rollout.engine import EngineError
 from rollout.servers.engine import ServerEngine
 from rollout.servers.start import free_ports, start_replicas, stop_replicas
-from rollout.servers.versions import write_version
+from rollout.servers.versions import Version, write_delta, write_version
 from rollout.types import Prompt, Sampling
 from rollout.vllm.options import VllmOptions
 from sync.export import export_checkpoint
@@ -43,6 +46,14 @@ def joined(url: str, key: str | None, folder: Path, learner: str = "one", **chan
     return ServerEngine([url], key, folder, dataclasses.replace(OPTIONS, **changes), learner, seconds=60)
 
 
+def nudge(model: LowBitModel) -> None:
+    """Move every master by about a ten-thousandth, as a step does."""
+    with torch.no_grad():
+        for seed, master in enumerate(model.masters.values()):
+            master.mul_(1 + 1e-4 * torch.randn(master.shape, generator=torch.Generator().manual_seed(seed)))
+    model.refresh()
+
+
 def test_a_server_samples_what_is_published(served: tuple[LowBitModel, str, str], tmp_path: Path):
     """Contract: weights reach the server bit for bit (the canary is 0 on CPUs), completions are tokens and log-probs
     of the version published last; a version that does not fit leaves the one before.
@@ -63,8 +74,10 @@ def test_a_server_samples_what_is_published(served: tuple[LowBitModel, str, str]
 
     names = [item.name for item in model.low_bit_tensors()]
     lost = next(name for name in names if "down_proj" in name).rpartition(".")[0]
-    report = engine.load((item for item in model.low_bit_tensors() if not item.name.startswith(lost)), 2)
-    assert report.missing == (lost,)
+    lacking = [item for item in model.low_bit_tensors() if not item.name.startswith(lost)]
+    with pytest.raises(DeltaError, match="send the whole version"):
+        engine.load(lacking, 2)
+    assert engine.load(lacking, 2).missing == (lost,)
     with pytest.raises(EngineError, match="publish again"):
         engine.generate(PROMPTS, SAMPLING)
     stranger = LowBitTensor("model.layers.9.mlp.up_proj.weight", torch.zeros(2))
@@ -72,35 +85,42 @@ def test_a_server_samples_what_is_published(served: tuple[LowBitModel, str, str]
     assert publisher.publish(1).digest == first.digest
     assert engine.logprobs(SEQUENCES) == known, "the same weights again"
 
-    disturb(model, 1)
+    nudge(model)
     second = publisher.publish(2)
     assert second.canary is not None and second.canary.mean_abs == 0, "no key or value of the version before is left"
     assert engine.logprobs(SEQUENCES) != known
+    assert {file.name for file in (tmp_path / "version-2").iterdir()} == {"delta", "manifest.json"}
     assert [folder.name for folder in tmp_path.iterdir()] == ["version-2"]
     engine.close()
 
 
 def test_what_is_torn_on_the_way_is_not_loaded(
-    served: tuple[LowBitModel, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: tuple[LowBitModel, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
-    """Contract: a server hashes what it read; other bytes are refused before they reach its model."""
+    """Contract: a server hashes what it read; other bytes are refused before they reach its model. A delta that is
+    refused is followed by the whole version, and so is a publish that was given up."""
     model, url, key = served
     engine = joined(url, key, tmp_path)
-    publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=100)
+    publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
     publisher.publish(1)
 
-    def torn(*arguments):
-        version = write_version(*arguments)
-        file = next(version.folder.glob("*.safetensors"))
+    def torn(write: Callable[..., Version], *arguments: Any) -> Version:
+        version = write(*arguments)
+        file = max(version.folder.iterdir(), key=lambda file: file.stat().st_size)
         file.write_bytes(file.read_bytes()[:-1] + b"\x55")
         return version
 
     with monkeypatch.context() as patched:
-        patched.setattr("rollout.servers.engine.write_version", torn)
+        patched.setattr("rollout.servers.sender.write_delta", partial(torn, write_delta))
+        nudge(model)
+        assert publisher.publish(2).canary is not None
+        assert "the delta to weight version 2 failed, so it is sent whole: " in caplog.text
+        patched.setattr("rollout.servers.sender.write_version", partial(torn, write_version))
+        disturb(model, 3)
         with pytest.raises(PublishError, match="other bytes than were sent"):
-            publisher.publish(2)
-    assert publisher.publish(1).version == 1
-    assert engine.logprobs(SEQUENCES[:1])
+            publisher.publish(3)
+    assert publisher.publish(3).canary is not None
+    assert not (tmp_path / "version-3" / "delta").exists(), "the servers hold no version after one was given up"
     engine.close()
 
 

@@ -13,12 +13,14 @@ import torch
 from configs.errors import ConfigError, InputError
 from configs.load import load_config
 from qarl.cli.main import main
+from quant.delta import DeltaError, HeldVersion
 from quant.types import LowBitTensor
 from rollout.engine import EngineError
 from rollout.servers.access import RequireKey, server_key
 from rollout.servers.answers import completion_request, read_completion, read_logprobs
+from rollout.servers.sender import VersionSender
 from rollout.servers.start import replica_command, visible_devices
-from rollout.servers.versions import read_version, remove_versions, write_version
+from rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_version
 from rollout.types import Prompt, Sampling
 from rollout.vllm.options import VllmOptions
 from tests.support.servers import ANSWER
@@ -179,3 +181,38 @@ def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": {"../x": ["a.weight"]}}))
     with pytest.raises(ValueError, match="no file of that folder"):
         read_version(manifest.parent)
+
+
+def test_a_version_is_sent_as_what_changed_where_all_servers_hold_the_one_before(tmp_path: Path):
+    """Contract: a delta is from what every server says that it holds; else, where due, where a delta is no smaller, and
+    after a stream that broke off, the version is whole; its files say which."""
+    sender = VersionSender(tmp_path, full_every=3)
+    tensors = {name: torch.zeros(4096, dtype=torch.int32) for name in "ba"}
+
+    def send(number: int, *held: str | None) -> Version:
+        return sender.write((LowBitTensor(f"{name}.weight", tensors[name]) for name in tensors), number, held)
+
+    first = send(1, None)
+    receiver = HeldVersion(1, first.tensors())
+    assert first.base is None and first.digest == receiver.digest
+    tensors["a"][7] = 5
+    second = send(2, first.digest, first.digest)
+    assert second.base == first.digest and second.bytes < 1000
+    assert receiver.apply(read_delta(second), 2, second.digest) == ("a.weight",)
+    sender.sent(2)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["version-2"]
+    assert send(3, second.digest, None).base is None, "a server was restarted"
+    third = sender.write_whole()
+    assert [item.name for item in third.tensors()] == ["b.weight", "a.weight"]
+    fourth = send(4, third.digest)
+    assert send(5, fourth.digest).base == fourth.digest
+    assert send(6, fourth.digest).base is None, "one of three"
+    tensors["a"].random_()
+    tensors["b"].random_()
+    assert send(7, fourth.digest).base is None, "no smaller as a delta"
+    tensors["c"] = tensors.pop("a")
+    digest = sender.write_whole().digest
+    with pytest.raises(DeltaError, match=r"'c\.weight' came where version 7 has 'a\.weight'"):
+        send(8, digest)
+    assert send(8, digest).base is None
+    assert VersionSender(tmp_path, full_every=1).write([], 9, ["", ""]).base is None
