@@ -63,7 +63,7 @@ def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> 
 def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> None:
     """Make the present weight version that of `tensors`, in the order of `LowBitModel.low_bit_tensors`.
 
-    Their scales are kept from here on, and every master becomes the value nearest to it that rounds to its code.
+    Their scales are kept from here on, and every master is moved by whole scales to where it rounds to its code.
     Raises `SchemeError` where the version that these masters give differs in any bit: masters too coarse for the codes,
     or unquantized tensors that were changed.
     """
@@ -72,7 +72,7 @@ def start_from_codes(model: LowBitModel, tensors: Sequence[LowBitTensor]) -> Non
         assert ours.name == theirs.name, f"{theirs.name!r} comes where {ours.name!r} should"
         ours.tensor.copy_(theirs.tensor)
     for _, master, weight in _kept(model):
-        master.copy_(_nearest_within(master, weight))
+        master.copy_(_moved_to_codes(master, weight))
     model.refresh()
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         if not torch.equal(ours.tensor.cpu(), theirs.tensor):
@@ -92,15 +92,18 @@ def _kept(model: LowBitModel) -> Iterator[tuple[str, nn.Parameter, LowBitWeight]
                 yield names[id(master)], master, weight
 
 
-def _nearest_within(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
-    """The values nearest to the master's that round to its weight's codes, fp32, in the master's shape.
+def _moved_to_codes(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
+    """The master's values moved by whole scales to where they round to its weight's codes, fp32, in the master's shape.
 
-    They end a thousandth of a scale before the next code, or as much earlier as the master's dtype might round.
+    What rounding left of a value stays, so codes change with the updates that follow as often as a rounded model's do.
+    (The nearest value of each code would put every moved weight at a border, to change back by any small update.) Kept
+    from the next code by a thousandth of a scale, or by as much more as the master's dtype might round.
     """
     args = weight.scheme.weights
     assert args is not None
     assert weight.scale is not None
     grouped = (*weight.scale.shape, -1)
     centre, scale = weight.dequantized().view(grouped), weight.wide_scale().unsqueeze(-1)
-    reach = scale * max(0.0, min(0.499, 0.5 - 2**args.num_bits * torch.finfo(master.dtype).eps))
-    return master.to(torch.float32).view(grouped).clamp(centre - reach, centre + reach).view(master.shape)
+    reach = max(0.0, min(0.499, 0.5 - 2**args.num_bits * torch.finfo(master.dtype).eps))
+    steps = master.to(torch.float32).view(grouped) / scale
+    return (centre + (steps - steps.round()).clamp(-reach, reach) * scale).view(master.shape)

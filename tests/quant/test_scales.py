@@ -135,6 +135,23 @@ def test_a_start_from_given_codes_has_exactly_those(
     assert changed > 10
 
 
+def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
+    """A hundredth of a scale changes a hundredth of the codes, as in a rounded model: no master starts at a border."""
+    model = kept_model(random_model(), "w4a16")
+    start_from_codes(model, other_codes(kept_model(random_model(), "w4a16")))
+    generator = torch.Generator().manual_seed(7)
+    for layer in filter(lambda layer: layer.keeps_scales, model.low_bit_layers()):
+        for master, weight in zip(layer.masters, quantized_weights(layer.low_bit), strict=True):
+            before = weight.unpacked()
+            signs = torch.randint(0, 2, weight.scale.shape, generator=generator) * 2 - 1
+            step = (0.01 * signs * weight.scale.float()).unsqueeze(-1)
+            with torch.no_grad():
+                master += step.expand(*weight.scale.shape, before.numel() // weight.scale.numel()).reshape(before.shape)
+            layer.refresh()
+            changed = (weight.unpacked() != before).float().mean().item()
+            assert 0.001 < changed < 0.02, changed
+
+
 def test_codes_that_masters_cannot_hold_are_refused():
     """Codes of 8 bits need more than a bfloat16 master's 8 bits of significand; and a changed norm is no code."""
     tensors = other_codes(kept_model(random_model().bfloat16(), "w8a8"))
