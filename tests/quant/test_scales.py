@@ -142,11 +142,10 @@ def test_a_small_update_leaves_nearly_all_codes_where_a_start_put_them():
     generator = torch.Generator().manual_seed(7)
     for layer in filter(lambda layer: layer.keeps_scales, model.low_bit_layers()):
         for master, weight in zip(layer.masters, quantized_weights(layer.low_bit), strict=True):
-            before = weight.unpacked()
-            signs = torch.randint(0, 2, weight.scale.shape, generator=generator) * 2 - 1
-            step = (0.01 * signs * weight.scale.float()).unsqueeze(-1)
+            before, scale = weight.unpacked(), weight.wide_scale()
+            signs = torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
             with torch.no_grad():
-                master += step.expand(*weight.scale.shape, before.numel() // weight.scale.numel()).reshape(before.shape)
+                master.view(*scale.shape, -1).add_((0.01 * signs * scale).unsqueeze(-1))
             layer.refresh()
             changed = (weight.unpacked() != before).float().mean().item()
             assert 0.001 < changed < 0.02, changed
