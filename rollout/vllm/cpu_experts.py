@@ -10,6 +10,7 @@ Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,13 +47,19 @@ class PerExpertConfig(CompressedTensorsConfig):
         found = [self.get_scheme_dict(layer, f"{prefix}.0.{projection}") for projection in projections]
         if any(scheme != found[0] for scheme in found):
             raise ValueError(f"{prefix}: all projections of a layer's experts need one scheme, found {found}")
-        return UnquantizedFusedMoEMethod(layer.moe_config) if found[0] is None else PerExpertMethod(self, layer, prefix)
+        if found[0] is None:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        weights: Any = found[0]["weights"]
+        return PerExpertMethod(self, layer, prefix, weights.type == "float")
 
 
 class PerExpertMethod(FusedMoEMethodBase):
-    """Runs routed experts as dense low-bit products, one expert after another."""
+    """Runs routed experts as dense low-bit products, one expert after another.
 
-    def __init__(self, config: CompressedTensorsConfig, layer: RoutedExperts, prefix: str):
+    reads_default_dtype: whether their layers take the output dtype from torch's default, as FP8's do.
+    """
+
+    def __init__(self, config: CompressedTensorsConfig, layer: RoutedExperts, prefix: str, reads_default_dtype: bool):
         super().__init__(layer.moe_config)
         config_of = layer.moe_config
         if config_of.has_bias or not config_of.is_act_and_mul or layer.use_ep or layer.apply_router_weight_on_input:
@@ -61,6 +68,7 @@ class PerExpertMethod(FusedMoEMethodBase):
                 "without expert parallelism"
             )
         self._config = config
+        self.reads_default_dtype = reads_default_dtype
         self._names = {
             "w13": f"{prefix}.{{}}.{layer.ckpt_gate_proj_name}",
             "w2": f"{prefix}.{{}}.{layer.ckpt_down_proj_name}",
@@ -101,6 +109,7 @@ class PerExpertMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Build each expert's dense layers from the loaded tensors, which are then freed."""
         loaded = dict(layer.named_parameters(recurse=False))
+        self._experts = {}  # a copy of this method made for another version (`rollout.vllm.staging`) shares none
         for prefix in _PREFIXES:
             mine = {n.removeprefix(f"{prefix}_"): p for n, p in loaded.items() if n.startswith(f"{prefix}_")}
             experts = len(next(iter(mine.values())))
@@ -134,8 +143,8 @@ class PerExpertMethod(FusedMoEMethodBase):
         return sum_over_experts(x, topk_weights, topk_ids, one)
 
     def _linear(self, prefix: str, expert: int) -> ReplicatedLinear:
-        # FP8 layers take their output dtype from torch's default, which vLLM sets for the first load only.
-        with set_default_torch_dtype(self._dtype):
+        # vLLM sets the default for the first load only.
+        with set_default_torch_dtype(self._dtype) if self.reads_default_dtype else nullcontext():
             return ReplicatedLinear(
                 *self._shapes[prefix],
                 bias=False,

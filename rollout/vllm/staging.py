@@ -6,8 +6,8 @@ that changed have one; a layer that vLLM stacks (q, k and v; gate and up) is mad
 `Staged.swap` the model is untouched, also where staging fails, so it may answer meanwhile; `swap` exchanges references,
 no bytes. The price is the memory of the layers made anew, until the swap frees the old ones.
 
-On CPUs, and for models whose layers each have their weights to themselves: CUDA graphs hold on to addresses, and fused
-experts and latent attention derive from several layers at once. `staging_refusal` says so.
+On CPUs, and for models whose layers each have their weights to themselves: CUDA graphs hold on to addresses, vLLM's own
+experts belong to a kernel, and latent attention derives from several layers at once. `staging_refusal` says so.
 tests/engine/test_staging.py holds the outcome against freshly loaded engines.
 """
 
@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.platforms import current_platform
 
 from rollout.engine import EngineError
+from rollout.vllm.cpu_experts import PerExpertMethod
 from rollout.vllm.worker import checkpoint_names, name_w4a8_weights_once, own_parameters
 
 _TORCHS = ("_parameters", "_buffers", "_modules")
@@ -58,8 +59,11 @@ def staging_refusal(model: nn.Module) -> str | None:
     """Why no version of a model can be made beside it; None where one can."""
     if not current_platform.is_cpu():
         return "CUDA graphs read weights where they lie"
-    if any(isinstance(module, RoutedExperts) for module in model.modules()):
-        return "it has fused experts"
+    for method in (module.quant_method for module in model.modules() if isinstance(module, RoutedExperts)):
+        if not isinstance(method, PerExpertMethod):
+            return "it has unquantized experts, which vLLM packs for a kernel of their own"
+        if method.reads_default_dtype:
+            return "it has FP8 experts, for which torch's default dtype has to be set, and it may be sampling"
     if any(is_deferred_attention_layer(module) and own_parameters(module) for module in model.modules()):
         return "its attention has weights of other layers"
     return None

@@ -24,6 +24,12 @@ from tests.support.tensors import as_bytes, heavy
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's")
 
 
+def staging_refusal(model: torch.nn.Module) -> str | None:
+    from rollout.vllm import staging
+
+    return staging.staging_refusal(model)
+
+
 def call(engine: VllmEngine, function: Callable[..., Any], *args: object) -> Any:
     """Run function(model, *args) inside the engine's worker, on the model it holds."""
     return engine._llm.collective_rpc(lambda worker: function(worker.model_runner.get_model(), *args))[0]
@@ -103,8 +109,8 @@ def publish_and_compare(
             publisher.publish(version)
         publisher.canary(publishes)
         check_every_layer_is_the_engines(model, engine)
-        after = engine.logprobs(SEQUENCES)
         publisher.unshare()
+        after = take_beside_the_model(model, engine, publishes + 1)
     finally:
         engine.close()
     fresh = start_engine(model, folder, tmp_path / "fresh", dtype)
@@ -112,6 +118,20 @@ def publish_and_compare(
     fresh.close()
     assert after != before
     assert after == reloaded
+
+
+def take_beside_the_model(model: LowBitModel, engine: VllmEngine, version: int) -> list[list[float]]:
+    """One more version, made beside the model where the engine can have that; returns the answers then."""
+    before = engine.logprobs(SEQUENCES)
+    disturb(model, version)
+    if call(engine, staging_refusal) is None:
+        tensors = {item.name: item.tensor for item in model.low_bit_tensors()}
+        staged = engine.stage(tensors, list(tensors))
+        assert engine.logprobs(SEQUENCES) == before
+        staged.swap()
+    else:
+        engine.load(model.low_bit_tensors(), version)
+    return engine.logprobs(SEQUENCES)
 
 
 @pytest.mark.slow
