@@ -1,9 +1,9 @@
-"""`qarl bench delivery`: weight versions to a running vLLM, whole and as deltas, against bf16 from disk.
+"""`qarl bench delivery`: weight versions to a running vLLM server, whole and as deltas, against bf16 from disk.
 
-Each scheme has a process with a random model and an engine on its export. Whole: the tensors are written as one file,
-read and hashed, and loaded while nothing is sampled. As a delta: encoded against the version before, written, read,
-applied, the layers that changed made beside the model's, and swapped while nothing is sampled. bf16: the checkpoint is
-saved, and vLLM reloads it from disk, as one does without QaRL.
+Each scheme has a process with a random model and a server on its export, to which versions are published as a run's
+are. write: files of a version, or of its difference from the one before. stage: the server reads, hashes and applies
+them, and makes its layers beside the model's; it may sample. pause: it takes them; it samples nothing. bf16: the
+checkpoint is saved, and vLLM reloads it from disk in one process, as one does without QaRL.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from qarl.bench.learner.process import run_worker
 from qarl.report.tables import PlainTable
 from quant.schemes import get_scheme
 
-SHAPES = ("0.6b", "tiny")
+SHAPES = ("0.6b", "1b-moe", "tiny")
 
 
 def measure(
@@ -50,28 +50,34 @@ def _answer(output: str) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Ratios:
-    """full_bytes, full_seconds, delta_seconds: over bf16's from disk. delta_bytes: over the whole version's. pause: of
-    a delta, over that of a whole version. copies: a whole version's seconds over those of copying its bytes once."""
+    """full_bytes, full_seconds, delta_seconds: over bf16's from disk. quantized_bytes: `full_bytes` without embedding
+    and output head. delta_bytes: over the whole version's. full_pause, delta_pause: over bf16's reload. copies: a whole
+    version's seconds over those of copying its bytes once."""
 
     full_bytes: float
+    quantized_bytes: float
     full_seconds: float
     delta_bytes: float
     delta_seconds: float
-    pause: float
+    full_pause: float
+    delta_pause: float
     copies: float
 
 
 def ratios(row: dict[str, Any], bf16: dict[str, Any]) -> Ratios:
     """What the figures of one scheme come to."""
-    seconds = row["seconds"]
-    disk = bf16["seconds"]["write"] + bf16["seconds"]["load, paused"]
-    whole = seconds["write"] + seconds["read and hash"] + seconds["load, paused"]
+    seconds, reload = row["seconds"], bf16["seconds"]["load, paused"]
+    disk = bf16["seconds"]["write"] + reload
+    whole, delta = (sum(s for name, s in seconds.items() if name.startswith(kind)) for kind in ("whole:", "delta:"))
+    quantized, unquantized = (r["full_bytes"] - r["unquantized_bytes"] for r in (row, bf16))
     return Ratios(
         full_bytes=row["full_bytes"] / bf16["full_bytes"],
+        quantized_bytes=quantized / unquantized,
         full_seconds=whole / disk,
         delta_bytes=row["delta_bytes"] / row["full_bytes"],
-        delta_seconds=sum(taken for name, taken in seconds.items() if name.startswith("delta")) / disk,
-        pause=seconds["delta: swap, paused"] / seconds["load, paused"],
+        delta_seconds=delta / disk,
+        full_pause=seconds["whole: pause"] / reload,
+        delta_pause=seconds["delta: pause"] / reload,
         copies=whole / seconds["copy once"],
     )
 
@@ -84,27 +90,21 @@ def table(data: dict[str, Any]) -> list[PlainTable]:
     where = "memory" if data["in_memory"] else "disk"
     seconds = PlainTable(
         "work", *schemes, figures=schemes,
-        title=f"Seconds of a publish to a running vLLM, Qwen3 {data['shape']}, by way of {where}; medians",
+        title=f"Seconds of a publish to a running vLLM server, {data['shape']}, by way of {where}; medians",
     )  # fmt: skip
     for name in names:
         taken = [row["seconds"].get(name) for row in data["rows"]]
         seconds.add_row(name, *("–" if t is None else f"{t:.4f}" for t in taken))
     figures = (
-        "whole",
-        "of bf16's bytes",
-        "of bf16's time",
-        "× a copy",
-        "delta",
-        "of whole",
-        "of bf16's time, delta",
-        "pause of whole's",
-    )
+        "whole", "of bf16's bytes", "without embedding", "of bf16's time", "× a copy", "delta", "of whole",
+        "of bf16's time, delta", "pause of bf16's", "delta's",
+    )  # fmt: skip
     shown = PlainTable("scheme", *figures, figures=figures, title=f"A step at {data['lr']:g}")
     for row in rows:
         r = ratios(row, bf16)
         shown.add_row(
-            row["scheme"], f"{row['full_bytes'] / 1e6:.0f} MB", f"{r.full_bytes:.2f}", f"{r.full_seconds:.2f}",
-            f"{r.copies:.1f}", f"{row['delta_bytes'] / 1e6:.2f} MB", f"{r.delta_bytes:.2%}", f"{r.delta_seconds:.2f}",
-            f"{r.pause:.2%}",
+            row["scheme"], f"{row['full_bytes'] / 1e6:.0f} MB", f"{r.full_bytes:.2f}", f"{r.quantized_bytes:.2f}",
+            f"{r.full_seconds:.2f}", f"{r.copies:.1f}", f"{row['delta_bytes'] / 1e6:.2f} MB", f"{r.delta_bytes:.2%}",
+            f"{r.delta_seconds:.2f}", f"{r.full_pause:.1%}", f"{r.delta_pause:.1%}",
         )  # fmt: skip
     return [seconds, shown]

@@ -1,4 +1,4 @@
-"""One scheme's process of `qarl bench delivery`: versions handed to a running vLLM, whole and as deltas.
+"""One scheme's process of `qarl bench delivery`: versions handed to a running vLLM server, whole and as deltas.
 
     python -m qarl.bench.delivery_worker '{"scheme": NAME, …}'     (see `Job`)
 
@@ -19,24 +19,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 
 from configs.schema.run import RolloutConfig
 from learner.optim.rounding import stochastic_round
 from qarl.bench.learner.batch import END, PAD, qwen3, write_tokenizer
-from qarl.bench.publish import random_masters
-from quant.delta import HeldVersion
-from quant.digest import StreamDigest
+from qarl.bench.publish import moe_config, random_masters
 from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
-from quant.types import LowBitTensor
 from rollout.open import open_engine
 from sync.export import export_checkpoint
 
-SHAPES: dict[str, dict[str, Any]] = {
+_QWEN3: dict[str, dict[str, Any]] = {
     "0.6b": {**qwen3(151936, 1024, 3072, 28, 16, 128), "num_key_value_heads": 8},
     "tiny": qwen3(512, 128, 256, 2, 4, 32),
 }
@@ -46,7 +41,7 @@ _MOVED = 0.3
 
 @dataclass(frozen=True)
 class Job:
-    """shape: one of `SHAPES`. lr: of the step between two versions. folder: where versions are written."""
+    """shape: one of `delivery.SHAPES`. lr: of the step between two versions. folder: where versions are written."""
 
     scheme: str
     shape: str
@@ -58,12 +53,12 @@ class Job:
 @dataclass(frozen=True)
 class Delivered:
     """Of one scheme: bytes of a whole version and of a delta, and seconds by the name of the work, medians of all
-    rounds. layers: that a delta made anew, at most."""
+    rounds. unquantized_bytes: of a whole version's embedding and output head."""
 
     scheme: str
     full_bytes: int
+    unquantized_bytes: int
     delta_bytes: int
-    layers: int
     seconds: dict[str, float]
 
 
@@ -77,7 +72,11 @@ class _Clock:
     def of(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._seconds.setdefault(name, []).append(time.perf_counter() - start)
+        self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """One round's."""
+        self._seconds.setdefault(name, []).append(seconds)
 
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(seconds) for name, seconds in self._seconds.items()}
@@ -87,19 +86,29 @@ def run(job: Job) -> Delivered:
     """Start an engine on a random model's export, then hand it version after version."""
     with tempfile.TemporaryDirectory(prefix="qarl-bench-", dir=job.folder) as temporary:
         folder = Path(temporary)
-        config = Qwen3Config(**SHAPES[job.shape], pad_token_id=PAD, eos_token_id=END)
+        config = _config(job.shape)
         write_tokenizer(config.vocab_size, folder)
         masters = random_masters(config, torch.bfloat16)
         model = LowBitModel(masters, get_scheme(job.scheme), LayerContext(torch.bfloat16, "reference"))
         export_checkpoint(model, folder, folder / "start")
-        rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4)
-        with open_engine(folder / "start", rollout, "bfloat16") as engine:
-            deliver = _from_disk if job.scheme == "bf16" else _published
-            return deliver(model, engine, folder, _Clock(), job)
+        plain = job.scheme == "bf16"
+        served: dict[str, Any] = {} if plain else {"servers": 1, "server_full_every": 2}
+        rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **served)
+        with open_engine(folder / "start", rollout, "bfloat16", placed=True) as engine:
+            return (_from_disk if plain else _published)(model, engine, folder, _Clock(), job)
+
+
+def _config(shape: str) -> PretrainedConfig:
+    if shape == "1b-moe":
+        config: PretrainedConfig = moe_config(1e9)
+    else:
+        config = Qwen3Config(**_QWEN3[shape])
+    config.pad_token_id, config.eos_token_id = PAD, END
+    return config
 
 
 def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock, job: Job) -> Delivered:
-    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it."""
+    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it, here in this process."""
     for number in range(job.rounds):
         with clock.of("write"):
             digest = export_checkpoint(model, folder, folder / f"saved-{number}")
@@ -107,40 +116,44 @@ def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock, job
             engine.reload_from(folder / f"saved-{number}")
         (folder / f"saved-{number}" / "model.safetensors").unlink()
     return Delivered(
-        scheme=job.scheme, full_bytes=digest.bytes, delta_bytes=digest.bytes, layers=0, seconds=clock.medians()
-    )
-
-
-def _published(model: LowBitModel, engine: Any, folder: Path, clock: _Clock, job: Job) -> Delivered:
-    sender, receiver = (HeldVersion(0, model.low_bit_tensors()) for _ in range(2))
-    sizes, layers = [], 0
-    generator = torch.Generator().manual_seed(1)
-    for version in range(1, job.rounds + 1):
-        _step(model, job.lr, generator)
-        _whole(model, engine, folder / "whole.safetensors", version, clock)
-        with clock.of("delta: encode"):
-            delta = sender.advance(version, model.low_bit_tensors())
-        with clock.of("delta: write"):
-            (folder / "delta").write_bytes(delta)
-        with clock.of("delta: read and apply"):
-            changed = receiver.apply((folder / "delta").read_bytes(), version, sender.digest)
-        tensors = {item.name: item.tensor for item in receiver.tensors()}
-        with clock.of("delta: make layers"):
-            staged = engine.stage(tensors, changed)
-        sizes.append(len(delta))
-        layers = max(layers, staged.layers)
-        with clock.of("delta: swap, paused"):
-            staged.swap()
-    return Delivered(
         scheme=job.scheme,
-        full_bytes=sender.bytes,
-        delta_bytes=round(statistics.median(sizes)),
-        layers=layers,
+        full_bytes=digest.bytes,
+        unquantized_bytes=_unquantized(model),
+        delta_bytes=digest.bytes,
         seconds=clock.medians(),
     )
 
 
-def _whole(model: LowBitModel, engine: Any, file: Path, version: int, clock: _Clock) -> None:
+def _published(model: LowBitModel, engine: Any, folder: Path, clock: _Clock, job: Job) -> Delivered:
+    """By way of a server: of two versions that follow each other the first is sent whole, the second as a delta."""
+    sizes: dict[str, list[int]] = {"whole": [], "delta": []}
+    generator = torch.Generator().manual_seed(1)
+    for version in range(1, 2 * job.rounds + 1):
+        _step(model, job.lr, generator)
+        kind = "delta" if version % 2 == 0 else "whole"
+        if kind == "whole":
+            _copy_once(model, clock)
+        engine.load(model.low_bit_tensors(), version)
+        sent = engine.sent
+        assert sent.whole == (kind == "whole"), f"version {version} was sent as {sent}"
+        sizes[kind].append(sent.bytes)
+        for work in ("write", "stage", "pause"):
+            clock.add(f"{kind}: {work}", getattr(sent, work))
+    return Delivered(
+        scheme=job.scheme,
+        full_bytes=sizes["whole"][0],
+        unquantized_bytes=_unquantized(model),
+        delta_bytes=round(statistics.median(sizes["delta"])),
+        seconds=clock.medians(),
+    )
+
+
+def _unquantized(model: LowBitModel) -> int:
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    return sum(item.tensor.nbytes for item in model.low_bit_tensors() if item.name.endswith(ends))
+
+
+def _copy_once(model: LowBitModel, clock: _Clock) -> None:
     items = list(model.low_bit_tensors())
     target = [np.empty(item.tensor.nbytes, np.uint8) for item in items]
     for octets in target:
@@ -148,20 +161,6 @@ def _whole(model: LowBitModel, engine: Any, file: Path, version: int, clock: _Cl
     with clock.of("copy once"):
         for item, octets in zip(items, target, strict=True):
             np.copyto(octets, item.tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    del target
-    with clock.of("write"):
-        digest = StreamDigest()
-        for item in items:
-            digest.update(item)
-        save_file({item.name: item.tensor.detach().contiguous() for item in items}, file)
-    with safe_open(file, "pt") as tensors:
-        with clock.of("read and hash"):
-            received = StreamDigest()
-            for item in items:
-                received.update(LowBitTensor(item.name, tensors.get_tensor(item.name)))
-        assert received.hexdigest() == digest.hexdigest()
-        with clock.of("load, paused"):
-            engine.load((LowBitTensor(i.name, tensors.get_tensor(i.name)) for i in items), version)
 
 
 @torch.no_grad()

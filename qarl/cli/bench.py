@@ -377,8 +377,15 @@ def _add_speed(names: Any) -> None:
 
 
 def _add_others(names: Any) -> None:
-    from qarl.cli import bench_communication, bench_delivery, bench_delta, bench_launches, bench_memory
+    from qarl.cli import (
+        bench_communication,
+        bench_delivery,
+        bench_delta,
+        bench_launches,
+        bench_memory,
+        bench_soak,
+    )
 
     _runs(bench_memory.add_options(names), bench_memory.measure, fields=True)
-    for benchmark in (bench_communication, bench_delta, bench_delivery, bench_launches):
+    for benchmark in (bench_communication, bench_delta, bench_delivery, bench_launches, bench_soak):
         _runs(benchmark.add_options(names), benchmark.measure)

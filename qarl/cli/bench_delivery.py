@@ -12,10 +12,10 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     """The benchmark's parser."""
     parser = names.add_parser(
         "delivery",
-        help="weight versions to a running vLLM: whole, as deltas, and bf16 from disk",
-        description="Time and bytes of a publish to a running vLLM, and how long it pauses (docs/publish.md#deltas).",
+        help="weight versions to a running vLLM server: whole, as deltas, and bf16 from disk",
+        description="Time and bytes of a publish to a vLLM server, and how long it pauses (docs/publish.md#deltas).",
     )
-    parser.add_argument("--shape", default="0.6b", help="of a random Qwen3: 0.6b (default), tiny")
+    parser.add_argument("--shape", default="0.6b", help="of a random Qwen3: 0.6b (default), 1b-moe, tiny")
     parser.add_argument(
         "--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes first"
     )

@@ -8,6 +8,7 @@ it is sampled and not what.
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -20,7 +21,7 @@ from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
 from rollout.servers.client import Server, in_background
-from rollout.servers.publish import held_digests, publish_files
+from rollout.servers.publish import Sent, held_digests, publish_files
 from rollout.servers.replicas import Replicas, all_of
 from rollout.servers.sender import VersionSender
 from rollout.servers.versions import Version
@@ -38,7 +39,8 @@ class ServerEngine:
     urls: where. key: that they ask for, or None. folder: through which weight versions pass, on a file system that they
     see under the same path. learner: the run's name, which no other run's servers have. publishes: whether this process
     is the one of its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so
-    many versions one is sent whole (`VersionSender`). at_end: done after `close`. Raises `EngineError` for a server
+    many versions one is sent whole (`VersionSender`). at_end: done after `close`. sent: what the last publish took.
+    Raises `EngineError` for a server
     that does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another
     run.
     """
@@ -56,6 +58,7 @@ class ServerEngine:
         at_end: Callable[[], None] = lambda: None,
     ):
         self.weight_version = 0
+        self.sent: Sent | None = None
         self._label = ""
         self._settled = False
         self._sender = VersionSender(folder, full_every)
@@ -143,8 +146,9 @@ class ServerEngine:
     def _published(self, stream: Iterable[LowBitTensor], version: int) -> tuple[LoadReport, str]:
         """What the servers loaded, and the digest of what was written."""
         try:
-            written = self._sender.write(stream, version, self._wait(self._held()))
-            report = self._wait(self._to_all(written))
+            held, begun = self._wait(self._held()), time.perf_counter()
+            written = self._sender.write(stream, version, held)
+            report = self._wait(self._to_all(written, begun))
         except EngineError as error:
             raise EngineError(f"weight version {version} did not reach all servers: {error}") from error
         self._sender.sent(version)
@@ -155,16 +159,22 @@ class ServerEngine:
         await self._replicas.take_back(self._admitted, self._claimed)
         return await held_digests(self._replicas)
 
-    async def _to_all(self, written: Version) -> LoadReport:
-        """What the servers loaded; a delta that some refuse is followed by the whole version."""
+    async def _to_all(self, written: Version, begun: float) -> LoadReport:
+        """What the servers loaded; a delta that some refuse is followed by the whole version. begun: when it began to
+        be written."""
         label, keeps = _label(written.version, written.digest), self._sender.keeps
+        wrote = time.perf_counter() - begun
         try:
-            return await publish_files(self._replicas, written, label, keeps)
+            report, stage, pause = await publish_files(self._replicas, written, label, keeps)
         except EngineError as error:
             if written.base is None:
                 raise
             _log.warning("the delta to weight version %d failed, so it is sent whole: %s", written.version, error)
-        return await publish_files(self._replicas, self._sender.write_whole(), label, keeps)
+            written = self._sender.write_whole()
+            wrote = time.perf_counter() - begun
+            report, stage, pause = await publish_files(self._replicas, written, label, keeps)
+        self.sent = Sent(written.bytes, whole=written.base is None, write=wrote, stage=stage, pause=pause)
+        return report
 
     async def _admitted(self, server: Server) -> None:
         state, *_ = await server.call("qarl_state")

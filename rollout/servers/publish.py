@@ -10,6 +10,7 @@ whose commit fails stays paused: it answers nothing until a publish succeeds. Wh
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine import EngineError, LoadReport
@@ -24,18 +25,36 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
 """Seconds between questions whether a replica has staged."""
 
 
-async def publish_files(replicas: Replicas, version: Version, label: str, keep: bool) -> LoadReport:
+@dataclass(frozen=True)
+class Sent:
+    """What a publish took. bytes: of the files. whole: not as a delta. write, stage, pause: seconds; the first is the
+    run's own, in the others all servers are at it together; in `pause` the slowest samples nothing."""
+
+    bytes: int
+    whole: bool
+    write: float
+    stage: float
+    pause: float
+
+
+async def publish_files(
+    replicas: Replicas, version: Version, label: str, keep: bool
+) -> tuple[LoadReport, float, float]:
     """Have all servers take a version; `label` is what they say sampled a token from then on. keep: whether they are to
     hold it, for the next to be a delta from. Returns what they loaded, or, where one staged other bytes than were
-    written or other names than it has layers, what that one read, and then no server has changed. A server that is lost
-    on the way is left out. Raises `EngineError` naming those that failed."""
+    written or other names than it has layers, what that one read, and then no server has changed; and the seconds that
+    staging and the commit took. A server that is lost on the way is left out. Raises `EngineError` naming those that
+    failed."""
+    clock = asyncio.get_running_loop().time
+    begun = clock()
     staged = await replicas.on_all(lambda server: _staged(server, version, keep))
     unfit = next((report for report in staged.values() if not _fits(report, version)), None)
     if unfit is not None:
         await replicas.on_all(lambda server: server.call("qarl_abandon"))
-        return unfit
+        return unfit, clock() - begun, 0.0
+    ready = clock()
     loaded = await replicas.on_all(lambda server: _committed(server, version, label))
-    return next(iter(loaded.values()))
+    return next(iter(loaded.values())), ready - begun, clock() - ready
 
 
 async def held_digests(replicas: Replicas) -> list[str | None]:
