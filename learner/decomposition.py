@@ -83,8 +83,8 @@ def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: Learn
     mask = batch.response_mask
     used = forwards.published if config.ratio_fix == "shadow_forward" else forwards.own
     proximal = forwards.sampler if ratio_from(config.correction) == "sampler" else old
-    clipped = _clipped(used, proximal, batch, config)
-    phantom = clipped & ~_clipped(forwards.published, forwards.sampler, batch, config)
+    clipped = clipped_tokens(used, proximal, batch, config)
+    phantom = clipped & ~clipped_tokens(forwards.published, forwards.sampler, batch, config)
     parts = forwards.parts()
     alpha, beta = parts["staleness"] + parts["kernel"], parts["dtype"] + parts["scheme"]
     means = {name: float(part[mask].abs().mean()) for name, part in (parts | {"alpha": alpha, "beta": beta}).items()}
@@ -101,7 +101,8 @@ def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: Learn
     )
 
 
-def _clipped(current: torch.Tensor, proximal: torch.Tensor, batch: Batch, config: LearnerConfig) -> torch.Tensor:
+def clipped_tokens(current: torch.Tensor, proximal: torch.Tensor, batch: Batch, config: LearnerConfig) -> torch.Tensor:
+    """What the configured objective clips, bool [B, T-1] or [B, 1]. current, proximal: log-probs, fp32 [B, T-1]."""
     given = ObjectiveInput(
         current=current,
         proximal=proximal,

@@ -17,6 +17,7 @@ from configs.seeds import step_seed
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
 from learner.decomposition import Decomposition, ShadowForwards
+from learner.gradient_passes import GradientErrors, GradientPasses
 from learner.gradients import compiles, rounds_weights
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
@@ -49,7 +50,7 @@ class LearnStats(LossMetrics):
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
     what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.lost_updates`, None
     where they were not measured; log_ratio: see `learner.decomposition`, kl_from_start: nats a token, see
-    `learner.starting_policy`; both measured in the same steps."""
+    `learner.starting_policy`; both in the same steps. gradients: see `learner.gradient_passes`, where asked for."""
 
     mismatch: Mismatch
     lr: float
@@ -65,6 +66,7 @@ class LearnStats(LossMetrics):
     layers: LayerChanges = field(default_factory=LayerChanges)
     log_ratio: Decomposition = field(default_factory=Decomposition)
     kl_from_start: float | None = None
+    gradients: GradientErrors = field(default_factory=GradientErrors)
 
 
 class Learner:
@@ -213,9 +215,11 @@ class Learner:
         if self._reference is not None:
             reference = RowLogprobs(batch)
             self._add_logprobs(reference, self._reference, torch.arange(len(batch.tokens)))
-        updates = []
+        updates, gradients = [], GradientErrors()
         for n, index in enumerate(trained):
             measured = shadow if n == len(trained) - 1 else None
+            if n == len(trained) - 1 and is_due(self.config.gradient_passes_every, step):
+                gradients = self._gradient_errors(batch, index, old if n else None)
             updates.append(self._update(batch, old, reference, index, n == 0, log, measured))
         if log is not None:
             log.complete(old, self.processes)
@@ -237,7 +241,19 @@ class Learner:
             **(self._diagnosis.measured(self.model) if self._diagnosis else {}),
             log_ratio=shadow.decomposition(old.values, self.config) if shadow else Decomposition(),
             kl_from_start=kl_from_start,
+            gradients=gradients,
         )
+
+    def _gradient_errors(self, batch: Batch, index: torch.Tensor, old: RowLogprobs | None) -> GradientErrors:
+        """Of a sample of the mini-batch at `index`, before it is learned from. old: None before the first update."""
+        scale = self.model.context.gradients.scale = self.loss_scale.scale
+
+        def logprobs(sample: Batch) -> torch.Tensor:
+            return self._token_logprobs(self.backend.policy, sample, None, entropy=False)[0]
+
+        passes = GradientPasses(batch, index, self.model, logprobs, lambda loss: self.backend.backward(loss * scale))
+        with self.stopwatch("shadow"):
+            return passes.measured(old, self.config)
 
     def _beforehand(self, batch: Batch, trained: list[torch.Tensor], all_of_them: bool) -> torch.Tensor:
         """The rows whose old log-probs are computed before anything is updated, int64 [n]."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.schema.run import RunConfig
 from learner.decomposition import Decomposition
+from learner.gradient_passes import GradientErrors
 from learner.learner import LearnStats
 from learner.lost_updates import LayerChanges
 from learner.mismatch import Mismatch
@@ -140,8 +141,9 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
     stats = None
     if learn := part("learn/"):
         mismatch, log_ratio = Mismatch(**part("learn/mismatch/")), Decomposition(**part("learn/log_ratio/"))
-        layers = LayerChanges(**part("learn/layers/"))
-        stats = LearnStats(mismatch=mismatch, log_ratio=log_ratio, layers=layers, seconds={}, **learn)
+        layers, gradients = LayerChanges(**part("learn/layers/")), GradientErrors(**part("learn/gradients/"))
+        nested = {"mismatch": mismatch, "log_ratio": log_ratio, "layers": layers, "gradients": gradients}
+        stats = LearnStats(seconds={}, **nested, **learn)
     unmeasured = ("accuracy", "digest", "canary", "staleness", "error_tokens_negative", "error_tokens_positive")
     optional: dict[str, Any] = dict.fromkeys(unmeasured)
     return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))

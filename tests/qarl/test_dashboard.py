@@ -22,9 +22,8 @@ from qarl.report.run_folder import RunFolder
 
 def stats(lr: float) -> LearnStats:
     mismatch = Mismatch(**{field.name: 1e-3 for field in fields(Mismatch)})
-    numbers = {
-        f.name: 0.25 for f in fields(LearnStats) if f.name not in ("mismatch", "seconds", "lr", "log_ratio", "layers")
-    }
+    apart = {"mismatch", "seconds", "lr", "log_ratio", "layers", "gradients"}
+    numbers = {field.name: 0.25 for field in fields(LearnStats) if field.name not in apart}
     return LearnStats(**numbers, mismatch=mismatch, seconds={}, lr=lr)  # pyright: ignore[reportArgumentType]
 
 
