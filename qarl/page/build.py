@@ -85,6 +85,7 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
         "of": kind,
         "name": run.name,
         "seed": run.config.seed,
+        "aligned": run.config.learner.aligned,
         "steps": last["step"],
         "asked": run.config.steps,
         "reward": digits(last["reward"]),

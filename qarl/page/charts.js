@@ -231,12 +231,13 @@ const total = (parts) => Object.values(parts).reduce((a, b) => a + b, 0);
 
 function caption(figure, drawn) {
   return el("figcaption", {}, el("b", {}, figure.title),
-    el("button", { type: "button", title: `Download “${figure.title}” as SVG`, onclick: () => saveSvg(figure, drawn()) }, "SVG"),
+    el("span", { class: "save" }, ...Object.entries({ SVG: saveSvg, PNG: savePng }).map(([kind, save]) =>
+      el("button", { type: "button", title: `Download “${figure.title}” as ${kind}`, onclick: () => save(figure, drawn()) }, kind))),
     el("p", {}, figure.help + (figure.unit && figure.unit !== "share" ? ` (${figure.unit})` : "")));
 }
 
 // The figure as it is shown, with its styles written into it and its title above it.
-function saveSvg(figure, drawn) {
+function svgText(figure, drawn) {
   const copy = drawn.cloneNode(true);
   const shown = drawn.querySelectorAll("*");
   copy.querySelectorAll("*").forEach((node, index) => {
@@ -252,7 +253,21 @@ function saveSvg(figure, drawn) {
   copy.setAttribute("height", height + 26);
   copy.prepend(svg("rect", { x: 0, y: -26, width, height: height + 26, fill: page.getPropertyValue("--card") }),
     svg("text", { x: 4, y: -8, fill: page.getPropertyValue("--ink"), style: "font: 600 13px system-ui, sans-serif" }, figure.title));
-  download(`${figure.id}.svg`, "image/svg+xml", new XMLSerializer().serializeToString(copy));
+  return new XMLSerializer().serializeToString(copy);
+}
+
+const saveSvg = (figure, drawn) => download(`${figure.id}.svg`, new Blob([svgText(figure, drawn)], { type: "image/svg+xml" }));
+
+// At twice the size it is shown in.
+function savePng(figure, drawn) {
+  const { width, height } = drawn.viewBox.baseVal;
+  const image = new Image();
+  image.onload = () => {
+    const canvas = el("canvas", { width: 2 * width, height: 2 * (height + 26) });
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => download(`${figure.id}.png`, blob));
+  };
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svgText(figure, drawn))}`;
 }
 
 function drawAll() {

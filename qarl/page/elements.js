@@ -35,8 +35,8 @@ const percent = (value) => (value === null || Number.isNaN(value) ? "–" : `${n
 const accuracyOf = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
 const inUnit = (unit) => (unit === "share" ? percent : number);
 
-function download(name, type, text) {
-  const url = URL.createObjectURL(new Blob([text], { type }));
+function download(name, blob) {
+  const url = URL.createObjectURL(blob);
   el("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }

@@ -320,7 +320,7 @@ class Browser {
     const errors = [tokens.flags[i] & IMPROBABLE ? "improbable" : "", tokens.flags[i] & REPEATED ? "in a loop" : ""].filter(Boolean).join(", ");
     showTip(JSON.stringify(packed.texts[tokens.word[i]]), [
       ["token", `${packed.ids[tokens.word[i]]}, ${i - starts[completion] + 1} of ${made.length[completion]}`],
-      ["π sampler", probability(sampler)], ["π learner", probability(sampler + apart)], ["Δ log p", number(apart)],
+      ["π sampler", probability(sampler)], [DATA.runs[made.run[completion]].aligned ? "π learner" : "π unquantized", probability(sampler + apart)], ["Δ log p", number(apart)],
       ["ratio", Number.isNaN(ratio) ? "no update" : `${number(Math.exp(ratio))}  (log ${number(ratio)})`], ["clipped", reasonAt(i) ?? "no update"],
       ["advantage", number(made.advantage[completion])], ["error token", errors || "no"],
     ], x, y);
