@@ -10,6 +10,7 @@ from typing import Any
 
 from configs.errors import ConfigError
 from qarl.page.figures import curve_figures, digits, layer_figures, mismatch_figures, time_split
+from qarl.page.ratios import ratio_figures, treatment
 from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
 from qarl.page.tokens import mismatch_columns, packed_tokens
 from qarl.page.verdict import Finding, verdict
@@ -63,7 +64,8 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
     counts = sorted({str(run.config.record) for run in runs if run.token_files})
     which = "all completions" if counts == ["all"] else "the recorded completions (those of least and most reward)"
     tokens = [[[read_step(file) for file in run.token_files.values()] for run in kind.runs] for kind in kinds]
-    columns = [mismatch_columns([rows for steps in of_kind for rows in steps]) for of_kind in tokens]
+    steps = [[rows for of_run in of_kind for rows in of_run] for of_kind in tokens]
+    columns = [mismatch_columns(rows) for rows in steps]
     settings = [compared_settings(kind.runs[0].config) for kind in kinds]
     return {
         "kinds": [kind.label for kind in kinds],
@@ -72,8 +74,10 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
         "time": time_split(kinds),
         "where": mismatch_figures(columns, which),
         "layers": layer_figures(kinds),
+        "ratios": ratio_figures(steps),
+        "treatment": treatment(steps),
         "settings": [[name, *(found.get(name) for found in settings)] for name in differing(settings)],
-        "tokens": packed_tokens([steps for of_kind in tokens for steps in of_kind]),
+        "tokens": packed_tokens([of_run for of_kind in tokens for of_run in of_kind]),
     }
 
 

@@ -68,6 +68,14 @@ function where() {
   figuresInto("where", DATA.layers);
 }
 
+function ratios() {
+  figuresInto("ratios", DATA.ratios);
+  if (!DATA.treatment.length) return within("ratios", ".figures").append(el("p", { class: "empty" }, "No tokens that were learned from are on record."));
+  const rows = DATA.treatment.map(([of, sign, kind, count, ...shares]) => [el("span", {}, swatch(of), KINDS[of]), sign, kind, number(count), ...shares.map(percent)]);
+  within("ratios", ".setup").append(el("div", {}, el("h3", {}, "What the objective did with error tokens, of those on record"),
+    table(["configuration", "advantage", "token", "tokens", "clipped", "weight cut", "learned as it is"], rows, [3, 4, 5, 6])));
+}
+
 function time() {
   const add = (title, help, key) => {
     const host = el("figure");
@@ -110,6 +118,7 @@ function help() {
 summary();
 curves();
 where();
+ratios();
 time();
 setup();
 const browser = new Browser(within("tokens", ".browser"));

@@ -33,6 +33,10 @@ for (let i = 0; i < COUNT; i++) starts[i + 1] = starts[i] + made.length[i];
 const worstOf = Float32Array.from(made.worst, (place, i) => (place < 0 ? NaN : Math.abs(tokens.mismatch[starts[i] + place])));
 const REPEATED = 32, IMPROBABLE = 16, UNKNOWN = 15;
 const reasonAt = (i) => ((tokens.flags[i] & 15) === UNKNOWN ? null : packed.reasons[tokens.flags[i] & 15]);
+function firstError(completion) {
+  for (let i = starts[completion]; i < starts[completion + 1]; i++) if (tokens.flags[i] & (REPEATED | IMPROBABLE)) return String(i - starts[completion] + 1);
+  return "none";
+}
 const texts = new Map();
 function textOf(completion) {
   if (!texts.has(completion)) {
@@ -263,7 +267,7 @@ class Browser {
 
   card(completion, chosen) {
     const facts = [["reward", number(made.reward[completion])], [`mean of ${made.group_size[completion]}`, number(made.group_reward[completion])], ["advantage", number(made.advantage[completion])],
-      ["tokens", `${made.length[completion]}${made.truncated[completion] ? ", cut off" : ""}`], ["worst |Δ log p|", number(worstOf[completion])], ["weights", `version ${made.version[completion]}`]];
+      ["tokens", `${made.length[completion]}${made.truncated[completion] ? ", cut off" : ""}`], ["worst |Δ log p|", number(worstOf[completion])], ["first error token", firstError(completion)], ["weights", `version ${made.version[completion]}`]];
     const stream = el("div", { class: "stream", "data-completion": completion });
     shownCompletion = completion;
     const { paint } = COLUMNS[this.column];

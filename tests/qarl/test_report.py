@@ -105,6 +105,26 @@ def test_changes_by_layer_are_means_over_measured_steps(tmp_path: Path):
     assert both["labels"] is None and [each["of"] for each in both["lines"]] == [0, 0, 1]
 
 
+def test_ratios_and_what_became_of_error_tokens(tmp_path: Path):
+    """By hand: of a step's two completions one has an advantage of 1.25 and is known: its first token improbable, its
+    second in a loop, third sound, with clip reasons in `CLIP_REASONS`' order; the other was not learned from."""
+    data = json.loads(Elements(page_of(new_run(tmp_path / "run", steps=2))).data)
+    assert [row[:4] for row in data["treatment"]] == [
+        [0, "A > 0", "sound", 2], [0, "A > 0", "improbable", 2], [0, "A > 0", "in a loop", 2],
+    ]  # fmt: skip
+    clipped, corrected, learned = zip(*(row[4:] for row in data["treatment"]), strict=True)
+    assert (clipped, corrected, learned) == ((1, 0, 1), (0, 0, 0), (0, 1, 0))  # reasons 2, 0 and 1
+    figures = {figure["id"]: figure for figure in data["ratios"]}
+    assert set(figures) == {"ratio-weight-positive", "ratio-probability-positive", "after-error"}
+    (scatter,) = figures["ratio-weight-positive"]["lines"]
+    assert scatter["x"] == scatter["y"] == [-0.5, -0.35, -0.2] * 2
+    (probability,) = figures["ratio-probability-positive"]["lines"]
+    assert probability["x"][0] == digits(float(np.exp(-9))) and probability["y"] == scatter["y"]
+    following = {each["name"]: each for each in figures["after-error"]["lines"]}
+    assert following["error tokens"]["x"] == [0, 1, 2] and following["error tokens"]["y"] == [1, 1, 0]
+    assert following["clipped"]["y"] == [0, 1, 1]
+
+
 class Elements(HTMLParser):
     """Tags of a page, and what its data element holds."""
 
