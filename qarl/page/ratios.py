@@ -33,11 +33,13 @@ def ratio_figures(kinds: Sequence[Sequence[TokenRows]]) -> list[dict[str, Any]]:
         most = POINTS // max(1, sum(found is not None for found in picked))
         name = "positive" if factor > 0 else "negative"
         about = f"Recorded tokens with {sign}: log of the ratio that the objective bounds"
+        far = "Half of the points are those farthest out."
         weights, probabilities = [], []
         for number, found in enumerate(picked):
             if found is None:
                 continue
-            ratio, mismatch, logprob = (values[:: -(-len(values) // most)] for values in found)
+            shown = _shown(*found[:2], most)
+            ratio, mismatch, logprob = (values[shown] for values in found)
             known = np.isfinite(mismatch)
             line = {"of": number, "name": "tokens"}
             if known.any():
@@ -47,13 +49,13 @@ def ratio_figures(kinds: Sequence[Sequence[TokenRows]]) -> list[dict[str, Any]]:
             {
                 "id": f"ratio-weight-{name}", "title": f"Ratio and mismatch, {sign}",
                 "x": "log π_learner/π_sampler, nats", "unit": "nats", "points": True, "log": False, "lines": weights,
-                "help": f"{about}, over that of the mismatch weight.",
+                "help": f"{about}, over that of the mismatch weight. {far}",
             },
             {
                 "id": f"ratio-probability-{name}",
                 "title": f"Ratio and probability, {sign}", "x": "sampler's probability", "unit": "nats", "points": True,
                 "log": False, "log_x": True, "lines": probabilities,
-                "help": f"{about}, over the sampler's probability.",
+                "help": f"{about}, over the sampler's probability. {far}",
             },
         ]  # fmt: skip
     figures.append(
@@ -95,6 +97,15 @@ def _updated(steps: Sequence[TokenRows], factor: float) -> tuple[np.ndarray, np.
     ratio, mismatch, logprob = (_column(steps, name) for name in names)
     kept = np.isfinite(ratio) & (np.sign(_column(steps, "advantage")) == factor)
     return (ratio[kept], mismatch[kept], logprob[kept]) if kept.any() else None
+
+
+def _shown(ratio: np.ndarray, mismatch: np.ndarray, most: int) -> np.ndarray:
+    """Places of at most `most` tokens, rising: all, or half of them those farthest from the origin and half evenly."""
+    if len(ratio) <= most:
+        return np.arange(len(ratio))
+    outward = np.argsort(-(np.abs(ratio) + np.nan_to_num(np.abs(mismatch))), kind="stable")
+    rest = np.sort(outward[most // 2 :])
+    return np.sort(np.concatenate([outward[: most // 2], rest[:: -(-len(rest) // (most - most // 2))]]))
 
 
 def _following(number: int, steps: Sequence[TokenRows]) -> list[dict[str, Any]]:

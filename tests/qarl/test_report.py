@@ -20,6 +20,7 @@ from learner.clip_reasons import CLIP_REASONS
 from qarl.cli.main import main
 from qarl.page.build import MARK, report_page
 from qarl.page.figures import MOST_POINTS, digits
+from qarl.page.ratios import _shown
 from qarl.page.runs import configurations, read_runs
 from qarl.page.tokens import BUDGET, packed_tokens
 from qarl.page.verdict import verdict
@@ -120,6 +121,9 @@ def test_ratios_and_what_became_of_error_tokens(tmp_path: Path):
     assert scatter["x"] == scatter["y"] == [-0.5, -0.35, -0.2] * 2
     (probability,) = figures["ratio-probability-positive"]["lines"]
     assert probability["x"][0] == digits(float(np.exp(-9))) and probability["y"] == scatter["y"]
+    ratio = np.linspace(-1, 0.5, 1501)
+    shown = _shown(ratio, np.zeros(1501), 100)
+    assert len(shown) <= 100 and shown[:50].tolist() == list(range(50)) and np.diff(shown[50:]).max() <= 30
     following = {each["name"]: each for each in figures["after-error"]["lines"]}
     assert following["error tokens"]["x"] == [0, 1, 2] and following["error tokens"]["y"] == [1, 1, 0]
     assert following["clipped"]["y"] == [0, 1, 1]
