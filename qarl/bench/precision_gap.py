@@ -6,6 +6,7 @@ only the gap cuts is phantom clipping. Every pairing is one run a seed, found ag
 """
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +28,17 @@ PAIRINGS: dict[str, dict[str, str]] = {
     "bf16": {"scheme": "bf16"},
     "bf16-transformers": {"scheme": "bf16", "learner.operators": "transformers"},
     "bf16-fp32": {"scheme": "bf16", "learner.aligned": "false", "learner.compute_dtype": "float32"},
+    "bf16-masters": {"scheme": "bf16", "learner.master_dtype": "bfloat16"},
     "fp16": {"scheme": "bf16", "dtype": "float16"},
+    "fp32": {"scheme": "bf16", "dtype": "float32"},
     "w4a16-aligned": {"scheme": "w4a16"},
     "w4a16-unaligned": _UNALIGNED,
     "w4a16-fp32": {**_UNALIGNED, "learner.compute_dtype": "float32"},
     "w4a16-shadow_forward": {**_UNALIGNED, "learner.ratio_fix": "shadow_forward"},
 }
 """Unquantized: in bfloat16 with the engine's operators, with transformers' (what a trainer does that knows nothing of
-the engine), in bfloat16 under a float32 learner (the pairing of TRL's study), in float16. Quantized sampler: with
+the engine), in bfloat16 under a float32 learner (the pairing of TRL's study), with masters in bfloat16 too, and both in
+float16 and in float32. Quantized sampler: with
 QaRL's learner, a plain bfloat16 one, a plain float32 one, and the remedy of the bfloat16 one."""
 
 FIRST = 5
@@ -44,23 +48,26 @@ FIRST = 5
 @dataclass(frozen=True)
 class GapOptions:
     """runs: folder of the runs. pairings: by name; none stands for all. threshold: of the mean reward, which is minus
-    characters an answer. overrides: of the configuration all runs share, by dotted path."""
+    characters an answer. overrides: of the configuration all runs share, by dotted path. lrs: learning rates, as they
+    were written; none stands for the configuration's."""
 
     runs: Path
     seeds: tuple[int, ...]
     pairings: tuple[str, ...]
     threshold: float
     overrides: dict[str, str]
+    lrs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Gap:
-    """One run. converged: the first step whose mean reward reached the threshold; None where none did. first_reward,
-    last_reward: of the first and the last step. gap: mean |Δ log p| of learner and sampler at the first step, nats.
-    phantom, clipped: shares of tokens over the first `FIRST` steps; phantom ones reach a bound with the sampler in the
-    ratio and not with the learner before the batch. nan where no step of those learned."""
+    """One run. lr: learning rate. converged: the first step whose mean reward reached the threshold; None where none
+    did. first_reward, last_reward: of the first and the last step. gap: mean |Δ log p| of learner and sampler at the
+    first step, nats. phantom, clipped: shares of tokens over the first `FIRST` steps; phantom ones reach a bound with
+    the sampler in the ratio and not with the learner before the batch. nan where no step of those learned."""
 
     pairing: str
+    lr: float
     seed: int
     converged: int | None
     first_reward: float
@@ -75,20 +82,19 @@ def measure(options: GapOptions, console: Console) -> list[Gap]:
     """Train what is not trained yet; one row a run. Raises `ConfigError` before anything is trained."""
     options = _checked(options)
     return [
-        _gap(finished_run(_config(options, seed, pairing), console), pairing, seed, options.threshold)
-        for seed in options.seeds
-        for pairing in options.pairings
+        _gap(finished_run(_config(options, seed, pairing, lr), console), pairing, seed, options.threshold)
+        for seed, pairing, lr in _cells(options)
     ]
 
 
 def table(gaps: list[Gap], threshold: float) -> PlainTable:
     """A row a run; the columns are `Gap`'s."""
     title = f"steps until the mean reward is {threshold:g} or more"
-    figures = ("seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped")
+    figures = ("lr", "seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped")
     shown = PlainTable("pairing", *figures, figures=figures, title=title)
     for gap in gaps:
         shown.add_row(
-            gap.pairing, str(gap.seed), "never" if gap.converged is None else str(gap.converged),
+            gap.pairing, f"{gap.lr:g}", str(gap.seed), "never" if gap.converged is None else str(gap.converged),
             f"{gap.first_reward:.2f}", f"{gap.last_reward:.2f}", f"{gap.gap:.1e}", f"{gap.phantom:.2%}",
             f"{gap.clipped:.2%}",
         )  # fmt: skip
@@ -100,7 +106,7 @@ def as_data(gaps: list[Gap]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(gap) for gap in gaps]
 
 
-def summarize(steps: list[dict[str, Any]], pairing: str, seed: int, threshold: float) -> Gap:
+def summarize(steps: list[dict[str, Any]], pairing: str, lr: float, seed: int, threshold: float) -> Gap:
     """One run's row from the lines of its metrics."""
     rewards = tuple(step["reward"] for step in steps)
     learned = [step for step in steps[:FIRST] if "learn/loss" in step]
@@ -113,6 +119,7 @@ def summarize(steps: list[dict[str, Any]], pairing: str, seed: int, threshold: f
     phantom, clipped = mean("learn/phantom_clipped"), mean("learn/clipped")
     return Gap(
         pairing=pairing,
+        lr=lr,
         seed=seed,
         converged=converged,
         first_reward=rewards[0],
@@ -125,26 +132,34 @@ def summarize(steps: list[dict[str, Any]], pairing: str, seed: int, threshold: f
 
 
 def _gap(run: RunFolder, pairing: str, seed: int, threshold: float) -> Gap:
-    return summarize(read_metrics(run.metrics), pairing, seed, threshold)
+    return summarize(read_metrics(run.metrics), pairing, run.config().learner.optimizer.lr, seed, threshold)
 
 
-def _config(options: GapOptions, seed: int, pairing: str) -> RunConfig:
-    """The configuration of one run, its place among the runs included."""
-    own = {"seed": str(seed), **PAIRINGS[pairing]}
+def _cells(options: GapOptions) -> list[tuple[int, str, str | None]]:
+    """Seed, pairing and learning rate of every run, in their order."""
+    return list(itertools.product(options.seeds, options.pairings, options.lrs or (None,)))
+
+
+def _config(options: GapOptions, seed: int, pairing: str, lr: str | None = None) -> RunConfig:
+    """The configuration of one run, its place among the runs included. lr: None for the configuration's own."""
+    own = {"seed": str(seed), **PAIRINGS[pairing]} | ({} if lr is None else {"learner.optimizer.lr": lr})
     config = load_config(config_file("immediate-eos"), {**options.overrides, **own})
-    output = options.runs / f"{Path(config.model).name}-{pairing}-seed{seed}"
+    rate = "" if lr is None else f"-lr{config.learner.optimizer.lr:g}"
+    output = options.runs / f"{Path(config.model).name}-{pairing}{rate}-seed{seed}"
     return config.model_copy(update={"output": str(output), "export": True})
 
 
 def _checked(options: GapOptions) -> GapOptions:
     chosen = {path for pairing in PAIRINGS.values() for path in pairing}
+    chosen |= {"learner.optimizer.lr"} if options.lrs else set()
     refuse_chosen(options.overrides, (*sorted(chosen), "seed", "output", "export"))
     check_seeds(options.seeds)
     for pairing in options.pairings:
         if pairing not in PAIRINGS:
             raise ConfigError(f"--pairings {pairing!r} is none of {', '.join(PAIRINGS)}")
     options = dataclasses.replace(options, pairings=tuple(dict.fromkeys(options.pairings)) or tuple(PAIRINGS))
-    configs = [_config(options, seed, pairing) for seed in options.seeds for pairing in options.pairings]
+    options = dataclasses.replace(options, lrs=tuple(dict.fromkeys(options.lrs)))
+    configs = [_config(options, *cell) for cell in _cells(options)]
     for config in configs:
         check_input(config)
         existing_run(config)

@@ -91,11 +91,11 @@ def test_a_row_averages_the_end_of_a_run_and_all_steps_that_learned(tmp_path: Pa
 
 def test_convergence_is_the_first_step_at_the_threshold():
     lines = [line(n, reward, True) for n, reward in enumerate((-3.0, -1.0, -0.5, -0.8, 0.0, 0.0, 0.0), start=1)]
-    row = precision_gap.summarize(lines, "bf16", 0, -0.5)
+    row = precision_gap.summarize(lines, "bf16", 5e-4, 0, -0.5)
     assert (row.converged, row.first_reward, row.last_reward, row.gap) == (3, -3.0, 0.0, 0.25)
     assert row.phantom == pytest.approx(0.125 * 3) and row.clipped == 0.5  # the first five steps
-    assert precision_gap.summarize(lines[:2], "bf16", 0, -0.5).converged is None
-    unlearned = precision_gap.summarize([line(1, -1.0, False)], "bf16", 0, -0.5)
+    assert precision_gap.summarize(lines[:2], "bf16", 5e-4, 0, -0.5).converged is None
+    unlearned = precision_gap.summarize([line(1, -1.0, False)], "bf16", 5e-4, 0, -0.5)
     assert math.isnan(unlearned.gap) and math.isnan(unlearned.phantom)
 
 
@@ -104,11 +104,14 @@ def test_pairings_share_everything_but_what_computes(tmp_path: Path):
     for name in precision_gap.PAIRINGS:
         options = precision_gap.GapOptions(tmp_path, (0,), (), -0.5, {})
         data = precision_gap._config(options, 1, name).model_dump(exclude={"output"})
-        for part in ("aligned", "compute_dtype", "operators", "ratio_fix"):
+        for part in ("aligned", "compute_dtype", "operators", "ratio_fix", "master_dtype"):
             del data["learner"][part]
         configs[name] = {k: v for k, v in data.items() if k not in ("scheme", "dtype")}
     assert all(config == configs["bf16"] for config in configs.values())
     assert configs["bf16"]["learner"]["correction"]["ratio_from"] == "sampler"
+    assert len(precision_gap.PAIRINGS) == 10
+    slow = precision_gap._config(precision_gap.GapOptions(tmp_path, (0,), (), -0.5, {}), 1, "fp32", "1e-5")
+    assert slow.learner.optimizer.lr == 1e-5 and slow.output == str(tmp_path / "tiny-qwen3-fp32-lr1e-05-seed1")
 
 
 def test_the_shortest_answer_is_worth_most():
@@ -125,6 +128,7 @@ def test_the_shortest_answer_is_worth_most():
         ("objectives --seeds a", "--seeds 'a' must be numbers"),
         ("objectives --steps 0", "--steps 0: give at least 1"),
         ("precision-gap --pairings fp64", "--pairings 'fp64' is none of bf16, bf16-transformers"),
+        ("precision-gap --lrs 1e-4 --learner.optimizer.lr 1e-5", "--learner.optimizer.lr is chosen by the benchmark"),
         ("precision-gap --learner.ratio_fix shadow_forward", "--learner.ratio_fix is chosen by the benchmark"),
     ],
 )
