@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from configs.errors import QarlError
+from quant.runtime.batch_invariance import BATCH_INVARIANT
 from quant.types import LayerReport
 
 
@@ -22,14 +23,17 @@ class AuditRow:
     problem: str
 
 
-def audit(learner: list[LayerReport], engine: list[LayerReport], same_kernels: bool) -> list[AuditRow]:
+def audit(
+    learner: list[LayerReport], engine: list[LayerReport], same_kernels: bool, same_bits: bool = False
+) -> list[AuditRow]:
     """Pair the reports by layer name.
 
     same_kernels: whether a different kernel is a disagreement (it is when the learner claims the engine's kernels).
+    same_bits: whether a kernel is one whose sums may depend on the batch (on GPUs, with `bitwise`).
     """
     ours, theirs = ({layer.name: layer for layer in side} for side in (learner, engine))
     names = list(ours) + [name for name in theirs if name not in ours]
-    return [_compare(name, ours.get(name), theirs.get(name), same_kernels) for name in names]
+    return [_compare(name, ours.get(name), theirs.get(name), same_kernels, same_bits) for name in names]
 
 
 def require_agreement(rows: list[AuditRow]) -> None:
@@ -45,7 +49,9 @@ def require_agreement(rows: list[AuditRow]) -> None:
         )
 
 
-def _compare(name: str, ours: LayerReport | None, theirs: LayerReport | None, same_kernels: bool) -> AuditRow:
+def _compare(
+    name: str, ours: LayerReport | None, theirs: LayerReport | None, same_kernels: bool, same_bits: bool
+) -> AuditRow:
     problem = ""
     if ours is None or theirs is None:
         problem = f"known to the {'engine' if ours is None else 'learner'} only"
@@ -55,6 +61,8 @@ def _compare(name: str, ours: LayerReport | None, theirs: LayerReport | None, sa
         problem = _different_ignore_lists(ours, theirs) or ", ".join(
             f"{f} {getattr(ours, f)!r} (learner) and {getattr(theirs, f)!r} (engine)" for f in differing
         )
+        if same_bits and not problem and BATCH_INVARIANT not in theirs.kernel:
+            problem = f"kernel {theirs.kernel!r} is not known to be batch-invariant, as `bitwise` asks"
     return AuditRow(name, ours, theirs, problem)
 
 

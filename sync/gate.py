@@ -22,3 +22,13 @@ def require_same_policy(found: Mismatch, bound: float, k3_bound: float) -> None:
                 "are not the same policy. See the audit table for a differing kernel, or raise sync.gate_bound / "
                 "sync.gate_k3_bound if this mismatch is intended (learner.aligned false skips the gate)"
             )
+
+
+def require_equal(found: Mismatch) -> None:
+    """Raise `GateError` unless every token's log-probs are equal to the last bit, as `bitwise` asks."""
+    if found.max_abs != 0:  # NaN too
+        raise GateError(
+            f"step-0 gate: bitwise, and {found.equal:.2%} of the sampled tokens have equal log-probs in learner and "
+            f"sampler, the farthest {found.max_abs:.4g} nats apart; another scheme or dtype may be equal "
+            "(docs/cuda.md), or leave bitwise out"
+        )

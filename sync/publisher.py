@@ -60,8 +60,8 @@ class Publisher:
     """Publishes one model into one engine.
 
     sequences: token ids of the canary's fixed sequences, at least two tokens each; without any there is no canary.
-    bound: on the canary's mean |Δ log p|, in nats. canary_every: publishes between canaries. processes: those that
-    publish together, each into its own engine.
+    bound: on the canary's mean |Δ log p|, in nats; 0 where all are to be equal (`bitwise`). canary_every: publishes
+    between canaries. processes: those that publish together, each into its own engine.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Publisher:
                 within,
                 version,
                 f"the canary's mean |Δ log p| between learner and engine is {found.mean_abs:.4g} nats, above the bound "
-                f"{self._bound:.4g} (sync.canary_bound)",
+                f"{self._bound:.4g} ({'sync.canary_bound' if self._bound else 'bitwise'})",
             )
             farthest = found if farthest is None or found.mean_abs > farthest.mean_abs else farthest
         assert farthest is not None, "an engine has a replica"

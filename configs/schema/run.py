@@ -254,6 +254,11 @@ class RunConfig(Section):
         default="bfloat16",
         description="compute dtype of activations in learner and engine; float16 lowers the mismatch",
     )
+    bitwise: bool = Field(
+        default=False,
+        description="learner's and sampler's log-probs equal to the last bit, or the run stops; on GPUs by vLLM's "
+        "batch-invariant kernels, which are slower (docs/cuda.md)",
+    )
     steps: int = Field(default=200, ge=1, le=10**9, description="training steps")
     seed: int = Field(
         default=0,
@@ -314,6 +319,8 @@ class RunConfig(Section):
                 f"{self.learner.correction.name!r} has none; choose lower_rate, or a correction such as token_tis"
             )
         self._refuse_an_engine()
+        if self.bitwise:
+            self._refuse_other_bits()
         init = self.quantization.init
         if init is not None:
             if self.layers:
@@ -329,6 +336,23 @@ class RunConfig(Section):
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise the first or lower the others"
             )
         return self
+
+    def _refuse_other_bits(self) -> None:
+        """What cannot be equal to the last bit."""
+        unequal = {
+            "learner.aligned false multiplies other weights than the sampler": not self.learner.aligned,
+            f"learner.kernel {self.learner.kernel!r} multiplies by other kernels": self.learner.kernel
+            not in ("auto", "vllm"),
+            "learner.operators 'transformers' rounds elsewhere": self.learner.operators == "transformers",
+            "rollout.servers samples in other processes": self.rollout.servers is not None,
+            "rollout.router_replay true takes vLLM's other model runner": self.rollout.router_replay,
+            "sync.gate_bound, gate_k3_bound or canary_bound allows a difference": any(
+                (self.sync.gate_bound, self.sync.gate_k3_bound, self.sync.canary_bound)
+            ),
+        }
+        for reason, applies in unequal.items():
+            if applies:
+                raise ValueError(f"bitwise true: {reason}; leave one of them out")
 
     def _refuse_an_engine(self) -> None:
         """What a replay has none for."""

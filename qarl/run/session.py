@@ -23,6 +23,7 @@ from learner.processes import Processes
 from learner.reserve import reserved
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
+from qarl.run.bitwise import require_bitwise
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Split, Task, load_task
 from quant.checkpoint.folder import check_folder
@@ -34,13 +35,14 @@ from quant.layers.context import LayerContext
 from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from quant.model.kept_scales import check_scale_rule, keep_scales
 from quant.model.low_bit_model import LowBitModel
+from quant.runtime.batch_invariance import batch_invariant
 from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from rollout.absent import AbsentEngine
 from rollout.engine import Engine
 from rollout.open import open_engine
 from sync.audit import AuditRow, audit, require_agreement
 from sync.export import export_checkpoint
-from sync.gate import require_same_policy
+from sync.gate import require_equal, require_same_policy
 from sync.publisher import Publisher
 
 _CANARY_SEQUENCES = 8
@@ -57,6 +59,7 @@ def require_schemes(config: RunConfig) -> None:
     """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
     and for a scheme that engine or learner cannot run on this machine; `LoraError` for adapters that do not fit the
     model. Only the model's config.json is read."""
+    require_bitwise(config)
     dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
     require_support(get_scheme(config.scheme), dtype, kernel, ask=kept_support)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
@@ -65,6 +68,11 @@ def require_schemes(config: RunConfig) -> None:
     if isinstance(config.learner.lora, LoraConfig):
         adapted_weights(weight_shapes(skeleton), skeleton.config.model_type, config.learner.lora)
     experts = tuple(f"{name}." for name in expert_modules(skeleton))
+    if experts and batch_invariant():
+        raise ConfigError(
+            f"bitwise true with {config.model!r}, a mixture of experts: the learner multiplies its routers by torch, "
+            "the engine on GPUs by a batch-invariant product; leave bitwise out"
+        )
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
         require_support(get_scheme(name), dtype, kernel, of_experts, kept_support)
@@ -143,6 +151,7 @@ class Policy:
 def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy:
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
     None opens the policy in this process, without DeepSpeed and to learn nothing."""
+    require_bitwise(config)
     scheme = get_scheme(config.scheme)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
@@ -242,12 +251,13 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
             several = processes.world > 1
             opened = open_engine(folder.engine_start, config.rollout, config.dtype, several, placed=True)
             engine = stack.enter_context(opened)
-        bound = config.sync.canary_bound or policy.model.plan.bound
+        bound = 0.0 if config.bitwise else config.sync.canary_bound or policy.model.plan.bound
         sequences = canary_sequences(policy, config)
         publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)
         same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
         multiplies = _share_layers(publisher, stack) if same_kernels else "layers of its own"
-        rows = audit(policy.model.layers(), engine.layers(), same_kernels)
+        same_bits = config.bitwise and policy.model.device.type == "cuda"
+        rows = audit(policy.model.layers(), engine.layers(), same_kernels, same_bits)
         require_agreement(rows)
         yield Session(
             policy=policy,
@@ -284,6 +294,8 @@ def _share_layers(publisher: Publisher, stack: ExitStack) -> str:
 
 
 def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:
+    if config.bitwise:
+        return require_equal
     plan = policy.model.plan
     bound, k3_bound = config.sync.gate_bound or plan.bound, config.sync.gate_k3_bound or plan.k3_bound
     return lambda found: require_same_policy(found, bound, k3_bound)

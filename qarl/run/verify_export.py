@@ -58,14 +58,16 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
 def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, sampled: Sampled | None) -> Outcome:
     """Load the export in a fresh engine, hold it to `sampled`, and evaluate it.
 
-    Raises `ExportError` where it gives other log-probs than the engine that sampled: on CPUs in any bit; on CUDA beyond
-    the canary's bound, for products there may add up in another order from one call to the next.
+    Raises `ExportError` where it gives other log-probs than the engine that sampled: on CPUs, and with `bitwise`, in
+    any bit; on CUDA else beyond the canary's bound, for products there may add up in another order from one call to the
+    next.
     """
     if sampled is None or not policy.processes.first:
         return Outcome(at.step, first_accuracy=at.first_accuracy)
     accuracy = None
     with open_engine(folder.export, config.rollout, config.dtype) as engine:
-        bound = None if policy.model.device.type == "cpu" else config.sync.canary_bound or policy.model.plan.bound
+        exact = config.bitwise or policy.model.device.type == "cpu"
+        bound = None if exact else config.sync.canary_bound or policy.model.plan.bound
         difference = difference_beyond(bound, engine.logprobs(sampled.sequences), sampled.logprobs)
         if difference is not None:
             raise ExportError(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # registers the operators
 
+from quant.runtime.batch_invariance import batch_invariant
+
 _LARGEST_HEAD = 256
 
 
@@ -59,6 +61,7 @@ def flash_attention(
         window_size=_sides(window),
         return_softmax_lse=True,
         fa_version=version,
+        num_splits=1 if batch_invariant() else 0,
     )
 
 

@@ -19,6 +19,7 @@ from quant.kernels.vllm_layers import INT8_ACTIVATIONS, QUANTIZED, UNQUANTIZED
 from quant.materialize import materialize
 from quant.materialize.experts import materialize_experts
 from quant.runtime.answers import keep_answer, read_answer
+from quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
 _LAYER, _EXPERTS = "a small layer", "small.experts"
@@ -82,6 +83,8 @@ def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False)
 def kept_support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False) -> Support:
     """`support`, remembered on disk: asked again only where machine or software changed."""
     question = {"scheme": scheme, "dtype": str(dtype), "family": family, "experts": experts}
+    if batch_invariant():
+        question["mode"] = BATCH_INVARIANT
     kept = read_answer("support", question)
     if isinstance(kept, dict) and kept.keys() == {"kernel", "reason"}:
         return Support(**kept)
@@ -157,4 +160,6 @@ def _other_arithmetic(scheme: Scheme, kernel: str) -> str:
     quantizes = by_name or QUANTIZED in kernel or INT8_ACTIVATIONS in kernel
     if scheme.activations is None and quantizes:
         return f"vLLM would multiply with {kernel}, which quantizes activations"
+    if batch_invariant() and BATCH_INVARIANT not in kernel:
+        return f"vLLM would multiply with {kernel}, which it does not call batch-invariant, as `bitwise` asks"
     return ""

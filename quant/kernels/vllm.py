@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, CompilationMode, KernelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
@@ -28,6 +28,7 @@ from quant.kernels.vllm_experts import VllmExperts, vllm_experts
 from quant.kernels.vllm_layers import drop_loaders, kernel_name
 from quant.materialize import LowBitWeight
 from quant.materialize.experts import LowBitExperts
+from quant.runtime.batch_invariance import linear_backends
 from quant.schemes import Scheme
 
 
@@ -52,7 +53,10 @@ class VllmFactory:
     def __init__(self, dtype: torch.dtype):
         load_general_plugins()  # QaRL's own among them: the engine's processes have loaded them too
         self._dtype = dtype
-        self._config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+        kernels = KernelConfig(linear_backend_per_quant=linear_backends())  # pyright: ignore[reportArgumentType]
+        self._config = VllmConfig(
+            compilation_config=CompilationConfig(mode=CompilationMode.NONE), kernel_config=kernels
+        )
         self._config.model_config = _model_config(dtype)  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
+
 INT8_ACTIVATIONS = "int8 activations by VLLM_CPU_INT4_W4A8"
 """Part of the names of kernels to which vLLM gives int8 activations on CPUs with AMX unless that variable is 0."""
 
@@ -17,8 +19,13 @@ def kernel_name(layer: Any) -> str:
     layer: any vLLM layer with a `quant_method`. Unquantized linear layers have no kernel object and read
     "unquantized"; experts run as dense products one by one read "… per expert". A kernel that quantizes activations
     because the environment says so, and not the checkpoint, names the variable. Humming's say what they do with
-    activations.
+    activations. Where vLLM's batch-invariant mode is on, those that keep it say so.
     """
+    name = _name(layer)
+    return f"{name}, {BATCH_INVARIANT}" if batch_invariant() and _is_batch_invariant(layer) else name
+
+
+def _name(layer: Any) -> str:
     method = layer.quant_method
     fused, chosen = getattr(method, "moe_kernel", None), getattr(method, "experts_cls", None)
     if fused is not None:
@@ -27,15 +34,41 @@ def kernel_name(layer: Any) -> str:
         return chosen.__name__
     expert = getattr(method, "expert_layer", None)
     if expert is not None:
-        return f"{kernel_name(expert)}, per expert"
-    for holder in (getattr(layer, "scheme", None), method):
+        return f"{_name(expert)}, per expert"
+    kernel = _kernel(layer)
+    if kernel is not None:
+        name = type(kernel).__name__ + _activations(kernel)
+        return f"{name}, {INT8_ACTIVATIONS}" if getattr(layer, "use_w4a8", False) else name
+    name = type(method).__name__
+    return "unquantized" if name.startswith("Unquantized") else name
+
+
+def _kernel(layer: Any) -> Any:
+    """The kernel object of a linear layer; None where it has none."""
+    for holder in (getattr(layer, "scheme", None), layer.quant_method):
         for attribute in ("kernel", "fp8_linear"):
             kernel = getattr(holder, attribute, None)
             if kernel is not None:
-                name = type(kernel).__name__ + _activations(kernel)
-                return f"{name}, {INT8_ACTIVATIONS}" if getattr(layer, "use_w4a8", False) else name
-    name = type(method).__name__
-    return "unquantized" if name.startswith("Unquantized") else name
+                return kernel
+    return None
+
+
+def _is_batch_invariant(layer: Any) -> bool:
+    """Whether the layer's kernel keeps vLLM's batch-invariant mode, by vLLM's own word: layers without a kernel object
+    multiply by its persistent product, experts and FP8 kernels are asked, Humming's are given the mode, NVFP4 is forced
+    to CUTLASS by it. Of int8 by CUTLASS vLLM says nothing; sums of integers are exact in any order."""
+    from vllm.model_executor.kernels.linear import fp8_scaled_mm_is_batch_invariant
+
+    method = layer.quant_method
+    experts = getattr(method, "experts_cls", None)
+    if experts is not None:
+        return experts._supports_batch_invariance()
+    kernel = _kernel(layer)
+    if kernel is None:
+        return type(method).__name__.startswith("Unquantized")
+    name = type(kernel).__name__
+    keeps = name.startswith("Humming") or name in ("CutlassInt8ScaledMMLinearKernel", "CutlassNvFp4LinearKernel")
+    return keeps or fp8_scaled_mm_is_batch_invariant(kernel)
 
 
 def _activations(kernel: Any) -> str:

@@ -4,12 +4,18 @@ Axes: N any leading axes, C columns, H heads, D head size, K experts a token, E 
 """
 
 import functools
+from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
 from vllm import ir
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from quant.runtime.batch_invariance import batch_invariant
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: bool) -> torch.Tensor:
@@ -17,11 +23,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: bool)
 
     added: by the kernel that adds a residual first, here to zeros: its sum of squares has an order of its own.
     """
-    _choose_kernels()
     rows = x.reshape(-1, x.shape[-1])
+    if batch_invariant() and not added:
+        return rms_norm_batch_invariant(rows, weight, epsilon).view(x.shape)  # type: ignore[union-attr]
+    _choose_kernels()
     if not added:
         return ir.ops.rms_norm(rows.contiguous(), weight, epsilon).view(x.shape)
     branch, residual = torch.zeros_like(rows), rows.clone()  # the kernel writes into both
+    if batch_invariant():
+        return rms_norm_batch_invariant(branch, weight, epsilon, residual)[0].view(x.shape)
     return ir.ops.fused_add_rms_norm.maybe_inplace(branch, residual, weight, epsilon)[0].view(x.shape)
 
 
@@ -29,9 +39,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: bool)
 def _choose_kernels() -> None:
     """Let vLLM choose as it does for an engine without Inductor; one that runs in this process has chosen already."""
     if not ir.ops.rms_norm.get_priority():
-        VllmConfig(
-            compilation_config=CompilationConfig(mode=CompilationMode.NONE)
-        ).kernel_config.ir_op_priority.set_default()
+        _config().kernel_config.ir_op_priority.set_default()
+
+
+@functools.cache
+def _config() -> VllmConfig:
+    return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
 
 
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -55,3 +68,12 @@ def top_experts(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[to
     """logits: [N, E] → weights fp32 [N, K] and experts int64 [N, K], as the engine's router has them."""
     weights, index, _ = fused_topk(logits, logits.contiguous(), top_k, renormalize)
     return weights, index.to(torch.int64)
+
+
+def rotary_table(
+    head_size: int, positions: int, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Cosines, then sines, of every position, dtype [positions, D]: the engine's own where one runs in this process,
+    for vLLM keeps one of a kind."""
+    with set_current_vllm_config(_config()), set_default_torch_dtype(dtype), device:
+        return get_rope(head_size, max_position=positions, rope_parameters=parameters).cos_sin_cache

@@ -29,8 +29,10 @@ from quant.layers.gradients import Gradients
 from quant.layers.stack import LinearStack
 from quant.operators.attention import attention
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
+from quant.operators.engine_angles import EngineAngles
 from quant.operators.moe import EngineMoeBlock, OperatorError
 from quant.operators.rounding import residual_dtype
+from quant.runtime.batch_invariance import batch_invariant
 
 OPERATORS = ("auto", "engine", "transformers")
 
@@ -202,6 +204,8 @@ def install_engine_operators(model: PreTrainedModel, context: LayerContext) -> N
         EngineDecoderLayer(layer, context, window, centred, first=number == 0)
         for number, (layer, window) in enumerate(zip(decoder.layers, attention_windows(model.config), strict=True))  # type: ignore[arg-type]
     )
+    if batch_invariant():
+        decoder.rotary_emb = EngineAngles(model.config)
     decoder.norm = EngineRMSNorm(decoder.norm, context.gradients, added=True, centred=centred)  # type: ignore[arg-type]
 
 

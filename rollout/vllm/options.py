@@ -8,6 +8,7 @@ from typing import Any
 
 from configs.errors import InputError
 from configs.schema.run import RolloutConfig
+from quant.runtime.batch_invariance import batch_invariant, linear_backends
 from rollout.engine import EngineError
 
 _SMALLEST_SHARE = 0.01
@@ -82,6 +83,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "dtype": options.dtype,
         "enforce_eager": options.enforce_eager,
         **_graph_arguments(options),
+        **_batch_invariant_arguments(),
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         # Bytes, not a share of the device, which the learner needs too: the share is only compared with what is free.
@@ -107,6 +109,13 @@ def _graph_arguments(options: VllmOptions) -> dict[str, Any]:
     if options.enforce_eager or not torch.cuda.is_available():
         return {}
     return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
+
+
+def _batch_invariant_arguments() -> dict[str, Any]:
+    """The attention whose kernel the learner calls too, with which vLLM keeps its mode, and kernels that do."""
+    if not batch_invariant():
+        return {}
+    return {"attention_backend": "FLASH_ATTN", "kernel_config": {"linear_backend_per_quant": linear_backends()}}
 
 
 def refuse_graphs_over_freed_memory(options: VllmOptions, kernels: Collection[str]) -> None:

@@ -18,7 +18,7 @@ from tests.support.runs import SMALL, command, environment, lines, qarl, qarl_al
         ("w4a16", "bfloat16", []),
         ("w8a8", "float16", ["--master-dtype", "bfloat16"]),
         ("fp8", "bfloat16", ["--objective", "grpo", "--optimizer", "adamw", "--lr", "1e-4", "--eval.problems", "8"]),
-        ("w4a8", "bfloat16", []),
+        ("w4a8", "bfloat16", ["--bitwise", "true"]),
         ("w4a16-g32", "float16", []),
         ("bf16", "float16", []),
         ("w4a16", "float16", ["--learner.kernel", "torch"]),

@@ -1,0 +1,177 @@
+"""vLLM's batch-invariant mode on both sides (`bitwise`): kernels under a stand-in for the platform, operators on CPU
+tensors. Blind spot: whether bits are equal on a GPU (tests/gpu/test_runs.py)."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from configs.errors import ConfigError, InputError
+from configs.load import load_config
+from learner.mismatch import measure_mismatch
+from qarl.run import bitwise
+from quant.kernels import flash_attention, supported, vllm_operators
+from quant.kernels.vllm import VllmFactory
+from quant.operators.engine_angles import EngineAngles
+from quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
+from quant.schemes import SCHEMES, get_scheme
+from quant.types import LayerReport
+from rollout.vllm.options import VllmOptions, llm_arguments
+from sync.audit import AuditError, audit, require_agreement
+from sync.gate import GateError, require_equal
+from tests.support.cuda_platform import stub_cuda
+from tests.support.kernels import no_cuda
+from tests.support.tensors import normal
+
+BF16, META = torch.bfloat16, torch.device("meta")
+QKV = ([2048, 1024, 1024], 2048)
+_BOTH = {"bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a16", "w4a8", "w8a8", "fp8"}
+KEEP = {(9, 0): _BOTH | {"w4afp8", "mxfp4a16"}, (10, 0): _BOTH | {"nvfp4"}}
+"""Schemes whose kernels for Qwen3-1.7B's qkv keep the mode."""
+
+
+@pytest.fixture
+def mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+
+
+@no_cuda
+@pytest.mark.parametrize("capability", KEEP, ids=str)
+def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: None):
+    """Contract: int4 and int8 weights go to Humming instead of Machete and Marlin; of the others, those that vLLM does
+    not call batch-invariant are refused before anything loads."""
+    factory, names = VllmFactory(BF16), {}  # before the stand-in: vLLM's plugins are loaded for this platform
+    with stub_cuda(capability):
+        for scheme in map(get_scheme, SCHEMES):
+            try:
+                names[scheme.name] = factory.kernel("layer", *QKV, scheme, META)
+            except (NotImplementedError, ValueError):
+                continue
+            refused = "as `bitwise` asks" in supported._other_arithmetic(scheme, names[scheme.name])
+            assert refused != (BATCH_INVARIANT in names[scheme.name])
+    assert {name for name, kernel in names.items() if BATCH_INVARIANT in kernel} == KEEP[capability], names
+    assert names["w4a16"] == f"HummingLinearKernel, {BATCH_INVARIANT}"
+
+
+@no_cuda
+def test_without_the_mode_names_are_as_they_were():
+    factory = VllmFactory(BF16)
+    with stub_cuda((9, 0)):
+        assert factory.kernel("layer", *QKV, get_scheme("w4a16"), META) == "MacheteLinearKernel"
+    assert "kernel_config" not in llm_arguments(VllmOptions())
+
+
+def test_the_engine_is_told_the_same(mode: None):
+    """vLLM's own reading of the arguments: attention by the kernel the learner calls, weights by the same backend."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    arguments = llm_arguments(VllmOptions())
+    known = EngineArgs(model="none", **{name: arguments[name] for name in ("attention_backend", "kernel_config")})
+    assert known.kernel_config.linear_backend_per_quant == {"mixed_precision": "humming"}
+    assert AttentionBackendEnum[arguments["attention_backend"]] is AttentionBackendEnum.FLASH_ATTN
+
+
+def test_norms_and_attention_ask_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
+    """Contract: the norm is vLLM's for the mode, alone and with a residual; attention does not split keys."""
+    asked = []
+
+    def norm(x, weight, epsilon, residual=None):
+        asked.append(residual is not None)
+        total = x if residual is None else x + residual
+        return total if residual is None else (total, residual)
+
+    monkeypatch.setattr(vllm_operators, "rms_norm_batch_invariant", norm)
+    x, weight = normal(6, 8, seed=0).to(BF16), torch.ones(8, dtype=BF16)
+    for added in (False, True):
+        assert torch.equal(vllm_operators.rms_norm(x, weight, 1e-6, added), x)
+    assert asked == [False, True]
+
+    from vllm.v1.attention.backends import fa_utils
+
+    splits = []
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setattr(
+        fa_utils, "flash_attn_varlen_func", lambda **given: splits.append(given["num_splits"]), raising=False
+    )
+    q = x.view(6, 1, 8)
+    flash_attention.flash_attention(q, q, q, 1.0, [6], engine=True)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    flash_attention.flash_attention(q, q, q, 1.0, [6], engine=True)
+    assert splits == [1, 0]
+
+
+def test_angles_are_out_of_the_engines_table():
+    """Contract: transformers' angles, at the positions asked for; one table, which vLLM keeps."""
+    config = Qwen3Config(head_dim=32, max_position_embeddings=64, rope_parameters={"rope_theta": 1e6})
+    x, positions = torch.empty(0, dtype=BF16), torch.tensor([[3, 0, 63, 17]])
+    expected, found = Qwen3RotaryEmbedding(config)(x, positions), EngineAngles(config)(x, positions)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == BF16 and ours.shape == (1, 4, 32)
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
+    table: Any = (32, 64, config.rope_parameters, BF16, torch.device("cpu"))
+    assert vllm_operators.rotary_table(*table) is vllm_operators.rotary_table(*table)
+
+
+def test_what_replaces_torchs_linear_has_no_backward():
+    """Why capabilities below 9.0 are refused: there vLLM registers a `linear` of its own, as here on a CPU."""
+    weight = torch.ones(3, 4, requires_grad=True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("aten::linear", lambda x, w, bias=None: x.detach() @ w.detach().t(), "CPU")
+        y = torch.nn.functional.linear(torch.ones(2, 4), weight)
+        with pytest.raises(NotImplementedError, match="aten::linear_backward"):
+            y.sum().backward()
+    torch.nn.functional.linear(torch.ones(2, 4), weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize(("capability", "on"), [((8, 0), False), ((9, 0), True)])
+def test_it_is_turned_on_where_the_backward_works(
+    capability: tuple[int, int], on: bool, monkeypatch: pytest.MonkeyPatch
+):
+    config = load_config(None, {"bitwise": "true"})
+    for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, "0")  # put back at the end
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    bitwise.require_bitwise(config)
+    assert not batch_invariant(), "CPUs have nothing to turn on"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if on:
+        bitwise.require_bitwise(config)
+    else:
+        with pytest.raises(ConfigError, match=r"capability 8\.0: below 9\.0 .* without a backward"):
+            bitwise.require_bitwise(config)
+    assert batch_invariant() is on
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"learner.aligned": "false"},
+        {"learner.kernel": "torch"},
+        {"learner.operators": "transformers"},
+        {"rollout.servers": "2"},
+        {"rollout.router_replay": "true", "rollout.prefix_caching": "false"},
+        {"sync.gate_bound": "0.1"},
+    ],
+)
+def test_what_cannot_be_equal_is_refused(other: dict[str, str]):
+    with pytest.raises(InputError, match=f"bitwise true: .*{next(iter(other))}"):
+        load_config(None, {"bitwise": "true", **other})
+
+
+def test_audit_and_gate_demand_it():
+    rows = [LayerReport(name="q", scheme="w4a16", group_size=128, dtype="bfloat16", kernel="MacheteLinearKernel")]
+    require_agreement(audit(rows, rows, same_kernels=True))
+    with pytest.raises(AuditError, match="'MacheteLinearKernel' is not known to be batch-invariant"):
+        require_agreement(audit(rows, rows, same_kernels=True, same_bits=True))
+    logprobs, mask = -torch.rand(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    require_equal(measure_mismatch(logprobs, logprobs, mask))
+    other = logprobs.clone()
+    other[1, 2] = torch.nextafter(other[1, 2], torch.tensor(0.0))
+    for apart in (other, other * torch.nan):
+        with pytest.raises(GateError, match="bitwise, and"):
+            require_equal(measure_mismatch(apart, logprobs, mask))
