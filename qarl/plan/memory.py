@@ -30,6 +30,9 @@ _BUCKET = 5 * 10**8
 _AT_ONCE = 10**9
 """Elements of its flat partition that DeepSpeed's optimizer steps at once."""
 
+_LARGEST_PRODUCT = 1 << 25
+"""Elements of a weight gradient that CUDA multiplies at once (`quant.layers.straight_through`)."""
+
 _WIDE_ON_CPUS = ("fp8",)
 """Schemes whose kernel holds weights in fp32 on CPUs (`rollout.vllm.cpu_fp8`)."""
 
@@ -291,10 +294,10 @@ class _Count:
         return int(max(learning, self.step(), self.sampling()))
 
     def head_backward(self) -> float:
-        """Logits and their gradient, in fp32 as well on GPUs, and the head's weight gradient there."""
+        """Logits and their gradient, in fp32 as well on GPUs, and a part of the head's weight gradient there."""
         chunk = min(self.config.learner.logprob_chunk_tokens, self.tokens)
         wide = 2 * _FP32 if self.device == "cuda" else 0
-        head = _FP32 * self.shapes.head if self.device == "cuda" else 0
+        head = _FP32 * min(self.shapes.head, _LARGEST_PRODUCT) if self.device == "cuda" else 0
         return chunk * self.shapes.vocabulary * (2 * self.itemsize + wide) + head
 
     def layer_backward(self) -> float:
@@ -308,7 +311,7 @@ class _Count:
             mlp = n * (3 * b * i + b * c)
         weight = (2 * _FP32 + b) * self.largest_matrix
         if self.device == "cuda":
-            weight += _FP32 * self.largest_matrix  # dW before it is added
+            weight += _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)  # of dW before it is added
         wide = _FP32 if self.device == "cpu" else b
         attention = n * wide * (4 * q + 2 * (q + 2 * k))
         return n * stream + max(mlp + weight, attention)

@@ -18,6 +18,9 @@ _TOKENS = 1024
 """Elements of `dy`, and tokens, that are widened at once on CPUs: those have no product of 16-bit values with an fp32
 result."""
 
+LARGEST_PRODUCT = 1 << 25
+"""Elements of dW that CUDA has beside `total` at once, 128 MiB: an output head's whole one is gigabytes."""
+
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has units for products of this dtype with sums in fp32. Of float16 on CPUs torch has slow ones
@@ -43,7 +46,10 @@ def add_weight_gradient(
     compute dtype or low bits."""
     unscale = 1.0 / gradients.scale
     if dy.is_cuda and dy.dtype != torch.float32:
-        total.add_(product_in_fp32(*_operands(dy, x)), alpha=unscale)
+        dy_rows, wide = _operands(dy, x)
+        rows = max(1, LARGEST_PRODUCT // wide.shape[1])
+        for into, part in zip(total.split(rows), dy_rows.split(rows), strict=True):
+            into.add_(product_in_fp32(part, wide), alpha=unscale)
         return
     whole = dy.is_cuda or dy.dtype == x.dtype == torch.float32
     tokens, rows = (max(1, dy.shape[0]), dy.shape[1]) if whole else (_TOKENS, _BLOCK // _TOKENS)

@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from qarl.plan.memory import _LARGEST_PRODUCT
 from quant.layers import grouped_backward
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.gradients import Gradients
 from quant.layers.lora import Adapter
-from quant.layers.straight_through import _operands, add_weight_gradient, product_in_fp32
+from quant.layers.straight_through import LARGEST_PRODUCT, _operands, add_weight_gradient, product_in_fp32
 from quant.materialize.activations import quantize_activation
 from quant.schemes import get_scheme
 from tests.support.fake_cuda import Calls, fake_cuda
@@ -97,3 +99,25 @@ def test_no_expert_is_asked_about_by_the_host():
         assert part.x.shape == x.shape and part.weights.shape == weights.shape
         counts.append(len(calls.names))
     assert counts[0] == counts[1] < 100
+
+
+def test_a_heads_weight_gradient_is_multiplied_in_parts():
+    """Contract: beside the gradient itself, 128 MiB of an output head's 1.2 GB (Qwen3-1.7B); every row once."""
+    rows: list[int] = []
+    largest = 0
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if func._schema.name == "aten::mm":
+                rows.append(len(result))
+                largest = max(largest, result.numel() * result.element_size())
+            return result
+
+    with fake_cuda(), Products():
+        total = torch.empty(151936, 2048, device="cuda")
+        dy, x = (torch.empty(512, n, dtype=BF16, device="cuda") for n in (151936, 2048))
+        add_weight_gradient(total, dy, x, Gradients())
+    assert sum(rows) == 151936 and largest <= 4 * LARGEST_PRODUCT == 2**27
+    assert _LARGEST_PRODUCT == LARGEST_PRODUCT, "the plan's, which does without torch"
