@@ -18,6 +18,7 @@ from configs.errors import ConfigError
 from configs.schema.run import RolloutConfig
 from learner.batching import make_batch
 from learner.mismatch import Mismatch, measure_mismatch
+from learner.processes import Processes
 from qarl.bench.random_policy import NAMES, random_policy
 from qarl.report.tables import PlainTable
 from qarl.run.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
@@ -133,7 +134,7 @@ def _measure_scheme(
 
 
 def _low_bit(options: MismatchOptions, dtype: str, scheme: str, kind: LearnerKind) -> LowBitModel:
-    masters = load_masters(options.folder, torch.float32)
+    masters = load_masters(options.folder, torch.float32, Processes().device)
     if options.peak != 1.0:
         _untie(masters)
         with torch.no_grad():

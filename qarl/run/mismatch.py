@@ -22,6 +22,7 @@ from configs.schema.run import RolloutConfig, RunConfig
 from learner.batching import Batch, make_batch
 from learner.logprobs import token_logprobs
 from learner.mismatch import measure_mismatch
+from learner.processes import Processes
 from qarl.report.layer_errors import LayerErrors, ScoredLearner
 from qarl.run.pitfalls import Evidence, Pitfall, find_pitfalls
 from qarl.run.prompts import Prompter, open_prompter, score_groups
@@ -70,8 +71,9 @@ def engine_of(model: LowBitModel, folder: Path, rollout: RolloutConfig, dtype: s
 
 @torch.no_grad()
 def scored(model: LowBitModel, batch: Batch) -> torch.Tensor:
-    """A learner's log-probs of the responses, fp32 [B, T-1]."""
-    return token_logprobs(model, batch.tokens, batch.response_mask, entropy=False)[0]
+    """A learner's log-probs of the responses, fp32 [B, T-1], on the CPU as the batch is."""
+    tokens, mask = batch.tokens.to(model.device), batch.response_mask.to(model.device)
+    return token_logprobs(model, tokens, mask, entropy=False)[0].cpu()
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def investigate(config: RunConfig) -> Investigation:
     """Sample `rollout.prompts` prompts of the configuration's task, `rollout.samples` completions each, and score
     them."""
     folder, prompter = model_folder(config.model), open_prompter(model_folder(config.model), config)
-    masters = load_masters(folder, torch.float32)
+    masters = load_masters(folder, torch.float32, Processes().device)
     models = {name: _learner(config, masters, kind) for name, kind in LEARNERS.items()}
     task = load_task(config.task).shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
@@ -127,7 +129,8 @@ def evidence_of(
         alone[row, : found.shape[1]] = found[0]
     packed = None
     if model.operators == "engine":
-        packed, _ = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length, entropy=False)
+        given = (tensor.to(model.device) for tensor in (batch.tokens, batch.response_mask))
+        packed = token_logprobs(model, *given, length=batch.length.to(model.device), entropy=False)[0].cpu()
     tokenizer, masters = prompter.tokenizer, model.module
     ends = masters.generation_config.eos_token_id if masters.generation_config else None
     return Evidence(
@@ -148,10 +151,11 @@ def evidence_of(
 
 
 def _tempered(model: LowBitModel, batch: Batch, rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    mask = batch.response_mask[rows]
+    tokens, mask = batch.tokens[rows], batch.response_mask[rows]
     with torch.no_grad():
-        logits = model.logits(batch.tokens[rows], nn.functional.pad(mask, (0, 1))).float() / temperature
-    picked = logits.log_softmax(-1).gather(-1, batch.tokens[rows][:, 1:][mask][:, None])[:, 0]
+        wanted = nn.functional.pad(mask, (0, 1)).to(model.device)
+        logits = model.logits(tokens.to(model.device), wanted).float().cpu() / temperature
+    picked = logits.log_softmax(-1).gather(-1, tokens[:, 1:][mask][:, None])[:, 0]
     return torch.zeros(mask.shape).masked_scatter(mask, picked)
 
 

@@ -1,8 +1,14 @@
 """What a run does otherwise on CUDA, without one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from configs.load import load_config
+from qarl.bench import mismatch as bench_mismatch
+from qarl.bench.mismatch import MismatchOptions
+from qarl.run import mismatch as run_mismatch
 from rollout.engine import EngineError
 from rollout.vllm.options import VllmOptions, llm_arguments, refuse_graphs_over_freed_memory
 
@@ -22,3 +28,23 @@ def test_graphs_are_refused_over_memory_that_a_publish_frees():
         refuse_graphs_over_freed_memory(VllmOptions(enforce_eager=False), kernels)
     refuse_graphs_over_freed_memory(VllmOptions(enforce_eager=True), kernels)
     refuse_graphs_over_freed_memory(VllmOptions(enforce_eager=False), {"MacheteLinearKernel", "unquantized"})
+
+
+def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`qarl bench mismatch`, `qarl mismatch` and `qarl doctor` multiply with vLLM's kernels for it."""
+    devices = []
+
+    def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        devices.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for module in (bench_mismatch, run_mismatch):
+        monkeypatch.setattr(module, "load_masters", load)
+    for name in ("open_prompter", "model_folder"):
+        monkeypatch.setattr(run_mismatch, name, lambda *_: None)
+    with pytest.raises(InterruptedError):
+        bench_mismatch.measure(MismatchOptions(tmp_path))
+    with pytest.raises(InterruptedError):
+        run_mismatch.investigate(load_config(None, {}))
+    assert devices == [torch.device("cuda", 0)] * 2
