@@ -82,6 +82,7 @@ step compiled 5 codes tests tests/quant/test_fused.py
 step operators 5 environment tests tests/gpu/test_operators.py -k "not experts and not as_fast"
 # 13-17: gradients, experts, real shapes and their times
 step gradients 5 products tests tests/gpu/test_gpu.py -k "gradients or experts_agree"
+step learning 5 gradients tests tests/gpu/test_learning.py
 step times 5 gradients tests tests/gpu/test_operators.py -k "experts or as_fast"
 # 17-23: the engine after five publishes, dense and experts, without and with CUDA graphs
 step engine 6 products tests tests/gpu/test_gpu.py -k "fresh_one and dense and eager"
@@ -89,6 +90,8 @@ step engine-experts 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and exper
 step engine-graphs 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and graphs"
 # 23-27: how far learner and sampler are apart
 step mismatch 6 engine "$qarl" bench mismatch --json "$out/mismatch-table.json"
+step nearer 6 engine tests tests/gpu/test_runs.py -k "nearer or learners"
+step bitwise 8 engine tests tests/gpu/test_runs.py -k bits
 # 27-32: whole runs: train, export, resume
 step train 5 engine run w4a16 --steps 20
 step train-w8a8 5 train run w8a8 --scheme w8a8 --steps 10
@@ -97,7 +100,9 @@ step train-experts 5 engine-experts run experts --config tiny-qwen3-moe --model 
 step train-graphs 5 engine-graphs run graphs --rollout.enforce_eager false --steps 10
 step resume 5 train killed_and_resumed
 step zero3 5 train run zero3 --learner.zero_stage 3 --steps 5
-# 32-45: real shapes: peak memory and seconds a phase are in each run's metrics.jsonl
+step options 8 train tests tests/gpu/test_runs.py -k "options or replayed or resumption"
+# 32-45: real shapes: seconds a phase are in each run's metrics.jsonl; peak memory against the plan
+step memory 8 train tests tests/gpu/test_runs.py -k memory
 step large 8 train large qwen3-1.7b 28 large
 step large-experts 8 train-experts large qwen3-30b-a3b 4 large-experts --learner.lora.name lora
 

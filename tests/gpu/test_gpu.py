@@ -17,13 +17,13 @@ from torch import nn
 
 from quant.checkpoint.families import ExpertLayout, ExpertsShape
 from quant.kernels import make_factory
-from quant.kernels.supported import why_not
 from quant.layers.context import LayerContext
 from quant.layers.experts import RoutedLowBitExperts
 from quant.layers.linear import LowBitLinear
 from quant.materialize import materialize
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import SCHEMES, get_scheme
+from tests.support.gpu_schemes import RUNS_EXPERTS, need
 from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error
 
@@ -35,29 +35,6 @@ DTYPE = torch.bfloat16
 FAMILIES = ("torch", "vllm", "reference")
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
 families = pytest.mark.parametrize("family", FAMILIES)
-
-
-_INT4 = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
-RUNS = {
-    (8, 0): ("bf16", *_INT4, "w8a16", "w8a8"),
-    (8, 9): ("bf16", *_INT4, "w8a16", "w8a8", "fp8"),
-    (9, 0): ("bf16", *_INT4, "w8a16", "w8a8", "w4afp8", "fp8", "fp8-block", "nvfp4a16", "mxfp4a16"),
-}
-"""Schemes that vLLM's sources have dense kernels for on a GPU of a capability: there a refusal fails a test."""
-RUNS_EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
-"""Of those, the ones it has for routed experts too."""
-
-
-def need(scheme: str, family: str, experts: bool = False) -> None:
-    """Skip with the reason where this machine cannot run a scheme; fail where it is known to."""
-    if family == "vllm" and not find_spec("vllm"):
-        pytest.skip("vllm is not installed")
-    reason = why_not(scheme, DTYPE, family, experts)
-    known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (not experts or scheme in RUNS_EXPERTS)
-    if reason and family == "vllm" and known:
-        pytest.fail(f"vLLM has kernels for {scheme!r} on GPUs of this capability: {reason}")
-    if reason:
-        pytest.skip(reason)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -88,6 +65,18 @@ def test_products_agree_with_the_dequantized_one(scheme: str, family: str, token
 
 
 @schemes
+@pytest.mark.parametrize("tokens", [1, 22528])
+def test_products_of_real_shapes(scheme: str, tokens: int):
+    """Rows of the layers of Qwen3-0.6B to 8B over 2048 columns; a decoded token, and a micro-batch's."""
+    need(scheme, "vllm")
+    x = values(tokens, 2048, seed=1).cuda().to(DTYPE)
+    for rows in (512, 1024, 4096, 6144, 12288):
+        weight = materialize(values(rows, 2048).cuda(), get_scheme(scheme), DTYPE)
+        expected = make_factory("reference", DTYPE)("layer", weight, None)(x)
+        assert relative_error(make_factory("vllm", DTYPE)("layer", weight, None)(x), expected) < 0.02, rows
+
+
+@schemes
 @families
 def test_straight_through_gradients_are_those_of_the_cpu(scheme: str, family: str):
     need(scheme, family)
@@ -108,13 +97,25 @@ def test_straight_through_gradients_are_those_of_the_cpu(scheme: str, family: st
 @schemes
 @families
 def test_experts_agree_with_the_dequantized_ones(scheme: str, family: str):
+    agree(scheme, family, (8, 2, 256, 256), 64)
+
+
+@pytest.mark.parametrize("scheme", RUNS_EXPERTS)
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_experts_agree_at_a_real_shape(scheme: str, tokens: int):
+    """Qwen3-30B-A3B's: 128 of 768 columns, 8 a token."""
+    agree(scheme, "vllm", (128, 8, 2048, 768), tokens)
+
+
+def agree(scheme: str, family: str, sizes: tuple[int, int, int, int], tokens: int) -> None:
+    """Output and gradients within 3 % of the dequantized product's."""
     need(scheme, family, experts=True)
-    experts, top_k, hidden, inner, tokens = 8, 2, 256, 256, 64
+    experts, top_k, hidden, inner = sizes
     shape = ExpertsShape(experts, top_k, hidden, inner, "silu", ExpertLayout())
     gate_up, down = values(experts, 2 * inner, hidden).cuda(), values(experts, hidden, inner, seed=3).cuda()
     x = values(tokens, hidden, seed=1).cuda().to(DTYPE)
     index = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(4)).topk(top_k).indices.cuda()
-    weights = torch.full((tokens, top_k), 0.5, device="cuda")
+    weights = torch.full((tokens, top_k), 1 / top_k, device="cuda")
 
     def run(kernel: str) -> list[torch.Tensor]:
         masters = nn.Parameter(gate_up.clone()), nn.Parameter(down.clone())

@@ -54,6 +54,33 @@ def test_norms_round_as_the_transcription_says(tokens: int, columns: int):
 
 
 @needs_vllm
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_norms_and_rotation_are_the_engines_bits(tokens: int):
+    """By the modules vLLM's decoders are made of, alone and with a residual; angles out of its table."""
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from quant.kernels.vllm_operators import rotary_table
+
+    branch, residual, weight = values(tokens, 2048), values(tokens, 2048, seed=1), values(2048, seed=2)
+    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    parameters = {"rope_theta": 1e6, "rope_type": "default"}
+    with set_current_vllm_config(config), torch.device("cuda"):
+        norm = RMSNorm(2048, 1e-6, dtype=BF16)
+        rope = get_rope(128, max_position=8192, rope_parameters=parameters, dtype=BF16)
+    norm.weight.data.copy_(weight)
+    assert torch.equal(rounding.cuda_norm(branch, weight, 1e-6, False), norm(branch.clone()))
+    expected, total = norm(branch.clone(), residual.clone())
+    assert torch.equal(rounding.cuda_norm(total, weight, 1e-6, True), expected)
+    q, positions = values(tokens, 16, 128, seed=3), torch.arange(tokens, device="cuda")
+    table = rotary_table(128, 8192, parameters, BF16, torch.device("cuda"))
+    cos, sin = (angle.repeat(1, 2) for angle in table[positions].chunk(2, dim=-1))
+    turned, _ = rope(positions, q.clone().view(tokens, -1), None)
+    assert torch.equal(rounding.rotated(q, cos, sin).view(tokens, -1), turned)
+
+
+@needs_vllm
 def test_rotation_and_gate_are_the_formulas(monkeypatch: pytest.MonkeyPatch):
     """Equal but where a fused multiply-add rounds once less."""
     x, gate, up = values(4096, 16, 128), values(4096, 3072, seed=2), values(4096, 3072, seed=3)

@@ -1,0 +1,31 @@
+"""Which schemes a GPU of a capability is known to run: there a refusal fails a test instead of skipping it."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from quant.kernels.supported import why_not
+
+DTYPE = torch.bfloat16
+_INT4 = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
+RUNS = {
+    (8, 0): ("bf16", *_INT4, "w8a16", "w8a8"),
+    (8, 9): ("bf16", *_INT4, "w8a16", "w8a8", "fp8"),
+    (9, 0): ("bf16", *_INT4, "w8a16", "w8a8", "w4afp8", "fp8", "fp8-block", "nvfp4a16", "mxfp4a16"),
+}
+"""Schemes that vLLM's sources have dense kernels for on a GPU of a capability: there a refusal fails a test."""
+RUNS_EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
+"""Of those, the ones it has for routed experts too."""
+
+
+def need(scheme: str, family: str, experts: bool = False) -> None:
+    """Skip with the reason where this machine cannot run a scheme; fail where it is known to."""
+    if family == "vllm" and not find_spec("vllm"):
+        pytest.skip("vllm is not installed")
+    reason = why_not(scheme, DTYPE, family, experts)
+    known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (not experts or scheme in RUNS_EXPERTS)
+    if reason and family == "vllm" and known:
+        pytest.fail(f"vLLM has kernels for {scheme!r} on GPUs of this capability: {reason}")
+    if reason:
+        pytest.skip(reason)
