@@ -1,19 +1,39 @@
 """torch.compile of passes over tensors: any number of kinds in a process. By the eager backend, without a compiler."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
+from quant.layers.gradients import Gradients
 from quant.materialize import by_operators
+from quant.operators.autograd import RMSNorm
 from quant.runtime import compile as runtime
-from quant.schemes import get_scheme
+from quant.schemes import SCHEMES, Scheme, get_scheme
+from tests.support.learners import VOCABULARY, logprob_gradients, policy, random_batch
+from tests.support.profiles import thorough
 from tests.support.tensors import as_bytes
 
 LIMIT = 8
 """Of torch: compilations of one code object (`torch._dynamo.config.recompile_limit`)."""
+
+ONE_PASS = [s for s in map(get_scheme, SCHEMES) if s.weights and (s.weights.type == "int" or s.weights.num_bits == 8)]
+"""Schemes whose codes one compiled pass makes: all but `bf16` and those of 4-bit floats."""
+KINDS = list(product(ONE_PASS, (torch.float32, torch.bfloat16, torch.float16)))
+FEW = [k for k in KINDS if k[0].name in ("w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8") and k[1] != torch.float16]
+
+
+def graphs() -> int:
+    """That dynamo has traced since it was reset."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def made(scheme: Scheme, master: torch.dtype, shape: tuple[int, int], compiles: bool) -> torch.Tensor:
+    weight = torch.linspace(-1.0, 1.0, math.prod(shape)).sin().view(shape).to(master)
+    return as_bytes(by_operators(weight, scheme, torch.bfloat16, "layer", compiles=compiles).codes)
 
 
 @pytest.fixture
@@ -23,21 +43,67 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     traced = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, options, **how: traced(function, backend="eager", **how))
     runtime.compiled.cache_clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     runtime.compiled.cache_clear()
     torch._dynamo.reset()
 
 
-def test_every_scheme_compiles_in_one_process(eager_backend: None):
-    """Contract: more combinations of scheme and dtypes than torch compiles one function for, each with the operators'
-    bits. Blind spot: Triton's code (tests/quant/test_fused.py has it, on a GPU)."""
-    kinds = list(product(("w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8"), (torch.float32, torch.bfloat16)))
+def test_schemes_compile_in_one_process(eager_backend: None):
+    """Contract: more combinations of scheme and dtypes than torch compiles one function for, each once and with the
+    operators' bits; of another shape once more, and no further shape again. In `make test-thorough` every scheme in
+    every dtype of masters. Blind spot: Triton's code (tests/quant/test_fused.py has it, on a GPU)."""
+    kinds = KINDS if thorough() else FEW
     assert len(kinds) > LIMIT == torch._dynamo.config.recompile_limit
-    shapes = [(2, 128)] * len(kinds) + [(6, 128), (6, 256)]
-    for (name, master), shape in zip([*kinds, kinds[0], kinds[0]], shapes, strict=True):
-        weight = torch.linspace(-1.0, 1.0, math.prod(shape)).sin().view(shape).to(master)
-        made, expected = (
-            by_operators(weight, get_scheme(name), torch.bfloat16, "layer", compiles=compiles)
-            for compiles in (True, False)
-        )
-        assert torch.equal(as_bytes(made.codes), as_bytes(expected.codes)), (name, master, shape)
+    for scheme, master in kinds:
+        assert torch.equal(*(made(scheme, master, (128, 256), compiles) for compiles in (True, False))), scheme.name
+    assert graphs() <= len(kinds)
+    before = graphs()
+    for rows in (256, 384, 512):
+        assert torch.equal(*(made(*kinds[0], (rows, 256), compiles) for compiles in (True, False)))
+    assert graphs() - before <= 1
+
+
+def test_every_kind_is_compiled_apart_and_once(monkeypatch: pytest.MonkeyPatch):
+    """Contract: every scheme in every dtype of masters, two shapes each; torch.compile is asked once a kind, and told
+    to keep each kind's compilations apart, so that its limit never adds up."""
+    asked: list[dict[str, Any]] = []
+
+    def compile_(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        asked.append(how)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    runtime.compiled.cache_clear()
+    try:
+        for (scheme, master), rows in product(KINDS, (128, 256)):
+            made(scheme, master, (rows, 256), compiles=True)
+    finally:
+        runtime.compiled.cache_clear()
+    kinds = {(s.weights.num_bits, s.weights.type, s.group_size, s.block, s.packs_integers, m) for s, m in KINDS}  # type: ignore[union-attr]
+    assert len(asked) == len(kinds) > LIMIT
+    assert all(how["isolate_recompiles"] and how["fullgraph"] for how in asked)
+
+
+def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: None):
+    """Contract: once for the first number of tokens, once more for any, and never again."""
+    gradients, weight, counts = Gradients(), torch.ones(64), []
+    gradients.compiled = True
+    for tokens in (9, 20, 19, 30):
+        x = torch.linspace(-1.0, 1.0, tokens * 64).view(tokens, 64).requires_grad_()
+        RMSNorm.apply(x, weight, 1e-6, gradients, False).sum().backward()
+        counts.append(graphs())
+    assert counts == [1, 2, 2, 2]
+
+
+@pytest.mark.skipif(not thorough(), reason="the same of a whole learner: make test-thorough")
+def test_a_learner_compiles_no_more_after_its_second_micro_batch(eager_backend: None):
+    model = policy("w4a16")
+    model.context.gradients.compiled = True
+    counts = []
+    for lengths in ([9], [17, 3], [5, 6, 8], [30], [2, 40]):
+        batch = random_batch(lengths, VOCABULARY)
+        logprob_gradients(model, batch, length=batch.length)
+        counts.append(graphs())
+    assert 0 < counts[0] < counts[1] <= 2 * counts[0] and len(set(counts[1:])) == 1, counts
