@@ -21,8 +21,11 @@ def rounds_weights(model: LowBitModel, asked: Literal["auto", "exact", "compute"
     return multiplies_natively(model.context.compute_dtype, model.device) if asked == "auto" else asked == "compute"
 
 
-def compiles(model: LowBitModel, asked: bool) -> bool:
-    """Whether backward passes are compiled: as asked. Raises `ConfigError` where they cannot be."""
+def compiles(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:
+    """Whether backward passes are compiled; auto: with the engine's operators on GPUs, where Triton and a compiler are
+    needed for a run anyway. Raises `ConfigError` where they cannot be and are asked for."""
+    if asked == "auto":
+        return model.device.type == "cuda" and model.operators == "engine" and not compiler_missing("cuda")
     if not asked:
         return False
     if model.operators != "engine":

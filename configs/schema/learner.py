@@ -121,9 +121,10 @@ class LearnerConfig(Section):
         description="in which ZeRO-3's processes send each other gradients, added up in fp32; bfloat16 halves what is "
         "sent, for slow networks",
     )
-    compile: bool = Field(
-        default=False,
-        description="torch.compile the backwards of norms, rotary and gated MLPs; start-up takes longer",
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
+        description="torch.compile the backwards of norms, rotary and gated MLPs; start-up takes longer; auto: on GPUs "
+        "with the engine's operators",
     )
     master_dtype: Dtype = Field(
         default="float32", description="of the master weights; bfloat16 halves their memory (docs/precision.md)"

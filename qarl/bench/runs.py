@@ -15,7 +15,11 @@ from qarl.report.run_folder import RunFolder
 from qarl.run.checkpoint import list_checkpoints
 from qarl.train import train
 
-_PLANNED = {("rollout", "kv_cache_gib"): None, ("learner", "gradient_checkpointing"): "auto"}
+_PLANNED = {
+    ("rollout", "kv_cache_gib"): None,
+    ("learner", "gradient_checkpointing"): "auto",
+    ("learner", "compile"): "auto",
+}
 """Fields that `qarl.plan` decides where they have this value; `qarl train` records what it decided."""
 
 

@@ -52,7 +52,7 @@ def _check(known: argparse.Namespace, rest: list[str], console: Console) -> int:
 def checked(config: RunConfig, console: Console, new: bool = True) -> list["Finding"]:
     """What `qarl.run.preview` says of a configuration, with its phases on the console. new: whether a run's folder is
     to be made."""
-    quiet_libraries(config.learner.compile)
+    quiet_libraries(config.learner.compile is True)
     with told_to(console):
         with phase("checking files, task and reward"):
             task = check_files(config, new)

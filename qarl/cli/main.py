@@ -144,7 +144,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     )  # fmt: skip
     if known.config is None and resumed is None and config.from_rollouts is None:
         _say_what_is_the_papers(config, console)
-    quiet_libraries(config.learner.compile)  # before a user's reward may import one of them
+    quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
     given = dotted_overrides(known, rest) if resumed is None else {"resume": known.resume}
     config = planned(config, known.processes, given, known.config, console)
     with told_to(console), phase("checking input"):

@@ -1,7 +1,8 @@
 """A run's memory against its machine: what it takes, with what the configuration leaves open decided.
 
-Two fields are the plan's to decide where the configuration leaves them open: `learner.gradient_checkpointing` (auto)
-and `rollout.kv_cache_gib`. What it decides is in the configuration from then on, and in the run's config.yaml.
+Fields are the plan's to decide where the configuration leaves them open: `learner.gradient_checkpointing` (auto),
+`rollout.kv_cache_gib`, and on CPUs `learner.compile`, which is off there. What it decides is in the configuration from
+then on, and in the run's config.yaml.
 """
 
 from dataclasses import dataclass
@@ -110,7 +111,11 @@ def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, ther
     room = int((1 - SPARE) * there)
 
     def of(cache: int, checkpointing: bool) -> RunConfig:
-        values = {"rollout.kv_cache_gib": cache, "learner.gradient_checkpointing": checkpointing}
+        values: dict[str, object] = {
+            "rollout.kv_cache_gib": cache, "learner.gradient_checkpointing": checkpointing,
+        }  # fmt: skip
+        if device == "cpu" and config.learner.compile == "auto":
+            values["learner.compile"] = False
         return changed_config(config, values)
 
     def left(cache: int, checkpointing: bool) -> int:

@@ -105,7 +105,7 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
     Raises the error of the part that is wrong (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`).
     """
     check_processes(config, processes)
-    if config.learner.compile:
+    if config.learner.compile is True:
         require_compiler("cuda" if torch.cuda.is_available() else "cpu")
     get_scheme(config.scheme)
     find_objective(config.learner.objective)

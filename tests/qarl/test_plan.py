@@ -132,6 +132,7 @@ def test_what_is_open_is_decided_and_what_is_given_is_kept():
     assert small.config.learner.gradient_checkpointing is True and small.fits
     cpu = make_plan(open_, shapes, "", Machine("cpu", "cpu", 1, 400 * GIB), 1)
     assert (cpu.config.learner.gradient_checkpointing, cpu.config.rollout.kv_cache_gib) == (False, 1)
+    assert (cpu.config.learner.compile, decided.config.learner.compile) == (False, "auto")
     given = load_config(None, {"rollout.kv_cache_gib": "7", "learner.gradient_checkpointing": "false"})
     assert make_plan(given, shapes, "", parse_machine("1x24GB"), 1).config == given
     with pytest.raises(ConfigError, match="1 × H100 has 1; one process takes one GPU"):

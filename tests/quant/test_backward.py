@@ -3,10 +3,14 @@
 Axes: N tokens, O output rows, I input columns.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from configs.errors import ConfigError
+from learner import gradients
 from learner.gradients import compiles, rounds_weights
 from learner.logprobs import token_logprobs
 from quant.layers.gradients import Gradients
@@ -80,6 +84,13 @@ def test_auto_rounds_where_the_device_multiplies_the_dtype():
 def test_compiling_is_refused_where_nothing_would_be_compiled(monkeypatch: pytest.MonkeyPatch):
     model = policy()
     assert not compiles(model, False)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    assert not compiles(model, "auto"), "on CPUs, where it gains little"
+    monkeypatch.setattr(gradients, "compiler_missing", lambda device: None)
+    for operators in ("engine", "transformers"):
+        on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), operators=operators)
+        assert compiles(on_gpu, "auto") is (operators == "engine")
+    monkeypatch.undo()
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigError, match=r"learner\.compile is true, but nothing .* TORCHDYNAMO_DISABLE is set; mend"):
         compiles(model, True)
