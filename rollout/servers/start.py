@@ -25,6 +25,8 @@ LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
 """Arguments of `vllm.LLM` that a server chooses by itself."""
 _PORTS = range(16384, 32768)
+_ALONE = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK, "VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+"""gloo listens where the machine's name leads to, unless it is told an interface: on many machines the network's."""
 _PATIENCE = 10.0
 """Seconds a replica has to end after SIGTERM."""
 
@@ -58,9 +60,10 @@ def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int
 
 
 def replica_environment(key: str | None) -> dict[str, str]:
-    """This process's, with the endpoints that take weights, and the key that every request has to carry."""
+    """This process's, with the endpoints that take weights, and the key that every request has to carry. What a
+    replica's processes say to each other stays on this machine, and none of it is read by pickle that need not be."""
     keyed = {} if key is None else {"VLLM_API_KEY": key}
-    return {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **keyed}
+    return {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **_ALONE, **keyed}
 
 
 def start_replicas(

@@ -1,11 +1,17 @@
 """Servers as an engine: one real vLLM server takes published files, samples, and refuses what it should."""
 
 import dataclasses
+import ipaddress
+import json
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -142,3 +148,44 @@ def test_a_server_is_refused_for_what_it_is(served: tuple[LowBitModel, str, str]
     two = joined(url, key, tmp_path, learner="two")
     two.load(model.low_bit_tensors(), 1)
     two.close()
+
+
+def asked(url: str, key: str | None, method: str = "GET") -> tuple[int, bytes]:
+    """Status and body of a request without a body."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method, headers=headers), timeout=20) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_no_route_is_open_and_no_socket_beyond_loopback(served: tuple[LowBitModel, str, str]):
+    """Contract: of all routes that vLLM has, listed by itself or mounted, `/health` alone answers without the key; and
+    no process of the server listens but at the loopback. Blind spot: routes of a later vLLM that it lists nowhere."""
+    _, url, key = served
+    listed = json.loads(asked(f"{url}/openapi.json", key)[1])["paths"]
+    assert {"/pause", "/collective_rpc", "/update_weights", "/inference/v1/generate", "/server_info"} <= listed.keys()
+    routes = [(path, method.upper()) for path, methods in listed.items() for method in methods]
+    unlisted = [(path, "GET") for path in ("/metrics", "/metrics/", "/docs", "/openapi.json", "/", "//health", "/x")]
+    open_to_all = {
+        path
+        for path, method in routes + unlisted
+        if asked(f"{url}{path}".format_map(_Filled()), None, method)[0] != 401
+    }
+    assert open_to_all == {"/health"}
+    port = int(url.rpartition(":")[2])
+    (listener,) = {
+        c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"
+    }
+    server = psutil.Process(listener)
+    sockets = [c for p in (server, *server.children(recursive=True)) for c in p.net_connections()]
+    addresses = {c.laddr.ip for c in sockets if c.laddr and (c.status == "LISTEN" or c.type == socket.SOCK_DGRAM)}
+    assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
+
+
+class _Filled(dict[str, str]):
+    """Whatever a path names is "x"."""
+
+    def __missing__(self, name: str) -> str:
+        return "x"

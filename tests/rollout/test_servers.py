@@ -19,7 +19,7 @@ from rollout.engine import EngineError
 from rollout.servers.access import RequireKey, server_key
 from rollout.servers.answers import completion_request, read_completion, read_logprobs
 from rollout.servers.sender import VersionSender
-from rollout.servers.start import replica_command, visible_devices
+from rollout.servers.start import replica_command, replica_environment, visible_devices
 from rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_version
 from rollout.types import Prompt, Sampling
 from rollout.vllm.options import VllmOptions
@@ -144,6 +144,15 @@ def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
     for option in ("--max-num-seqs 7", "--no-enable-prefix-caching", "--logprobs-mode raw_logprobs", "--port 9"):
         assert option in " ".join(command)
     assert command[-2:] == ["--seed", "4"] and not any("key" in part for part in command)
+
+
+def test_a_replica_keeps_to_itself_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+    """Blind spot: that nothing listens elsewhere then is tests/engine/test_servers.py's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    environment = replica_environment("k")
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == "k"
 
 
 def test_replicas_have_devices_of_their_own():
