@@ -19,8 +19,9 @@ from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
 from qarl.run.session import check_input
+from rollout.servers.start import free_ports
 from tests.support.profiles import thorough
-from tests.support.runs import command, environment, qarl
+from tests.support.runs import command, environment, lines, qarl
 
 SMALL = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
 
@@ -115,6 +116,34 @@ def test_torchrun_starts_the_same(tmp_path: Path):
     right = subprocess.run([*launch, *given, "16"], env=environment(), capture_output=True, text=True, timeout=400)
     assert right.returncode == 0, right.stderr
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not thorough(), reason="two runs of two processes are two minutes of CPU; `make test-thorough`")
+def test_two_nodes_are_two_processes(tmp_path: Path):
+    """Contract: torchrun on two nodes, each started by itself with its rank, makes the run of `--processes 2`: every
+    metric, every digest. Blind spot: both are this machine and see one file system."""
+    given = ("--steps", "2", *SMALL, "--sync.canary_every", "1", "--checkpoint-every", "1")
+    alone = started("train", "--processes", "2", "--output", str(tmp_path / "one"), *given)
+    printed, _ = alone.communicate(timeout=400)
+    assert alone.returncode == 0, printed
+    port = str(free_ports(1)[0])
+    nodes = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", rank,
+                "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1",
+                "-m", "qarl.cli", "train", "--output", str(tmp_path / "two"), *given,
+            ],
+            env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    for node in nodes:
+        printed, _ = node.communicate(timeout=400)
+        assert node.returncode == 0, printed
+    whole = lines(tmp_path / "one")
+    assert len(whole) == 2 and lines(tmp_path / "two") == whole
 
 
 def test_numbers_of_processes_that_cannot_work_are_refused():
