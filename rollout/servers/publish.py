@@ -66,7 +66,10 @@ async def held_digests(replicas: Replicas) -> list[str | None]:
 async def _staged(server: Server, version: Version, keep: bool) -> LoadReport:
     await server.call("qarl_abandon", _seconds(version))  # what a publish that broke off has left
     await server.post("/start_weight_update")
-    announced = {"folder": str(version.folder.absolute()), "digest": version.digest, "keep": keep}
+    announced = {
+        "folder": str(version.folder.absolute()), "digest": version.digest, "tensor_bytes": version.tensor_bytes,
+        "keep": keep,
+    }  # fmt: skip
     await server.post("/update_weights", {"update_info": announced})
     clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
     deadline = clock() + min(_seconds(version), server.seconds)

@@ -11,12 +11,17 @@ The folder gets its name when all of it is written: a replica reads a whole vers
 
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from quant.delta import HeldVersion
+from pydantic import BaseModel, ConfigDict, Field
+
+from quant.delta import DeltaError, HeldVersion
 from quant.digest import StreamDigest
 from quant.types import LowBitTensor
 from rollout.engine import EngineError
@@ -24,6 +29,24 @@ from rollout.engine import EngineError
 _FILE_BYTES = 4 * 2**30
 _MANIFEST = "manifest.json"
 _DELTA = "delta"
+_TENSORS = re.compile(r"tensors-\d{1,6}\.safetensors")
+_MANIFEST_BYTES = 2**26
+_BYTES_BESIDES = 2**20
+"""What files may have besides a version's tensors, and 4 KiB a tensor: names, dtypes, shapes, offsets."""
+
+_Count = Annotated[int, Field(ge=0)]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    version: int
+    digest: _Digest
+    bytes: _Count
+    tensor_bytes: _Count
+    base: _Digest | None
+    files: dict[str, tuple[Annotated[str, Field(max_length=1024)], ...]]
 
 
 @dataclass(frozen=True)
@@ -42,13 +65,32 @@ class Version:
     files: dict[str, tuple[str, ...]]
 
     def tensors(self) -> Iterator[LowBitTensor]:
-        """The stream that was written whole, read from the files as it is asked for."""
-        from safetensors import safe_open
+        """The stream that was written whole, read from the files as it is asked for. Raises `ValueError` for files that
+        are none of a version, or hold more than it."""
+        from safetensors import SafetensorError, safe_open
 
+        limit = self.tensor_bytes + _BYTES_BESIDES + 4096 * sum(map(len, self.files.values()))
         for file, names in self.files.items():
-            with safe_open(self.folder / file, "pt") as tensors:
-                for name in names:
-                    yield LowBitTensor(name, tensors.get_tensor(name))
+            try:
+                limit -= _size(self.folder / file, limit)
+                with safe_open(self.folder / file, "pt") as tensors:
+                    for name in names:
+                        yield LowBitTensor(name, tensors.get_tensor(name))
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise ValueError(f"{file} of {str(self.folder)!r} cannot be read: {error}") from error
+
+    def received(self, tensor_bytes: int, held: HeldVersion | None) -> tuple[HeldVersion, tuple[str, ...]]:
+        """The version in host memory, and the names of the tensors that changed: made of `held` where this is a delta,
+        which is this version then. tensor_bytes: of the version that was announced. Raises `ValueError` for files that
+        are none of a version or hold more than that, `DeltaError` where a delta does not fit; `held` is what it was."""
+        if self.tensor_bytes != tensor_bytes:
+            raise ValueError(f"{str(self.folder)!r} has {self.tensor_bytes} bytes of tensors, not {tensor_bytes}")
+        if self.base is None:
+            version = HeldVersion(self.version, self.tensors())
+            return version, tuple(item.name for item in version.tensors())
+        if held is None:
+            raise DeltaError(f"it is from version {self.base}, and none is held here; send the whole version")
+        return held, held.apply(read_delta(self), self.version, self.digest)
 
 
 def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) -> Version:
@@ -98,28 +140,36 @@ def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]
 def read_version(folder: Path) -> Version:
     """What a folder's manifest says. Raises `ValueError` where it is damaged, or names files elsewhere."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        files = {str(file): tuple(map(str, names)) for file, names in manifest["files"].items()}
-        version = Version(
-            folder=folder,
-            version=int(manifest["version"]),
-            digest=str(manifest["digest"]),
-            bytes=int(manifest["bytes"]),
-            tensor_bytes=int(manifest["tensor_bytes"]),
-            base=None if manifest["base"] is None else str(manifest["base"]),
-            files=files,
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = _Manifest.model_validate_json(_read(folder / _MANIFEST, _MANIFEST_BYTES))
+    except (OSError, ValueError) as error:
         raise ValueError(f"no weight version can be read in {str(folder)!r}: {error}") from error
-    outside = [file for file in files if Path(file).name != file]
-    if outside:
-        raise ValueError(f"the manifest in {str(folder)!r} names {outside[0]!r}, which is no file of that folder")
-    return version
+    for file in manifest.files:
+        if not _TENSORS.fullmatch(file):
+            raise ValueError(f"the manifest in {str(folder)!r} names {file!r}, which is no file of a weight version")
+    return Version(folder=folder, **dict(manifest))
 
 
 def read_delta(version: Version) -> bytes:
-    """From the version of digest `version.base` to this one. Raises `OSError` where it cannot be read."""
-    return (version.folder / _DELTA).read_bytes()
+    """From the version of digest `version.base` to this one. Raises `ValueError` where it cannot be read."""
+    try:
+        return _read(version.folder / _DELTA, version.bytes)
+    except OSError as error:
+        raise ValueError(f"the delta in {str(version.folder)!r} cannot be read: {error}") from error
+
+
+def _read(file: Path, most: int) -> bytes:
+    _size(file, most)
+    return file.read_bytes()
+
+
+def _size(file: Path, most: int) -> int:
+    """Of a plain file, in bytes. Raises `ValueError` for links, pipes and devices, and for more bytes than that."""
+    found = file.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{str(file)!r} is no plain file")
+    if found.st_size > most:
+        raise ValueError(f"{str(file)!r} has {found.st_size} bytes, more than the {most} that it may have")
+    return found.st_size
 
 
 def remove_versions(parent: Path, but: int | None = None) -> None:

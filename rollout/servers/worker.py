@@ -23,9 +23,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from quant.delta import DeltaError, HeldVersion
+from quant.delta import HeldVersion
 from rollout.engine import LoadReport
-from rollout.servers.versions import Version, read_delta, read_version
+from rollout.servers.versions import read_version
 from rollout.vllm.staging import Staged, stage, staging_refusal
 from rollout.vllm.worker import WorkerExtension, compare_names, load_stream
 
@@ -39,11 +39,12 @@ class LearnersRun(WeightTransferInitInfo):
 
 @dataclass
 class PublishedFiles(WeightTransferUpdateInfo):
-    """folder: of a weight version (`rollout.servers.versions`), as this machine sees it. digest: that it has to have.
-    keep: whether to hold it in host memory, for the next to be a delta from."""
+    """folder: of a weight version (`rollout.servers.versions`), as this machine sees it. digest, tensor_bytes: that it
+    has to have. keep: whether to hold it in host memory, for the next to be a delta from."""
 
     folder: str
     digest: str
+    tensor_bytes: int
     keep: bool
 
 
@@ -118,25 +119,14 @@ class FileTransfer(WeightTransferEngine[LearnersRun, PublishedFiles]):
             raise ValueError(f"{announced.folder} holds a version of digest {files.digest}, not {announced.digest}")
         if files.base is None:
             self.held = None  # not two versions at once
-            version = HeldVersion(files.version, files.tensors())
-            changed = tuple(item.name for item in version.tensors())
-        else:
-            version, changed = self._advanced(files)
+        version, changed = files.received(announced.tensor_bytes, self.held)
+        self.held = None  # the model is still of the version before
         tensors = {item.name: item.tensor for item in version.tensors()}
         unconsumed, missing = compare_names(self.model, tensors)
         report = LoadReport(version.digest, len(tensors), unconsumed, missing)
         beside = _fits(report, announced) and staging_refusal(self.model) is None
         layers = stage(self.model, self.vllm_config, tensors, changed) if beside else None
         return StagedVersion(version, report, layers)
-
-    def _advanced(self, files: Version) -> tuple[HeldVersion, tuple[str, ...]]:
-        """The version that the files' delta makes of the one held, and the names of the tensors that changed."""
-        version = self.held
-        if version is None:
-            raise DeltaError(f"it is from version {files.base}, and none is held here; send the whole version")
-        changed = version.apply(read_delta(files), files.version, files.digest)
-        self.held = None  # the model is still of the version before
-        return version, changed
 
     def finish_weight_update(self) -> None:
         """Take the staged version. Raises `RuntimeError` where none is staged, or it had to be refused."""
