@@ -193,9 +193,13 @@ class ServerEngine:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         if self._publishes and self._label:
-            leaving = (server.post("/shutdown_weight_transfer_engine") for server in self._replicas.present())
+            leaving = (self._left(server) for server in self._replicas.present())
             await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
+
+    async def _left(self, server: Server) -> None:
+        await server.call("qarl_abandon")  # a run is not let go of within a publish
+        await server.post("/shutdown_weight_transfer_engine")
 
     async def _scored(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         label = self._label

@@ -119,9 +119,9 @@ def test_a_version_that_was_written_to_is_refused_or_the_one_announced(whole: bo
     assert refused > 0.8 * MUTATIONS
 
 
-def damaged(version: Version, **fields: Any) -> None:
-    manifest = json.loads((version.folder / "manifest.json").read_text())
-    (version.folder / "manifest.json").write_text(json.dumps(manifest | fields))
+def damaged(there: Version, /, **fields: Any) -> None:
+    manifest = json.loads((there.folder / "manifest.json").read_text())
+    (there.folder / "manifest.json").write_text(json.dumps(manifest | fields))
 
 
 def deep(version: Version) -> None:

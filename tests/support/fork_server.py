@@ -15,6 +15,7 @@ import traceback
 from typing import Any
 
 from tests.support.imports import import_everything
+from tests.support.learner_faults import plant
 
 
 def _run(request: dict[str, Any]) -> int:
@@ -33,6 +34,7 @@ def _run(request: dict[str, Any]) -> int:
     try:
         from qarl.cli.main import main
 
+        plant()
         status = main(request["arguments"])
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

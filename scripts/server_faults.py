@@ -1,0 +1,348 @@
+#!/usr/bin/env python3
+"""Runs of `qarl train` on two servers, each with a fault: what was noticed, when, and whether anything was lost.
+
+    python scripts/server_faults.py [--runs 100] [--seed 0] [--only TEXT] [--minutes 5] [--keep FILE] [--json FILE]
+
+Every fault at every phase once, then drawn ones. Network faults and bad answers come from a proxy before each server;
+servers are killed, stopped, restarted or short of memory themselves, learners killed at a line of a publish or out of
+disk. A run goes on and is the run without a fault, in every metric and digest; or it stops with one line, and the run
+that is resumed is. Finished runs are kept in FILE: the same command continues where it stopped.
+
+Exit status: 0 where all came out so, 1 where one did not.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from configs.load import load_config  # noqa: E402
+from qarl.bench.random_policy import random_policy  # noqa: E402
+from qarl.bench.record import record  # noqa: E402
+from rollout.engine import EngineError  # noqa: E402
+from rollout.servers.engine import ServerEngine  # noqa: E402
+from rollout.vllm.options import prepare_environment, vllm_options  # noqa: E402
+from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, Fault  # noqa: E402
+from tests.support.learner_faults import VARIABLE  # noqa: E402
+from tests.support.runs import SMALL, Run, lines  # noqa: E402
+from tests.support.server_farm import KEY, Farm  # noqa: E402
+
+SECONDS = 8.0
+"""`rollout.server_seconds`: hangs are noticed sooner than by its default, and in the same way."""
+DYING = 24
+"""Learners that are killed, each at another line."""
+SERVER_FAULTS = {
+    "server killed": ("stage", "commit", "canary", "sample"),
+    "server restarted": ("stage", "commit", "sample"),
+    "engine killed": ("stage", "commit", "sample"),
+    "engine stopped": ("stage", "commit", "canary", "sample"),
+    "no memory": ("stage",),
+    "second learner": ("stage", "commit", "sample"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. at: which of the phase's requests, or lines of a publish, as a share of them all."""
+
+    number: int
+    kind: str
+    phase: str
+    at: float
+    server: int
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """result: "went on", "resumed", "started again" (before the first checkpoint) or "FAILED". noticed: seconds from
+    the fault to the first line about it, None where there was nothing to notice. line: that line. equal: to the run
+    without a fault, in metrics and digests. lost: finished completions that are not in it."""
+
+    case: Case
+    result: str
+    noticed: float | None
+    line: str
+    equal: bool
+    lost: int
+    seconds: float
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """Every fault at every phase, in an order drawn by `seed`, then drawn ones again."""
+    chance = random.Random(seed)
+    every = [(kind, phase) for kind in NETWORK for phase in PHASES] + [(kind, "sample") for kind in ANSWERS]
+    every += [(kind, phase) for kind, phases in SERVER_FAULTS.items() for phase in phases]
+    every += [("learner killed", "publish")] * DYING + [("disk full", "publish")] * 2
+    chance.shuffle(every)
+    every += [chance.choice(every) for _ in range(count - len(every))]
+    return [
+        Case(number, kind, phase, chance.random(), chance.randrange(2), chance.randrange(2))
+        for number, (kind, phase) in enumerate(every[:count])
+    ]
+
+
+class Trial:
+    """One case: the fault is armed, the run made, and compared."""
+
+    def __init__(self, case: Case, farm: Farm, options: list[str], folder: Path, counts: dict[str, Any]):
+        self._case, self._farm, self._options, self._counts = case, farm, options, counts
+        self._folder, self._log = folder / f"run-{case.number}", folder / f"log-{case.number}"
+        self._second: list[str] = []
+        self._learner: Run | None = None
+
+    def run(self, whole: list[dict[str, Any]]) -> Outcome:
+        """whole: metrics of the run without a fault."""
+        begun = time.monotonic()
+        os.environ[VARIABLE] = json.dumps({"log": str(self._log), **self._learners_fault()})
+        if self._case.kind in (*NETWORK, *ANSWERS, *SERVER_FAULTS):
+            self._farm.proxies[self._case.server].reset(self._servers_fault())
+        done = self._made("train", *self._options, "--output", str(self._folder))
+        ended, struck = time.time(), self._struck()
+        noted = [] if struck is None else self._noted(struck)
+        result, problem = "went on", _problem(done)
+        if done.returncode:
+            result, problem = self._again(problem)
+            noted.append((ended, problem if problem else _last_line(done)))
+        equal = problem == "" and self._folder.exists() and lines(self._folder) == whole
+        if struck is None:
+            result, equal, noted = "FAILED", False, [(ended, "the fault was not met")]
+        if self._second and "takes its weights from" not in self._second[0]:
+            equal, noted = False, [(ended, self._second[0])]
+        lost = 0 if equal else sum(a != b for a, b in zip(lines(self._folder), whole, strict=False))
+        first = min(noted, default=None)
+        outcome = Outcome(
+            case=self._case,
+            result=result if equal else "FAILED",
+            noticed=None if first is None or struck is None else round(max(first[0] - struck, 0.0), 1),
+            line=" ".join(first[1].split())[:300] if first else "",
+            equal=equal,
+            lost=lost,
+            seconds=round(time.monotonic() - begun, 1),
+        )
+        if outcome.result == "FAILED":
+            print(done.stdout[-1500:], done.stderr[-3000:], sep="\n", file=sys.stderr)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return outcome
+
+    def _again(self, problem: str) -> tuple[str, str]:
+        """The run that follows one that stopped."""
+        self._farm.make_sound()
+        os.environ[VARIABLE] = json.dumps({"log": str(self._log)})
+        if any((self._folder / "checkpoints").glob("step-*")):
+            return "resumed", problem or _problem(self._made("train", "--resume", str(self._folder)), ended=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        done = self._made("train", *self._options, "--output", str(self._folder))
+        return "started again", problem or _problem(done, ended=True)
+
+    def _made(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        self._learner = Run(*arguments)
+        while self._learner.poll() is None:
+            with contextlib.suppress(queue.Empty):
+                self._farm.todo.get(timeout=0.02)()
+        return self._learner.wait()
+
+    def _learners_fault(self) -> dict[str, Any]:
+        case = self._case
+        version = 1 + int(case.at * 3)
+        if case.kind == "learner killed":
+            count = self._counts["lines"]
+            return {"version": version, "die_at": 1 + int(random.Random(case.number).random() * count)}
+        return {"full_disk": version} if case.kind == "disk full" else {}
+
+    def _servers_fault(self) -> Fault:
+        case = self._case
+        number = 1 + int(case.at * self._counts[case.phase])
+        acts = {name: getattr(self, "_" + name.replace(" ", "_")) for name in SERVER_FAULTS}
+        return Fault(case.kind, case.phase, number, acts.get(case.kind))
+
+    def _struck(self) -> float | None:
+        planted = [at for at, message in self._noted(0) if message.startswith("PLANTED")]
+        return self._farm.proxies[self._case.server].struck or (planted[0] if planted else None)
+
+    def _noted(self, since: float) -> list[tuple[float, str]]:
+        if not self._log.exists():
+            return []
+        read = [json.loads(line) for line in self._log.read_text().splitlines()]
+        noted = [(line["time"], line["message"]) for line in read if line["time"] >= since]
+        return [(at, text) for at, text in noted if since == 0 or not text.startswith("PLANTED")]
+
+    def _server_killed(self) -> None:
+        self._farm.kill(self._case.server)
+
+    def _server_restarted(self) -> None:
+        """The learner sleeps until it is back, with the weights it started on."""
+        self._farm.kill(self._case.server)
+        assert self._learner is not None
+        learner = self._learner.pid
+        os.kill(learner, signal.SIGSTOP)
+
+        def restart() -> None:
+            self._farm.restart(self._case.server)
+            os.kill(learner, signal.SIGCONT)
+
+        self._farm.todo.put(restart)
+
+    def _engine_killed(self) -> None:
+        """As by the system, for its memory."""
+        self._farm.engine(self._case.server).kill()
+
+    def _engine_stopped(self) -> None:
+        self._farm.engine(self._case.server).suspend()
+
+    def _no_memory(self) -> None:
+        engine = self._farm.engine(self._case.server)
+        engine.rlimit(resource.RLIMIT_AS, (engine.memory_info().vms // 2, resource.RLIM_INFINITY))
+
+    def _second_learner(self) -> None:
+        """Another run asks for the server meanwhile."""
+        url, options = self._farm.servers[self._case.server].url, self._farm.options
+
+        def ask() -> None:
+            try:
+                ServerEngine([url], KEY, self._folder, options, "another run", seconds=SECONDS).close()
+                self._second.append("a second learner was not refused")
+            except EngineError as error:
+                self._second.append(str(error))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(timeout=SECONDS)
+
+
+def _problem(done: "subprocess.CompletedProcess[str]", ended: bool = False) -> str:
+    """What a run's end should not be; "" where it is one line, or nothing."""
+    if "Traceback" in done.stderr and done.returncode != -signal.SIGKILL:
+        return f"a traceback: {_last_line(done)}"
+    return f"resumed, and stopped again: {_last_line(done)}" if ended and done.returncode else ""
+
+
+def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return said[-1] if said and done.returncode > 0 else f"ended with status {done.returncode}"
+
+
+@contextlib.contextmanager
+def set_up(folder: Path) -> Iterator[tuple[Farm, Callable[[Case], list[str]], dict[int, Any], dict[str, Any]]]:
+    """Servers, a run's options, what the runs without a fault come to by staleness, and how many requests of each phase
+    and lines of a publish they have."""
+    os.environ["QARL_SERVER_KEY"] = KEY
+    prepare_environment()
+    with random_policy("random-qwen3", 0) as policy:
+        base = [
+            *SMALL, "--model", str(policy), "--scheme", "w4a16", "--layers", "lm_head=w8a8", "--task", "chain_sum",
+            "--reward", "tests.support.rewards:reward", "--rollout.max_prompt_tokens", "64", "--max-new-tokens", "8",
+            "--learner.micro_batch_tokens", "512", "--export", "false", "--sync.canary_every", "1",
+            "--checkpoint-every", "1", "--eval.problems", "0",
+        ]  # fmt: skip
+        base = base[: base.index("--eval-every")] + base[base.index("--eval-every") + 2 :]
+        inside = Run("train", *base, "--output", str(folder / "inside")).wait()
+        assert inside.returncode == 0, inside.stderr
+        config = load_config(None, {"rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"})
+        options = vllm_options(config.rollout, config.dtype, False)
+        farm = Farm(folder / "inside" / "engine-start", options, folder / "servers")
+        served = [*base, "--rollout.servers", farm.urls()]
+
+        def options_of(case: Case, seconds: float = SECONDS) -> list[str]:
+            return [
+                *served, "--rollout.max_staleness", str(case.staleness), "--rollout.server_seconds", str(seconds)
+            ]  # fmt: skip
+
+        try:
+            whole, counts = {}, {}
+            for staleness in (0, 1):
+                output, count = folder / f"whole-{staleness}", folder / "count"
+                os.environ[VARIABLE] = json.dumps({"log": str(folder / "log"), "version": 2, "count": str(count)})
+                options_alone = options_of(Case(0, "", "", 0, 0, staleness), 120.0)  # the first requests compile
+                done = Run("train", *options_alone, "--output", str(output)).wait()
+                assert done.returncode == 0, done.stderr
+                whole[staleness] = lines(output)
+                counts = {**farm.proxies[0].counts, "lines": int(count.read_text())}
+                farm.make_sound()
+            assert whole[0] == [{**line} for line in lines(folder / "inside")], "servers alone change a run"
+            yield farm, options_of, whole, counts
+        finally:
+            farm.close()
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """A line for each fault."""
+    rows = []
+    for kind in dict.fromkeys(outcome.case.kind for outcome in outcomes):
+        of_kind = [outcome for outcome in outcomes if outcome.case.kind == kind]
+        results = ", ".join(
+            f"{sum(outcome.result == result for outcome in of_kind)} {result}"
+            for result in ("went on", "resumed", "started again", "FAILED")
+            if any(outcome.result == result for outcome in of_kind)
+        )
+        latest = max((outcome.noticed for outcome in of_kind if outcome.noticed is not None), default=None)
+        seconds = "nothing noticed" if latest is None else f"noticed within {latest:.1f} s"
+        rows.append(f"{kind:24} {len(of_kind):3} runs: {results}; {seconds}")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Make the runs and say what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="faults with this text in them")
+    parser.add_argument("--minutes", type=float, default=600, help="to stop after; the same command goes on")
+    parser.add_argument("--keep", type=Path, help="file of the runs that were made")
+    parser.add_argument("--json", type=Path, help="write a record")
+    known = parser.parse_args()
+    chosen = [case for case in cases(known.runs, known.seed) if known.only in f"{case.kind} {case.phase}"]
+    kept = _kept(known.keep)
+    begun = time.monotonic()
+    left = [case for case in chosen if case.number not in kept]
+    if left:
+        with tempfile.TemporaryDirectory(prefix="qarl-faults-") as folder, set_up(Path(folder)) as parts:
+            farm, options_of, whole, counts = parts
+            for case in left:
+                outcome = Trial(case, farm, options_of(case), Path(folder), counts).run(whole[case.staleness])
+                farm.make_sound()
+                kept[case.number] = outcome
+                print(f"{outcome.result:13} {outcome.seconds:5.1f} s  {case.kind} at {case.phase}: {outcome.line}")
+                sys.stdout.flush()
+                if known.keep:
+                    with known.keep.open("a") as file:
+                        file.write(json.dumps(asdict(outcome)) + "\n")
+                if time.monotonic() - begun > 60 * known.minutes:
+                    break
+    outcomes = [kept[case.number] for case in chosen if case.number in kept]
+    print(summary(outcomes))
+    print(f"{len(outcomes)} of {len(chosen)} runs made")
+    if known.json:
+        data = {"runs": [asdict(outcome) for outcome in outcomes]}
+        written = record(["--runs", str(known.runs), "--seed", str(known.seed)], data)
+        written["command"] = written["command"].replace("qarl", "python scripts/server_faults.py", 1)
+        known.json.write_text(json.dumps(written, indent=2) + "\n")
+    return int(any(outcome.result == "FAILED" for outcome in outcomes))
+
+
+def _kept(file: Path | None) -> dict[int, Outcome]:
+    if file is None or not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {row["case"]["number"]: Outcome(**{**row, "case": Case(**row["case"])}) for row in rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""A proxy between a learner and one server that breaks one request, as networks and ailing servers do.
+
+Requests and answers pass unchanged, but for the one it is armed for: the n-th of a phase. What it can do to answers is
+what a server could send; what the server itself does is its own.
+"""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from rollout.servers.client import GENERATE
+
+PHASES = ("join", "audit", "stage", "commit", "canary", "sample")
+NETWORK = ("cut before", "cut after", "half an answer", "HTTP 500", "no JSON", "slow", "hang")
+"""What can happen to any request. "cut after": when the server has done it."""
+ANSWERS = ("NaN", "one log-prob too few", "one log-prob too many", "other weights", "no tokens")
+"""What can be wrong with an answer of tokens."""
+SLOW_SECONDS = 2.0
+_PHASE_OF = {
+    "/init_weight_transfer_engine": "join", "qarl_layer_reports": "audit", "qarl_abandon": "stage",
+    "/start_weight_update": "stage", "/update_weights": "stage", "/pause": "commit", "/finish_weight_update": "commit",
+    "/update_weight_version": "commit", "/resume": "commit", "/shutdown_weight_transfer_engine": "leave",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: of `NETWORK` or `ANSWERS`, or a name of `act`'s. number: of the phase's requests, from 1. act: done before
+    the request is passed on."""
+
+    kind: str
+    phase: str
+    number: int = 1
+    act: Callable[[], None] | None = None
+
+
+class Proxy:
+    """In front of the server at `target`, in a thread of its own, until `close`. url: where it listens."""
+
+    def __init__(self, target: str):
+        self._target = target
+        self._loop = asyncio.new_event_loop()
+        self.reset(None)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.url: str = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+
+    def reset(self, fault: Fault | None) -> None:
+        """Be as new, and armed for `fault`. struck: when it struck, by time.time. counts: requests of each phase."""
+        self.struck: float | None = None
+        self.counts: Counter[str] = Counter()
+        self._fault, self._phase, self._hangs = fault, "join", False
+
+    def close(self) -> None:
+        """End; connections are dropped."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _listen(self) -> str:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._handled)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _end(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _handled(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        fault = self._due(request.path, body)
+        if self._hangs:
+            await asyncio.sleep(3600)
+        if fault is None:
+            return await self._passed_on(request, body)
+        self.struck = time.time()
+        if fault.act:
+            fault.act()
+        if fault.kind == "cut before":
+            return _cut(request)
+        if fault.kind == "hang":
+            self._hangs = True
+            await asyncio.sleep(3600)
+        if fault.kind == "HTTP 500":
+            return web.Response(status=500, text="CUDA out of memory (planted)")
+        if fault.kind == "slow":
+            await asyncio.sleep(SLOW_SECONDS)
+        answer = await self._passed_on(request, body)
+        if fault.kind == "cut after":
+            return _cut(request)
+        if fault.kind == "no JSON":
+            return web.Response(text="<html>504</html>", content_type="text/html")
+        if fault.kind == "half an answer":
+            return await _half(request, answer)
+        return _altered(answer, fault.kind) if fault.kind in ANSWERS else answer
+
+    def _due(self, path: str, body: bytes) -> Fault | None:
+        """Count the request; the fault where it is the one."""
+        with contextlib.suppress(ValueError):
+            fields = json.loads(body) if body else {}
+            if path == GENERATE:
+                parameters = fields.get("sampling_params", {})
+                self._phase = "canary" if parameters.get("prompt_logprobs") is not None else "sample"
+            else:
+                self._phase = _PHASE_OF.get(fields.get("method", path), self._phase)
+        if path in ("/is_paused", "/health"):
+            return None
+        self.counts[self._phase] += 1
+        fault = self._fault
+        if fault is None or self.struck is not None or fault.phase != self._phase:
+            return None
+        return fault if self.counts[self._phase] >= fault.number else None
+
+    async def _passed_on(self, request: web.Request, body: bytes) -> web.Response:
+        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        try:
+            async with self._session.request(
+                request.method, f"{self._target}{request.path_qs}", data=body, headers=headers
+            ) as answer:
+                return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+        except (aiohttp.ClientError, OSError):
+            return _cut(request)
+
+
+def _cut(request: web.Request) -> web.Response:
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()
+
+
+async def _half(request: web.Request, answer: web.Response) -> web.StreamResponse:
+    whole = answer.body
+    assert isinstance(whole, bytes)
+    begun = web.StreamResponse(headers={"Content-Length": str(len(whole)), "Content-Type": "application/json"})
+    await begun.prepare(request)
+    await begun.write(whole[: len(whole) // 2])
+    await asyncio.sleep(0.05)
+    _cut(request)
+    return begun
+
+
+def _altered(answer: web.Response, kind: str) -> web.Response:
+    """An answer of tokens with one thing wrong."""
+    assert isinstance(answer.body, bytes)
+    fields: dict[str, Any] = json.loads(answer.body)
+    (choice,) = fields["choices"]
+    content = choice["logprobs"]["content"]
+    if kind == "NaN":
+        content[-1]["logprob"] = -9999.0
+    elif kind == "one log-prob too few":
+        content.pop()
+    elif kind == "one log-prob too many":
+        content.append(dict(content[-1]))
+    elif kind == "other weights":
+        choice["weight_versions"] = [{"version": "default", "start": 0, "end": len(content)}]
+    else:
+        choice["token_ids"] = None
+    return web.json_response(fields)

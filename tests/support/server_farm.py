@@ -1,0 +1,92 @@
+"""Two real servers behind proxies, for many runs with faults."""
+
+import contextlib
+import json
+import os
+import queue
+import resource
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rollout.servers.client import GENERATE
+from rollout.servers.start import free_ports, start_replicas, stop_replicas
+from rollout.vllm.options import VllmOptions
+from tests.support.fault_proxy import Proxy
+
+KEY = "the servers' key"
+
+
+class Farm:
+    """Two servers, each behind a proxy, that outlive runs. Work of the main thread is put into `todo`: what starts a
+    process has to be the thread that lives as long as it."""
+
+    def __init__(self, checkpoint: Path, options: VllmOptions, logs: Path):
+        self._checkpoint, self.options, self._logs = checkpoint, options, logs
+        self.todo: queue.Queue[Callable[[], None]] = queue.Queue()
+        ports = free_ports(2)
+        self.servers = start_replicas(checkpoint, options, ports, KEY, logs, seconds=300)
+        self.proxies = [Proxy(server.url) for server in self.servers]
+
+    def urls(self) -> str:
+        """What a run is given as `rollout.servers`."""
+        return ",".join(proxy.url for proxy in self.proxies)
+
+    def engine(self, number: int) -> psutil.Process:
+        """The process in which the server's model is."""
+        return psutil.Process(self.servers[number].process.pid).children(recursive=True)[-1]
+
+    def kill(self, number: int) -> None:
+        """At once, and all its processes."""
+        os.killpg(self.servers[number].process.pid, signal.SIGKILL)
+        self.servers[number].process.wait()
+
+    def restart(self, number: int) -> None:
+        """End it, and start one on its port with the weights of the start."""
+        dead = self.servers[number]
+        stop_replicas([dead])
+        port = int(dead.url.rpartition(":")[2])
+        logs = self._logs / f"{number}-{time.time():.0f}"
+        (self.servers[number],) = start_replicas(self._checkpoint, self.options, [port], KEY, logs, seconds=300)
+        warm(dead.url)
+
+    def make_sound(self) -> None:
+        """As new for the next run: alive, nobody's, going on."""
+        for proxy in self.proxies:
+            proxy.reset(None)
+        for number, server in enumerate(self.servers):
+            with contextlib.suppress(psutil.Error, IndexError):
+                engine = self.engine(number)
+                engine.send_signal(signal.SIGCONT)
+                engine.rlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            try:
+                _post(server.url, "/collective_rpc", {"method": "qarl_abandon"})
+                for path in ("/shutdown_weight_transfer_engine", "/resume"):
+                    _post(server.url, path)
+            except (OSError, urllib.error.URLError):
+                self.restart(number)
+
+    def close(self) -> None:
+        """End all."""
+        for proxy in self.proxies:
+            proxy.close()
+        stop_replicas(self.servers)
+
+
+def warm(url: str) -> None:
+    """The first requests of each kind compile, for longer than a run here waits for an answer."""
+    for parameters in ({"max_tokens": 8, "logprobs": 0}, {"max_tokens": 1, "prompt_logprobs": 0}):
+        _post(url, GENERATE, {"token_ids": list(range(16, 40)), "sampling_params": parameters}, 240)
+
+
+def _post(url: str, path: str, body: dict[str, Any] | None = None, seconds: float = 20) -> None:
+    request = urllib.request.Request(f"{url}{path}", data=json.dumps(body or {}).encode(), method="POST")
+    request.add_header("Authorization", f"Bearer {KEY}")
+    request.add_header("Content-Type", "application/json")
+    urllib.request.urlopen(request, timeout=seconds).read()
