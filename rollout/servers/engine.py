@@ -20,7 +20,7 @@ from quant.digest import StreamDigest
 from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
-from rollout.servers.client import Server, in_background
+from rollout.servers.client import CONTROL_SECONDS, Server, in_background
 from rollout.servers.publish import Sent, held_digests, publish_files
 from rollout.servers.replicas import Replicas, all_of
 from rollout.servers.sender import VersionSender
@@ -29,6 +29,7 @@ from rollout.types import Completion, Prompt, Sampling
 from rollout.vllm.options import VllmOptions
 
 T = TypeVar("T")
+_BACK_SECONDS = 3.0
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class ServerEngine:
         if self._publishes:
             report, digest = self._published(stream, version)
         else:
-            self._wait(self._replicas.take_back(self._admitted))
+            self._wait(self._replicas.take_back(self._answering))
             report, digest = _counted(stream)
         if report.digest == digest and not report.unconsumed and not report.missing:
             self.weight_version, self._label = version, _label(version, digest)
@@ -156,7 +157,7 @@ class ServerEngine:
 
     async def _held(self) -> list[str | None]:
         """What servers hold, those taken back too."""
-        await self._replicas.take_back(self._admitted, self._claimed)
+        await self._replicas.take_back(self._answering, self._claimed)
         return await held_digests(self._replicas)
 
     async def _to_all(self, written: Version, begun: float) -> LoadReport:
@@ -176,8 +177,12 @@ class ServerEngine:
         self.sent = Sent(written.bytes, whole=written.base is None, write=wrote, stage=stage, pause=pause)
         return report
 
-    async def _admitted(self, server: Server) -> None:
-        state, *_ = await server.call("qarl_state")
+    async def _answering(self, server: Server) -> None:
+        """`_admitted` at once, or not at this publish: a server that hangs is asked at each."""
+        await self._admitted(server, _BACK_SECONDS)
+
+    async def _admitted(self, server: Server, seconds: float = CONTROL_SECONDS) -> None:
+        state, *_ = await server.call("qarl_state", seconds)
         _require_settings(server.url, state, self._options)
         if state["learner"] not in ("", self._learner):
             raise EngineError(
