@@ -122,6 +122,8 @@ class Proxy:
         fault = self._fault
         if fault is None or self.struck is not None or fault.phase != self._phase:
             return None
+        if fault.kind in ANSWERS and path != GENERATE:
+            return None
         return fault if self.counts[self._phase] >= fault.number else None
 
     async def _passed_on(self, request: web.Request, body: bytes) -> web.Response:
