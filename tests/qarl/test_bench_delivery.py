@@ -3,7 +3,7 @@
 import pytest
 
 from configs.errors import ConfigError
-from qarl.bench import delivery, delta
+from qarl.bench import delivery, delta, soak
 from quant.checkpoint.load import empty_model
 
 
@@ -33,3 +33,12 @@ def test_unusable_values_are_refused_before_anything_is_built(changes: dict, mes
     options = {"shape": "tiny", "schemes": ["w4a16"], "lr": 1e-6, "rounds": 1, "folder": None, "say": print}
     with pytest.raises(ConfigError, match=message):
         delivery.measure(**{**options, **changes})
+
+
+def test_memory_is_fitted_without_its_warm_up():
+    """Contract: the slope is per hundred steps, of what follows the first tenth; its error is that of block means."""
+    points = [(step, 5000.0 if step <= 20 else 100 + 0.02 * step + (-1) ** step) for step in range(1, 200)]
+    fit = soak.fitted(points, 200)
+    assert fit["slope"] == pytest.approx(2, abs=0.3)
+    assert 0 < fit["error"] < 0.3
+    assert fit["last"] - fit["first"] == pytest.approx(1.8 * 0.95 * 2, abs=0.3)
