@@ -87,7 +87,8 @@ class FileTransfer(WeightTransferEngine[LearnersRun, PublishedFiles]):
         """Forget what was staged before, when it is."""
         if self._staging is not None:
             with suppress(Exception):  # it is not wanted any more
-                self._staging.result()
+                if layers := self._staging.result().layers:
+                    layers.discard()
         self._announced = self._staging = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

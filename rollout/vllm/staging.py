@@ -40,8 +40,9 @@ _ABSENT = object()
 class Staged:
     """Layers of the next version, made by `stage`. layers: how many."""
 
-    def __init__(self, pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]]):
+    def __init__(self, pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]], twins: Iterable[nn.Module]):
         self._pairs = pairs
+        self._twins = list(twins)
 
     @property
     def layers(self) -> int:
@@ -52,7 +53,13 @@ class Staged:
         """Put them in the model's place. Between two of its steps, for it is one version before and another after."""
         for live, twin, before in self._pairs:
             _take_over(live, twin, before)
+        self.discard()
+
+    def discard(self) -> None:
+        """Let go of what is not in the model: twins are in cycles, and would keep a version until Python collects."""
         self._pairs = []
+        _empty(self._twins)
+        self._twins = []
 
 
 def staging_refusal(model: nn.Module) -> str | None:
@@ -100,7 +107,10 @@ def stage(
             if partial:
                 raise EngineError(f"the engine expected more tensors for the layer of {partial[0]!r}")
             pairs = [(module, twins[module], before[module]) for module in touched]
-            return Staged(pairs + _tied_heads(touched, twins))
+            return Staged(pairs + _tied_heads(touched, twins), twins.values())
+    except BaseException:
+        _empty(twins.values())
+        raise
     finally:
         for twin in twins.values():
             LAYERWISE_INFO.pop(twin, None)
@@ -190,6 +200,11 @@ def _take_over(live: nn.Module, twin: nn.Module, before: dict[str, Any]) -> None
         for tensor in theirs.values():
             if tensor is not None:  # not to keep the twin
                 vars(tensor).update({n: _bound(value, twin, live) for n, value in vars(tensor).items()})
+
+
+def _empty(twins: Iterable[nn.Module]) -> None:
+    for twin in twins:
+        twin.__dict__.clear()
 
 
 def _layer(name: str) -> str:

@@ -1,7 +1,10 @@
 """Versions made beside a running model, held against freshly loaded engines."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,22 @@ def change(model: LowBitModel, part: str, seed: int) -> None:
     model.refresh()
 
 
+def parameters(engine: VllmEngine) -> list[weakref.ref[torch.Tensor]]:
+    """All of the engine's that hold anything."""
+    models = engine._llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    return [weakref.ref(tensor) for tensor in models[0].parameters() if tensor.numel()]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's collector."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
     running: tuple[LowBitModel, VllmEngine], tmp_path: Path
 ):
@@ -59,7 +78,10 @@ def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
         staged = engine.stage({item.name: item.tensor for item in receiver.tensors()}, changed)
         made.append(staged.layers)
         assert engine.logprobs(SEQUENCES) == answers
-        staged.swap()
+        replaced = parameters(engine) if part == "" else []
+        with uncollected():
+            staged.swap()
+            assert not any(tensor() is not None for tensor in replaced), "the version before is let go of at once"
         before, answers = answers, engine.logprobs(SEQUENCES)
         assert answers != before
         if version == 3:
