@@ -71,7 +71,8 @@ def staging_refusal(model: nn.Module) -> str | None:
             return "it has unquantized experts, which vLLM packs for a kernel of their own"
         if method.reads_default_dtype:
             return "it has FP8 experts, for which torch's default dtype has to be set, and it may be sampling"
-    if any(is_deferred_attention_layer(module) and own_parameters(module) for module in model.modules()):
+    attention = [module for module in model.modules() if is_deferred_attention_layer(module)]
+    if any(own_parameters(module) or hasattr(module, "kv_b_proj") for module in attention):
         return "its attention has weights of other layers"
     return None
 
