@@ -39,6 +39,7 @@ from transformers import (
 from configs.errors import ModelError
 from configs.schema.task import TaskConfig
 from learner.optim.optimizer import MatrixView, matrices_of
+from qarl.embedded.outliers import widen_columns
 from qarl.embedded.tokenizer import EOS, PAD, token_id, token_ids, train_tokenizer
 from qarl.tasks import Problem, load_task, solution_of
 from quant.runtime.answers import cache_folder
@@ -68,7 +69,7 @@ class TinyRecipe:
     Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the feed-forward layers
     are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`.
     task: what the warm start teaches, with its own options; `warm_start_steps=0` leaves the weights at random
-    initialization.
+    initialization. outliers: factor of `widen_columns` after it; 1 leaves the weights as trained.
 
     Raises:
         ValueError: a decoder Linear whose inputs are no multiple of 128 (W4A16's group size) or whose
@@ -95,6 +96,7 @@ class TinyRecipe:
     warm_start_batch: int = 256
     warm_start_lr: float = 5e-3
     warm_start_weight_decay: float = 0.1
+    outliers: float = 1.0
 
     def __post_init__(self) -> None:
         heads_width = self.num_attention_heads * self.head_dim
@@ -106,10 +108,12 @@ class TinyRecipe:
             raise ValueError(f"k_proj would have {keys_width} outputs; it must be a multiple of 32")
 
 
+_LONG = TinyRecipe(task="running_total", warm_start_steps=300, warm_start_batch=64, outliers=4.0)
 RECIPES = {
     "tiny-qwen3": TinyRecipe(),
     "tiny-qwen3-moe": TinyRecipe(num_experts=8),
-    "tiny-qwen3-long": TinyRecipe(task="running_total", warm_start_steps=200, warm_start_batch=64),
+    "tiny-qwen3-long": _LONG,
+    "tiny-qwen3-moe-long": dataclasses.replace(_LONG, num_experts=8),
 }
 
 
@@ -194,6 +198,7 @@ def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stde
         model = initial_model(recipe, tokenizer)
         if recipe.warm_start_steps:
             warm_start(model, tokenizer, recipe, progress)
+        widen_columns(dict(model.named_parameters()), recipe.outliers)
     tokenizer.save_pretrained(directory, save_jinja_files=False)  # the template inside tokenizer_config.json
     model.save_pretrained(directory)
     _write_manifest(directory, recipe)

@@ -15,8 +15,8 @@ from reasoning_gym.factory import ProceduralDataset, register_dataset
 class RunningTotalConfig:
     """Sizes of the chain."""
 
-    min_terms: int = 12  # Fewest numbers of a chain
-    max_terms: int = 12  # Most numbers of a chain
+    min_terms: int = 16  # Fewest numbers of a chain
+    max_terms: int = 16  # Most numbers of a chain
     digits: int = 1  # Digits of a number; the total keeps to one more
     seed: int | None = None
     size: int = 500

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from configs.schema.task import TaskConfig
+from qarl.embedded.outliers import widen_columns
 from qarl.embedded.recipe import (
     IGNORED,
     MANIFEST,
@@ -24,6 +25,7 @@ from qarl.embedded.recipe import (
     ensure_recipe,
     ensure_tiny,
     find_faults,
+    recipe_config,
     tiny_names,
 )
 from qarl.tasks import load_task
@@ -52,6 +54,30 @@ def cache(built, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(built):
     return AutoTokenizer.from_pretrained(built)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_wide_columns_change_no_output_and_coarsen_rows(experts: int) -> None:
+    """A factor that is a power of two leaves every logit as it was, to the bit; int4 codes of rows get coarser."""
+    recipe = replace(SMALL, num_experts=experts, warm_start_steps=0)
+    config = recipe_config(recipe, dtype="float32")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(40).view(2, 20)
+    before, errors = model(ids).logits, row_errors(model)
+    widen_columns(dict(model.named_parameters()), 4.0)
+    assert torch.equal(model(ids).logits, before)
+    assert all(after > 2 * errors[name] for name, after in row_errors(model).items())
+
+
+def row_errors(model: torch.nn.Module) -> dict[str, float]:
+    """Of the matrices that read a norm's output: mean |rounded to int4 by rows - weight| of the columns not widened."""
+    errors = {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_proj.weight", "gate_proj.weight", "experts.gate_up_proj")):
+            rows = weight.detach().flatten(0, -2)
+            scale = rows.abs().amax(dim=1, keepdim=True) / 7.5
+            errors[name] = ((rows / scale).round() * scale - rows)[:, 1:16].abs().mean().item()
+    return errors
 
 
 def test_two_builds_are_bit_identical(built, tmp_path) -> None:
