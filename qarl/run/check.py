@@ -1,5 +1,6 @@
 """What can be found wrong before anything heavy is imported and before a run folder exists."""
 
+import tempfile
 from pathlib import Path
 
 from configs.errors import ConfigError, InputError, SchemeError
@@ -55,15 +56,13 @@ def check_new_folder(path: Path, what: str, option: str) -> None:
     if exists:
         continued = f"continue it with --resume {path}, or " if (path / "config.yaml").is_file() else ""
         raise ConfigError(f"{what} {str(path)!r} exists; {continued}give another {option}")
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    there = next(folder for folder in path.absolute().parents if folder.exists())
     try:
-        path.mkdir(parents=True)  # what the system allows only trying shows: read-only disks, other users, quotas
+        # What the system allows only trying shows: read-only disks, other users, quotas. By another name, since another
+        # run may be making the same folders.
+        Path(tempfile.mkdtemp(prefix=".qarl-", dir=there)).rmdir()
     except OSError as error:
         raise ConfigError(f"cannot make {what} {str(path)!r}: {error.strerror}; give another {option}") from error
-    finally:
-        for folder in missing:
-            if folder.is_dir():
-                folder.rmdir()
 
 
 def check_task(config: RunConfig) -> Task:

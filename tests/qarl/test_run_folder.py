@@ -1,10 +1,12 @@
 """A run's folder: locked by its run, gone where the start failed, and what a resumed run may be asked."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from configs.errors import ConfigError
 from configs.load import load_config
 from qarl.cli.main import main
 from qarl.report.run_folder import RunFolder
+from qarl.run.check import check_new_folder
 
 
 def new_run(path: Path, *steps: int, export: bool = False) -> RunFolder:
@@ -53,6 +56,21 @@ def test_a_discarded_run_takes_the_folders_made_for_it_along(tmp_path: Path):
     assert not run.has_begun()
     run.discard()
     assert list(tmp_path.rglob("*")) == [tmp_path / "kept"]
+
+
+def test_trying_a_folder_makes_none_that_another_run_may_be_making(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs start side by side in a folder that is not there yet."""
+    made: list[Path] = []
+    make = os.mkdir
+
+    def recorded(path: str | Path, *args: Any, **options: Any) -> None:
+        made.append(Path(path))
+        make(path, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", recorded)
+    check_new_folder(tmp_path / "grid" / "one", "run folder", "--output")
+    assert [path.parent for path in made] == [tmp_path] and tmp_path / "grid" not in made
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_or_a_checkpoint_is_a_beginning(tmp_path: Path):
