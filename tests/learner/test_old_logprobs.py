@@ -34,14 +34,15 @@ def forwards_without_gradient(learner: Learner) -> list[int]:
         ({"mini_batches": 3}, 2 / 3),
         ({"mini_batches": 3, "correction": BYPASS}, 0.0),
         ({"mini_batches": 2, "correction": {"name": "token_mis", "ratio_from": "sampler"}}, 0.5),
-        ({"mini_batches": 2, "correction": BYPASS, "diagnostics_every": 1}, 1.0),
+        ({"mini_batches": 2, "correction": BYPASS, "diagnostics_every": 1}, 2.0),
         ({"mini_batches": 2, "aligned": False, "ratio_fix": "shadow_forward", "correction": BYPASS}, 2.0),
     ],
 )
 def test_forwards_without_gradient(config: dict[str, Any], share: float):
     """Share of the batch's rows that are computed without a gradient. The last group of `make_groups` teaches nothing,
     so the first mini-batch that is trained may not be the first. Steps that are measured score the last mini-batch once
-    more, after its update."""
+    more, after its update; the first of them the first mini-batch too, before and after, for the distance from the
+    start."""
     learner, batch = make_learner(**FP32, objective={"name": "grpo"}, **config), batch_of()
     rows = forwards_without_gradient(learner)
     stats = learner.learn(batch, step=0)
