@@ -246,6 +246,15 @@ def delivery(data: dict[str, Any]) -> str:
     return _text(lines)
 
 
+def soak(data: dict[str, Any]) -> str:
+    """Of `qarl bench soak`: memory at its ends, and its slope with a standard error, a row for each side."""
+    lines = [line(("MiB", "first 25 steps", "last 25 steps", "a hundred steps")), "|---|---:|---:|---:|"]
+    for side, memory in data["sides"].items():
+        slope = f"{memory['slope']:+.2f} ± {memory['error']:.2f}"
+        lines.append(line((side, f"{memory['first']:.0f}", f"{memory['last']:.0f}", slope)))
+    return _text(lines)
+
+
 def _percents(shares: tuple[float, ...]) -> list[float]:
     return [100 * share for share in shares]
 
@@ -267,7 +276,7 @@ def launches(rows: list[dict[str, Any]]) -> str:
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
     "memory": memory, "communication": communication, "launches": launches, "delta": delta,
-    "delivery": delivery,
+    "delivery": delivery, "soak": soak,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 
