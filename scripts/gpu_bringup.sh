@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first 45 minutes on a GPU: each step finds what only a GPU can show, the ones others depend on first.
+# The first hour on a GPU: each step finds what only a GPU can show, the ones others depend on first.
 # Has run on no GPU yet.
 #
 #   scripts/gpu_bringup.sh [FOLDER]     default: gpu-bringup
@@ -70,29 +70,29 @@ large() { # SHAPE LAYERS NAME OPTIONS...: three steps of a real shape with rando
 export python qarl out
 export -f tests run killed_and_resumed large
 
-# minutes 0-6: the environment, and which schemes run
+# the environment, and which schemes run
 step environment 10 - make env DEVICE=cuda
 step schemes 5 environment "$qarl" schemes --json "$out/schemes-table.json"
 step rounding 2 environment "$python" scripts/norm_rounding.py
-# 6-9: codes as the CPU's, products
+# codes as the CPU's, products
 step codes 5 environment tests tests/gpu/test_gpu.py -k codes
 step products 5 codes tests tests/gpu/test_gpu.py -k products
 step compiled 5 codes tests tests/quant/test_fused.py
-# 9-13: norms, rotation, gate, router, activation codes, attention against the engine's own
+# norms, rotation, gate, router, activation codes, attention against the engine's own
 step operators 5 environment tests tests/gpu/test_operators.py -k "not experts and not as_fast"
-# 13-17: gradients, experts, real shapes and their times
+# gradients, experts, real shapes and their times
 step gradients 5 products tests tests/gpu/test_gpu.py -k "gradients or experts_agree"
 step learning 5 gradients tests tests/gpu/test_learning.py
 step times 5 gradients tests tests/gpu/test_operators.py -k "experts or as_fast"
-# 17-23: the engine after five publishes, dense and experts, without and with CUDA graphs
+# the engine after five publishes, dense and experts, without and with CUDA graphs
 step engine 6 products tests tests/gpu/test_gpu.py -k "fresh_one and dense and eager"
 step engine-experts 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and experts and eager"
 step engine-graphs 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and graphs"
-# 23-27: how far learner and sampler are apart
+# how far learner and sampler are apart
 step mismatch 6 engine "$qarl" bench mismatch --json "$out/mismatch-table.json"
 step nearer 6 engine tests tests/gpu/test_runs.py -k "nearer or learners"
 step bitwise 8 engine tests tests/gpu/test_runs.py -k bits
-# 27-32: whole runs: train, export, resume
+# whole runs: train, export, resume
 step train 5 engine run w4a16 --steps 20
 step train-w8a8 5 train run w8a8 --scheme w8a8 --steps 10
 step train-fp8 5 train run fp8 --scheme fp8 --steps 10
@@ -101,7 +101,7 @@ step train-graphs 5 engine-graphs run graphs --rollout.enforce_eager false --ste
 step resume 5 train killed_and_resumed
 step zero3 5 train run zero3 --learner.zero_stage 3 --steps 5
 step options 8 train tests tests/gpu/test_runs.py -k "options or replayed or resumption"
-# 32-45: real shapes: seconds a phase are in each run's metrics.jsonl; peak memory against the plan
+# real shapes: seconds a phase are in each run's metrics.jsonl; peak memory against the plan
 step memory 8 train tests tests/gpu/test_runs.py -k memory
 step large 8 train large qwen3-1.7b 28 large
 step large-experts 8 train-experts large qwen3-30b-a3b 4 large-experts --learner.lora.name lora
