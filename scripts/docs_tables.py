@@ -5,6 +5,7 @@ which a benchmark's --json wrote. --check changes nothing and exits with 1 where
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -171,7 +172,10 @@ def schemes(data: dict[str, Any]) -> str:
     """Of `qarl bench schemes`: what is deployed, and the last steps of training."""
 
     def points(of: dict[str, float], sign: str = "") -> str:
-        return f"{100 * of['mean']:{sign}.1f} [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
+        mean = f"{100 * of['mean']:{sign}.1f}"
+        if math.isnan(of["low"]):  # one seed
+            return mean
+        return f"{mean} [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
 
     head = (
         "scheme", "learner", "objective", "deployed %, each seed", "mean [95 %]", "avg@k %", "to bf16, points",
@@ -255,6 +259,18 @@ def soak(data: dict[str, Any]) -> str:
     return _text(lines)
 
 
+def precision_gap(runs: list[dict[str, Any]]) -> str:
+    """Of `qarl bench precision-gap`: a row for each pairing and rate."""
+    head = ("pairing", "rate", "steps", "last reward", "first step's mean \\|Δ log p\\|", "phantom", "clipped")
+    lines = [line(head), "|---|" + "---:|" * 6]
+    for run in runs:
+        steps = "never" if run["converged"] is None else str(run["converged"])
+        shares = (f"{100 * run[name]:.2f} %" for name in ("phantom", "clipped"))
+        figures = (f"{run['lr']:.0e}", steps, f"{run['last_reward']:.2f}", f"{run['gap']:.1e}")
+        lines.append(line((f"`{run['pairing']}`", *figures, *shares)))
+    return _text(lines)
+
+
 def _percents(shares: tuple[float, ...]) -> list[float]:
     return [100 * share for share in shares]
 
@@ -276,7 +292,7 @@ def launches(rows: list[dict[str, Any]]) -> str:
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
     "memory": memory, "communication": communication, "launches": launches, "delta": delta,
-    "delivery": delivery, "soak": soak,
+    "delivery": delivery, "soak": soak, "precision-gap": precision_gap,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 
