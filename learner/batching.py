@@ -23,7 +23,8 @@ class Batch:
     sampler_logprobs: fp32 [B, T-1], the sampler's, and advantages: fp32 [B, T-1]; both zero outside the mask.
     group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed each
     token to in each decoder layer, -1 where it did not tell; None where routing is not replayed. ended: bool [B], whose
-    last token is the end token, none of them where it was cut off; None where that is not known.
+    last token is the end token, none of them where it was cut off; None where that is not known. versions_behind: int64
+    [B], weight versions published since each sequence was sampled; None where all are of the present weights.
     """
 
     tokens: torch.Tensor
@@ -34,6 +35,7 @@ class Batch:
     group: torch.Tensor
     experts: torch.Tensor | None = None
     ended: torch.Tensor | None = None
+    versions_behind: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
@@ -56,9 +58,9 @@ class Batch:
         return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
 
 
-def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo") -> Batch:
+def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo", version: int | None = None) -> Batch:
     """Every completion of every group as one row, in order. advantage: estimator, see `learner.objectives.advantages`;
-    all tokens of a response have its advantage."""
+    all tokens of a response have its advantage. version: of the weights that learn; None: those that sampled."""
     of_sequences = _advantages([g.rewards for g in groups], advantage)
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
     longest = max(len(p) + len(c.token_ids) for _, p, c in pairs)
@@ -77,6 +79,7 @@ def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo")
         tokens=tokens, length=length, response_mask=response_mask, sampler_logprobs=sampler, advantages=advantages,
         group=torch.tensor([i for i, _, _ in pairs]), experts=experts,
         ended=torch.tensor([c.finish_reason == "stop" for _, _, c in pairs]),
+        versions_behind=None if version is None else torch.tensor([version - c.weight_version for _, _, c in pairs]),
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@
 W_j are the weights before the batch's updates, W_k those before its last one. The forwards that a step does without
 (shadow forwards) are done for a sample of the last mini-batch, and every so many steps (`learner.diagnostics_every`).
 An aligned learner multiplies the codes itself: dtype and scheme are 0, and it needs one shadow forward, after the step.
+Where a version was published since the sample was drawn (`rollout.max_staleness`), the weights that drew it are gone:
+staleness is then the codes of W_k against the engine, and kernel, which is a part of that, not known.
 
 Source: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; sections 5, 6 and 10.3), whose
 α is staleness + kernel and whose β is scheme + dtype.
@@ -16,7 +18,7 @@ Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +28,7 @@ from learner.batching import Batch
 from learner.objectives import ObjectiveInput, find_objective
 from learner.processes import Processes
 from learner.row_logprobs import RowLogprobs
+from learner.token_log import TokenLog
 from quant.model.low_bit_model import LowBitModel
 
 SAMPLE_TOKENS = 2048
@@ -58,24 +61,22 @@ class Decomposition:
 @dataclass(frozen=True)
 class Forwards:
     """Log-probs of the same tokens, fp32 [B, T-1]. own: the learner's forward, by W_k; cast: unquantized, in the
-    engine's dtype, by W_k; published: the codes of W_k; before: those of W_j; after: those the update made; sampler:
-    the engine's."""
+    engine's dtype, by W_k; published: the codes of W_k; before: those of the weights that sampled, None where they are
+    gone; after: those the update made; sampler: the engine's."""
 
     own: torch.Tensor
     cast: torch.Tensor
     published: torch.Tensor
-    before: torch.Tensor
+    before: torch.Tensor | None
     after: torch.Tensor
     sampler: torch.Tensor
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The log-ratio's parts, fp32 [B, T-1] each; they add up to own - sampler."""
-        return {
-            "dtype": self.own - self.cast,
-            "scheme": self.cast - self.published,
-            "staleness": self.published - self.before,
-            "kernel": self.before - self.sampler,
-        }
+        precision = {"dtype": self.own - self.cast, "scheme": self.cast - self.published}
+        if self.before is None:
+            return precision | {"staleness": self.published - self.sampler}
+        return precision | {"staleness": self.published - self.before, "kernel": self.before - self.sampler}
 
 
 def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: LearnerConfig) -> Decomposition:
@@ -86,7 +87,8 @@ def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: Learn
     clipped = clipped_tokens(used, proximal, batch, config)
     phantom = clipped & ~clipped_tokens(forwards.published, forwards.sampler, batch, config)
     parts = forwards.parts()
-    alpha, beta = parts["staleness"] + parts["kernel"], parts["dtype"] + parts["scheme"]
+    alpha = parts["staleness"] + parts["kernel"] if "kernel" in parts else parts["staleness"]
+    beta = parts["dtype"] + parts["scheme"]
     means = {name: float(part[mask].abs().mean()) for name, part in (parts | {"alpha": alpha, "beta": beta}).items()}
     taught = mask & (batch.advantages != 0)
     moved = (forwards.after - forwards.published)[taught]
@@ -127,15 +129,22 @@ class ShadowForwards:
     ):
         self.batch = batch
         self.sample = sample_rows(batch, rows)
+        behind = batch.versions_behind
+        self._behind = behind is not None and bool(behind[self.sample].any())
         self._model = model
         self._add_logprobs = add_logprobs
         self._values: dict[str, torch.Tensor] = {}
         self.own = RowLogprobs(batch)
 
-    def before_updates(self) -> None:
-        """By the codes that sampled; an aligned learner's old log-probs are these."""
+    def before_updates(self, log: TokenLog | None) -> None:
+        """By the codes that sampled, where they are still there; an aligned learner's old log-probs are these. The
+        rows that `log` wants so are scored by unquantized weights, which an unaligned learner does anyway."""
         if not self._model.context.aligned:
-            self._values["before"] = self._published()
+            if not self._behind:
+                self._values["before"] = self._published()
+        elif log is not None and len(log.shown):
+            with self._model.unquantized_forward():
+                self._add_logprobs(log.unquantized, self._model, sample_rows(self.batch, log.shown))
 
     def before_last_update(self) -> None:
         """By the weights that are stepped last."""
@@ -158,6 +167,7 @@ class ShadowForwards:
         values = {"own": own, "cast": own, "published": own, "before": old, **self._values}
         wide = rows.response_mask.shape[1]
         forwards = Forwards(**{name: v[:, :wide] for name, v in values.items()}, sampler=rows.sampler_logprobs)
+        forwards = replace(forwards, before=None) if self._behind else forwards
         return decompose(forwards, old[:, :wide], rows, config)
 
     def _published(self) -> torch.Tensor:

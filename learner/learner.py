@@ -5,7 +5,7 @@ Axes: B sequences, T tokens.
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,19 @@ from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import KlConfig
 from configs.seeds import step_seed
+from learner.ages import Ages
 from learner.backends import make_backend
 from learner.batching import Batch, micro_batches, mini_batches
 from learner.decomposition import Decomposition, ShadowForwards
 from learner.gradient_passes import GradientErrors, GradientPasses
 from learner.gradients import compiles, rounds_weights
+from learner.learn_stats import LearnStats
 from learner.load_balance import load_balance_coefficient, load_balance_loss
 from learner.logprobs import packs, token_logprobs
 from learner.loss.aggregation import Totals
 from learner.loss.loss import LossInput, needs_old, policy_loss
 from learner.loss.metrics import LossMetrics, mean
-from learner.lost_updates import Diagnosis, LayerChanges, is_due
+from learner.lost_updates import Diagnosis, is_due
 from learner.mismatch import Mismatch
 from learner.objectives.ratios import shadowed
 from learner.optim.loss_scale import LossScale
@@ -38,35 +40,6 @@ from learner.stopwatch import Stopwatch
 from learner.token_log import TokenLog
 from quant.model.kept_scales import load_scales_state, scales_state
 from quant.model.low_bit_model import LowBitModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnStats(LossMetrics):
-    """A batch: means of `LossMetrics` over its updates, but for update_log_ratio, which is the last mini-batch's.
-
-    mismatch, entropy (nats a token): before the first update, of the sequences whose old log-probs are known
-    (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
-    left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
-    (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
-    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.lost_updates`, None
-    where they were not measured; log_ratio: see `learner.decomposition`, kl_from_start: nats a token, see
-    `learner.starting_policy`; both in the same steps. gradients: see `learner.gradient_passes`, where asked for."""
-
-    mismatch: Mismatch
-    lr: float
-    grad_norm: float
-    entropy: float
-    updates: int
-    skipped: int
-    loss_scale: float
-    seconds: dict[str, float] = field(compare=False)
-    lost_updates: float | None = None
-    crossed_bfloat16: float | None = None
-    flipped_codes: float | None = None
-    layers: LayerChanges = field(default_factory=LayerChanges)
-    log_ratio: Decomposition = field(default_factory=Decomposition)
-    kl_from_start: float | None = None
-    gradients: GradientErrors = field(default_factory=GradientErrors)
 
 
 class Learner:
@@ -206,7 +179,7 @@ class Learner:
         if self._diagnosis is not None and trained:
             shadow = ShadowForwards(batch, trained[-1], self.model, self._add_logprobs)
             with self.stopwatch("shadow"):
-                shadow.before_updates()
+                shadow.before_updates(log)
         old, reference = RowLogprobs(batch), None
         with self.stopwatch("old"):
             self._add_published(old, self._beforehand(batch, trained, gate is not None))
@@ -215,14 +188,15 @@ class Learner:
         if self._reference is not None:
             reference = RowLogprobs(batch)
             self._add_logprobs(reference, self._reference, torch.arange(len(batch.tokens)))
-        updates, gradients = [], GradientErrors()
+        updates, gradients, ages = [], GradientErrors(), Ages(batch, self.config.mini_batches)
         for n, index in enumerate(trained):
             measured = shadow if n == len(trained) - 1 else None
             if n == len(trained) - 1 and is_due(self.config.gradient_passes_every, step):
                 gradients = self._gradient_errors(batch, index, old if n else None)
-            updates.append(self._update(batch, old, reference, index, n == 0, log, measured))
+            ages.begin(n, index)
+            updates.append(self._update(batch, old, reference, index, n == 0, log, ages, measured))
         if log is not None:
-            log.complete(old, self.processes)
+            log.complete(old, ages.of_rows, self.processes)
         if self._diagnosis is not None:
             with self.stopwatch("shadow"):
                 kl_from_start = self._start.kl()
@@ -242,6 +216,7 @@ class Learner:
             log_ratio=shadow.decomposition(old.values, self.config) if shadow else Decomposition(),
             kl_from_start=kl_from_start,
             gradients=gradients,
+            ages=ages.mismatch(self.processes),
         )
 
     def _gradient_errors(self, batch: Batch, index: torch.Tensor, old: RowLogprobs | None) -> GradientErrors:
@@ -271,6 +246,7 @@ class Learner:
         index: torch.Tensor,
         first: bool,
         log: TokenLog | None,
+        ages: Ages,
         measured: ShadowForwards | None,
     ) -> "_Update":
         """first: no update was taken since the batch was sampled, so that what this one's forward gives is old.
@@ -295,6 +271,8 @@ class Learner:
                 current, entropies = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=adds)
             if adds and part.counts:
                 old.add(micro, current.detach(), entropies)
+            if part.counts:
+                ages.add(micro, current, rows)
             if measured is not None and part.counts:
                 measured.own.add(micro, current.detach(), entropies)
             if shadow is not None:

@@ -41,7 +41,8 @@ class StartingPolicy:
         self._started = True
         if rows is not None:
             sample = batch.rows(sample_rows(batch, rows, SAMPLE_TOKENS))
-            sample = dataclasses.replace(sample, experts=None, ended=None)  # routed by the router, then and later
+            # Routed by the router, then and later.
+            sample = dataclasses.replace(sample, experts=None, ended=None, versions_behind=None)
             self._sample = dataclasses.replace(sample, sampler_logprobs=self._logprobs(sample))
 
     def kl(self) -> float | None:

@@ -69,10 +69,10 @@ def _step(
     """One step of the loop; moves `at` forward."""
     session, config, policy = rollouts.session, rollouts.config, rollouts.session.policy
     sampled, groups = rollouts.take(watch)
-    batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage) if groups else None
+    batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage, at.version) if groups else None
     learned = published = log = None
     if batch is not None and batch.advantages.any():
-        log = recorder.log(batch)
+        log = recorder.log(batch, groups)
         with watch("learn"):
             learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log, restraint)
     rollouts.settle(watch)

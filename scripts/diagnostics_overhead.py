@@ -2,8 +2,8 @@
 
 One process, two learners of the embedded policy on the same batches in turn: one that measures at every step, and one
 that does not. Printed: the median of the paired ratios, a tenth of it (`learner.diagnostics_every` 10), and what the
-measures of every step take (mismatch, clip reasons), all as shares of the step's learning. Sampling and publishing come
-on top, so the share of a step is smaller. Options are fields of `learner.*`.
+measures of every step take (mismatch, clip reasons, ages), all as shares of the step's learning. Sampling and
+publishing come on top, so the share of a step is smaller. Options are fields of `learner.*`.
 """
 
 import statistics
@@ -14,10 +14,13 @@ from collections.abc import Callable
 import torch
 
 from configs.schema.learner import LearnerConfig
+from learner.ages import Ages
 from learner.batching import Batch, make_batch
 from learner.learner import Learner
 from learner.loss.tokens import clip_reasons, clipped_sides
 from learner.mismatch import measure_mismatch
+from learner.processes import Processes
+from learner.token_log import TokenLog
 from qarl.run.session import model_folder
 from quant.checkpoint.load import load_masters
 from quant.layers.context import LayerContext
@@ -62,12 +65,22 @@ def seconds(work: Callable[..., object], *arguments: object) -> float:
     return time.process_time() - start
 
 
+def learn(learner: Learner, batch: Batch, step: int) -> None:
+    """A step, with four recorded completions of least and four of most reward, as by default."""
+    rising = batch.advantages.sum(-1).argsort(stable=True)
+    learner.learn(batch, step, log=TokenLog(batch, torch.stack([rising[:4], rising[-4:]], 1).flatten().tolist()))
+
+
 def measure(batch: Batch) -> None:
     """What every step measures."""
     clipped = batch.sampler_logprobs < -5
     rows = (batch.response_mask, batch.advantages)
     measure_mismatch(batch.sampler_logprobs * 0.99, batch.sampler_logprobs, *rows, batch.ended)
     clipped_sides(clip_reasons(batch.sampler_logprobs, clipped, clipped, rows[1], rows[0]))
+    ages, index = Ages(batch, 1), torch.arange(len(batch.tokens))
+    ages.begin(0, index)
+    ages.add(index, batch.sampler_logprobs * 0.99, batch)
+    ages.mismatch(Processes())
 
 
 def main(options: dict[str, str]) -> None:
@@ -77,7 +90,8 @@ def main(options: dict[str, str]) -> None:
     ratios, always = [], []
     for step in range(PAIRS + 2):
         batch = batch_of(step, vocabulary)
-        took = {every: seconds(learners[every].learn, batch, step) for every in ((0, 1) if step % 2 else (1, 0))}
+        order = (0, 1) if step % 2 else (1, 0)
+        took = {every: seconds(learn, learners[every], batch, step) for every in order}
         if step >= 2:  # the first ones compile
             ratios.append(took[1] / took[0] - 1)
             always.append(seconds(measure, batch) / took[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
-from qarl.page.figures import curve_figures, digits, layer_figures, mismatch_figures, time_split
+from qarl.page.figures import age_figures, curve_figures, digits, layer_figures, mismatch_figures, time_split
 from qarl.page.ratios import ratio_figures, treatment
 from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
 from qarl.page.tokens import mismatch_columns, packed_tokens
@@ -73,6 +73,7 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
         "curves": curve_figures(kinds),
         "time": time_split(kinds),
         "where": mismatch_figures(columns, which),
+        "ages": age_figures(kinds),
         "layers": layer_figures(kinds),
         "ratios": ratio_figures(steps),
         "treatment": treatment(steps),
@@ -90,6 +91,7 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
         "name": run.name,
         "seed": run.config.seed,
         "aligned": run.config.learner.aligned,
+        "diagnostics": run.config.learner.diagnostics_every,
         "steps": last["step"],
         "asked": run.config.steps,
         "reward": digits(last["reward"]),

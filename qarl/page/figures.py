@@ -154,6 +154,31 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
     return figures
 
 
+def age_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
+    """Mismatch by age (`learner.ages`): means over all steps, and bands from the lowest to the highest; nothing where
+    every token is learned by the weights that sampled it."""
+    lines = []
+    for number, kind in enumerate(kinds):
+        of_age: dict[int, list[float]] = {}
+        for metrics in (m for run in kind.runs for m in run.metrics):
+            pairs = zip(metrics.get("learn/ages/age") or (), metrics.get("learn/ages/mean_abs") or (), strict=True)
+            for age, value in pairs:
+                of_age.setdefault(age, []).append(value)
+        rows = sorted(of_age.items())
+        if rows:
+            line = {"of": number, "name": "mean", "x": [float(age) for age, _ in rows]}
+            lines.append(thinned(line | _spans([values for _, values in rows])))
+    return [
+        {
+            "id": "by-age", "title": "Mismatch by age", "x": "updates since the weights that sampled", "unit": "nats",
+            "log": False, "lines": lines,
+            "help": "Mean |log π_learner − log π_sampler| of all tokens at the weights that their update moves, over "
+            "steps; bands reach from the lowest to the highest. At 0 it is precision and kernels, what it grows by is "
+            "staleness.",
+        }
+    ] if any(max(line["x"]) > 0 for line in lines) else []  # fmt: skip
+
+
 def layer_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
     """What updates change in each layer, of the runs that measured it: means over their measured steps, and bands from
     the lowest to the highest. labels: the layers' names, where all have the same."""
@@ -166,8 +191,7 @@ def layer_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
             rows = [(x, values) for x, values in rows if values]
             if rows:
                 line = {"of": number, "name": name, "x": [float(x) for x, _ in rows]}
-                spans: dict[str, Callable[[Sequence[float]], float]] = {"y": _mean, "low": min, "high": max}
-                lines.append(thinned(line | {key: [span(v) for _, v in rows] for key, span in spans.items()}))
+                lines.append(thinned(line | _spans([v for _, v in rows])))
         labels += [m["learn/layers/layer"] for m in steps[:1]]
     if not lines:
         return []
@@ -180,6 +204,12 @@ def layer_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
             "measured steps; bands reach from the lowest to the highest.",
         }
     ]  # fmt: skip
+
+
+def _spans(values: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """A line's values and band: mean, lowest and highest of each point's."""
+    spans: dict[str, Callable[[Sequence[float]], float]] = {"y": _mean, "low": min, "high": max}
+    return {name: [span(each) for each in values] for name, span in spans.items()}
 
 
 def _line(number: int, kind: Configuration, curve: Curve, place: int, name: str, field: str) -> dict[str, Any] | None:

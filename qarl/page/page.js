@@ -65,7 +65,7 @@ function toggle(kind, button) {
 function where() {
   if (DATA.where.length) figuresInto("where", DATA.where);
   else within("where", ".figures").append(el("p", { class: "empty" }, "No tokens with both log-probs are on record. The curve of the mismatch above is over all tokens."));
-  figuresInto("where", DATA.layers);
+  figuresInto("where", [...DATA.ages, ...DATA.layers]);
 }
 
 function ratios() {

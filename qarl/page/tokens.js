@@ -30,6 +30,20 @@ const made = packed.completions;
 const COUNT = made.step.length;
 const starts = new Uint32Array(COUNT + 1);
 for (let i = 0; i < COUNT; i++) starts[i + 1] = starts[i] + made.length[i];
+// Of a learner that is not aligned its own log-prob is the unquantized policy's; of others some completions have one.
+const unquantized = (() => {
+  const values = new Float32Array(tokens.word.length).fill(NaN), asked = halves(packed.unquantized_logprob);
+  let next = 0;
+  for (let completion = 0; completion < COUNT; completion++) {
+    const aligned = DATA.runs[made.run[completion]].aligned;
+    for (let i = starts[completion]; i < starts[completion + 1]; i++) {
+      if (made.asked[completion]) values[i] = asked[next++];
+      else if (!aligned) values[i] = tokens.sampler[i] + tokens.mismatch[i];
+    }
+  }
+  return values;
+})();
+const rounding = (i) => tokens.sampler[i] - unquantized[i];
 const worstOf = Float32Array.from(made.worst, (place, i) => (place < 0 ? NaN : Math.abs(tokens.mismatch[starts[i] + place])));
 const REPEATED = 32, IMPROBABLE = 16, UNKNOWN = 15;
 const reasonAt = (i) => ((tokens.flags[i] & 15) === UNKNOWN ? null : packed.reasons[tokens.flags[i] & 15]);
@@ -37,6 +51,8 @@ function firstError(completion) {
   for (let i = starts[completion]; i < starts[completion + 1]; i++) if (tokens.flags[i] & (REPEATED | IMPROBABLE)) return String(i - starts[completion] + 1);
   return "none";
 }
+const unasked = ({ aligned, diagnostics }) => (!aligned ? "not known" : diagnostics ? `not asked here: every ${diagnostics} steps, of some` : "not asked (learner.diagnostics_every 0)");
+const ageOf = (completion) => (made.age[completion] === null ? "no update" : made.age[completion] === 1 ? "1 update" : `${made.age[completion]} updates`);
 const texts = new Map();
 function textOf(completion) {
   if (!texts.has(completion)) {
@@ -62,7 +78,7 @@ const diverging = (values, most) => (i) => {
 let shownCompletion = 0;
 const advantageAt = () => made.advantage[shownCompletion] ?? NaN;
 const MOST = {
-  mismatch: reach(tokens.mismatch), ratio: reach(tokens.ratio),
+  mismatch: reach(tokens.mismatch), ratio: reach(tokens.ratio), rounding: reach(unquantized.map((_, i) => rounding(i))),
   advantage: Math.max(1e-6, ...made.advantage.filter((value) => value !== null).map(Math.abs)),
 };
 const COLUMNS = {
@@ -79,6 +95,7 @@ const COLUMNS = {
     },
     chips: [["r-above", "above 1"], ["r-below", "below 1"], ["r-above r-sequence", "dotted: the whole sequence"], ["r-corrected", "weight capped or masked"]],
   },
+  rounding: { title: "Quantization", paint: diverging(rounding, MOST.rounding), ramp: MOST.rounding, ends: ["unquantized policy higher", "quantized sampler higher"] },
   advantage: { title: "Advantage", paint: diverging(advantageAt, MOST.advantage), ramp: MOST.advantage, ends: ["worse than its group", "better"] },
   error: {
     title: "Error tokens",
@@ -121,7 +138,7 @@ class Browser {
     const range = (name) => ["from", "to"].map((side) => (this[name + side] = el("input", { type: "number", placeholder: side, step: "any", "aria-label": `${name} ${side}`, oninput: again })));
     this.search = el("input", { type: "search", placeholder: "words in prompt or completion", oninput: again });
     this.run = el("select", { onchange: again }, el("option", { value: "" }, "all"), ...DATA.runs.map((run, i) => el("option", { value: i }, run.name)));
-    this.with = el("select", { onchange: again }, ...[["", "any"], ["clip", "clipped tokens"], ["corrected", "corrected tokens"], ["error", "error tokens"], ["cut", "cut off at the limit"]].map(([value, text]) => el("option", { value }, text)));
+    this.with = el("select", { onchange: again }, ...[["", "any"], ["clip", "clipped tokens"], ["corrected", "corrected tokens"], ["error", "error tokens"], ["cut", "cut off at the limit"], ["unquantized", "unquantized probabilities"]].map(([value, text]) => el("option", { value }, text)));
     const orders = [["worst", "worst token"], ["step", "step"], ["reward", "reward"], ["length", "length"], ["prompt", "prompt"], ["advantage", "advantage"]];
     this.by = el("select", { onchange: () => { this.sort = { by: this.by.value, down: !["step", "prompt"].includes(this.by.value) }; this.filter(); } }, ...orders.map(([value, text]) => el("option", { value }, text)));
     this.turn = el("button", { type: "button", title: "Turn the order round", "aria-label": "Turn the order round", onclick: () => { this.sort.down = !this.sort.down; this.filter(); } }, "↓");
@@ -170,6 +187,7 @@ class Browser {
 
   has(completion, kind) {
     if (kind === "cut") return made.truncated[completion] === 1;
+    if (kind === "unquantized") return !Number.isNaN(unquantized[starts[completion]]);
     for (let i = starts[completion]; i < starts[completion + 1]; i++) {
       const reason = reasonAt(i);
       if (kind === "error" ? tokens.flags[i] & (IMPROBABLE | REPEATED) : reason && reason !== "none" && (reason === "corrected") === (kind === "corrected")) return true;
@@ -267,7 +285,7 @@ class Browser {
 
   card(completion, chosen) {
     const facts = [["reward", number(made.reward[completion])], [`mean of ${made.group_size[completion]}`, number(made.group_reward[completion])], ["advantage", number(made.advantage[completion])],
-      ["tokens", `${made.length[completion]}${made.truncated[completion] ? ", cut off" : ""}`], ["worst |Δ log p|", number(worstOf[completion])], ["first error token", firstError(completion)], ["weights", `version ${made.version[completion]}`]];
+      ["tokens", `${made.length[completion]}${made.truncated[completion] ? ", cut off" : ""}`], ["worst |Δ log p|", number(worstOf[completion])], ["first error token", firstError(completion)], ["weights", `version ${made.version[completion]}`], ["age", ageOf(completion)]];
     const stream = el("div", { class: "stream", "data-completion": completion });
     shownCompletion = completion;
     const { paint } = COLUMNS[this.column];
@@ -324,7 +342,8 @@ class Browser {
     const errors = [tokens.flags[i] & IMPROBABLE ? "improbable" : "", tokens.flags[i] & REPEATED ? "in a loop" : ""].filter(Boolean).join(", ");
     showTip(JSON.stringify(packed.texts[tokens.word[i]]), [
       ["token", `${packed.ids[tokens.word[i]]}, ${i - starts[completion] + 1} of ${made.length[completion]}`],
-      ["π sampler", probability(sampler)], [DATA.runs[made.run[completion]].aligned ? "π learner" : "π unquantized", probability(sampler + apart)], ["Δ log p", number(apart)],
+      ["π sampler", probability(sampler)], ...(DATA.runs[made.run[completion]].aligned ? [["π learner", probability(sampler + apart)]] : []),
+      ["π unquantized", Number.isNaN(unquantized[i]) ? unasked(DATA.runs[made.run[completion]]) : probability(unquantized[i])], ["Δ log p", number(apart)],
       ["ratio", Number.isNaN(ratio) ? "no update" : `${number(Math.exp(ratio))}  (log ${number(ratio)})`], ["clipped", reasonAt(i) ?? "no update"],
       ["advantage", number(made.advantage[completion])], ["error token", errors || "no"],
     ], x, y);

@@ -1,4 +1,5 @@
-"""Recorded completions as a page carries them: as many as its size allows, token columns packed to nine bytes a token.
+"""Recorded completions as a page carries them: as many as its size allows, token columns packed to nine bytes a token,
+and two more where the unquantized policy was asked.
 
 Axes: n tokens of all completions laid end to end.
 """
@@ -20,7 +21,7 @@ BUDGET = 1_500_000
 _A_TOKEN, _A_COMPLETION = 12, 50
 """Bytes of the page, about; words not counted."""
 
-_SHOWN = {"step": "step", "group": "group", "sample": "sample", "version": "weight_version"}
+_SHOWN = {"step": "step", "group": "group", "sample": "sample", "version": "weight_version", "age": "age"}
 """Columns of completions shown as they are: the page's name → the file's."""
 
 _UNKNOWN = 15
@@ -58,16 +59,26 @@ def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
 
 
 def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
-    """Every n-th step counted from the last, with the smallest n that fits; of the last alone, as many completions as
-    fit where not even that does."""
-    costs = [_cost(rows) for rows in steps]
+    """The last step, and of every n steps before it one, with the smallest n that fits: one whose completions the
+    unquantized policy was asked about, where there is one. Of the last alone, as many completions as fit where not
+    even that does."""
+    costs, asked = [_cost(rows) for rows in steps], [bool(_asked(rows).any()) for rows in steps]
     for every in range(1, len(steps) + 1):
-        if sum(costs[::-1][::every]) <= budget:
-            return list(steps[::-1][::every])[::-1]
+        spans = [range(max(0, end - every), end) for end in range(len(steps) - 1, 0, -every)]
+        picked = [max(span, key=lambda place: (asked[place], place)) for span in spans]
+        places = [*picked[::-1], len(steps) - 1]
+        if sum(costs[place] for place in places) <= budget:
+            return [steps[place] for place in places]
     if not steps:
         return []
     sizes = np.cumsum([_A_COMPLETION + _A_TOKEN * length for length in steps[-1].lengths])
     return [steps[-1].first(max(1, int((sizes <= budget).sum())))]
+
+
+def _asked(rows: TokenRows) -> np.ndarray:
+    """Which completions have the unquantized policy's log-probs, bool [completions]."""
+    known = np.isfinite(rows.tokens["unquantized_logprob"])
+    return np.array([bool(len(part)) and bool(part.all()) for part in np.split(known, np.cumsum(rows.lengths)[:-1])])
 
 
 def _cost(rows: TokenRows) -> int:
@@ -79,8 +90,8 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
     prompts: dict[str, int] = {}
     texts: dict[tuple[int, str], int] = {}
     words: list[int] = []
-    columns: dict[str, list[Any]] = {name: [] for name in ("run", *_SHOWN, "prompt", "reward", "length", "worst",
-                                     "truncated", "group_size", "group_reward", "advantage")}  # fmt: skip
+    columns: dict[str, list[Any]] = {name: [] for name in ("run", *_SHOWN, "prompt", "reward", "length", "asked",
+                                     "worst", "truncated", "group_size", "group_reward", "advantage")}  # fmt: skip
     for number, rows in steps:
         about, ends = rows.completions, np.cumsum(rows.lengths)
         pairs = zip(rows.tokens["token_id"].tolist(), rows.tokens["token"], strict=True)
@@ -92,6 +103,7 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
             "prompt": [prompts.setdefault(prompt, len(prompts)) for prompt in about["prompt"]],
             "reward": map(digits, about["reward"]),
             "length": rows.lengths,
+            "asked": _asked(rows).astype(int).tolist(),
             "worst": [-1 if place is None else place for place in about["worst_token"]],
             "truncated": [int(reason in ("length", "repetition")) for reason in about["finish_reason"]],
             "group_size": map(len, groups),
@@ -108,6 +120,7 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
         "wide": len(texts) > 2**16,
         "words": _encoded(np.asarray(words, dtype="<u2" if len(texts) <= 2**16 else "<u4")),
         **{name: _encoded(_halves(steps, name)) for name in ("sampler_logprob", "mismatch", "log_ratio")},
+        "unquantized_logprob": _encoded(_unquantized(steps)),
         "flags": _encoded(_flags(steps)),
     }
 
@@ -121,6 +134,13 @@ def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
     """float16 [n], NaN where not known: three digits, which is what the page shows."""
     parts = [rows.tokens[name] for _, rows in steps]
     return np.concatenate(parts).clip(-6e4, 6e4).astype("<f2") if parts else np.zeros(0, "<f2")
+
+
+def _unquantized(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
+    """float16, of the tokens of those completions that have them, end to end."""
+    kept = [(number, rows) for number, rows in steps if _asked(rows).any()]
+    asked = [np.repeat(_asked(rows), rows.lengths) for _, rows in kept]
+    return _halves(kept, "unquantized_logprob")[np.concatenate(asked)] if kept else np.zeros(0, "<f2")
 
 
 def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:

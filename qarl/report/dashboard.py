@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.schema.run import RunConfig
-from learner.learner import LearnStats
+from learner.learn_stats import LearnStats
 from qarl.report.audit_table import audit_table
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics

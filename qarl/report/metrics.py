@@ -10,9 +10,10 @@ from statistics import pstdev
 from typing import Any
 
 from configs.schema.run import RunConfig
+from learner.ages import MismatchByAge
 from learner.decomposition import Decomposition
 from learner.gradient_passes import GradientErrors
-from learner.learner import LearnStats
+from learner.learn_stats import LearnStats
 from learner.lost_updates import LayerChanges
 from learner.mismatch import Mismatch
 from qarl.report.error_tokens import count_error_tokens
@@ -142,7 +143,8 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
     if learn := part("learn/"):
         mismatch, log_ratio = Mismatch(**part("learn/mismatch/")), Decomposition(**part("learn/log_ratio/"))
         layers, gradients = LayerChanges(**part("learn/layers/")), GradientErrors(**part("learn/gradients/"))
-        nested = {"mismatch": mismatch, "log_ratio": log_ratio, "layers": layers, "gradients": gradients}
+        ages = MismatchByAge(**{name: tuple(values) for name, values in part("learn/ages/").items()})
+        nested = {"mismatch": mismatch, "log_ratio": log_ratio, "layers": layers, "gradients": gradients, "ages": ages}
         stats = LearnStats(seconds={}, **nested, **learn)
     unmeasured = ("accuracy", "digest", "canary", "staleness", "error_tokens_negative", "error_tokens_positive")
     optional: dict[str, Any] = dict.fromkeys(unmeasured)

@@ -4,6 +4,7 @@ Axes: B sequences, T tokens of a sequence; n tokens of all recorded completions 
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +37,14 @@ class TokenRecorder:
         if resume_step is not None and first:
             drop_after(folder, resume_step)
 
-    def log(self, batch: Batch) -> TokenLog | None:
-        """What `Learner.learn` is to fill in for this batch; None where nothing is recorded."""
-        return TokenLog(batch) if self._record != 0 else None
+    def log(self, batch: Batch, groups: Sequence[Group]) -> TokenLog | None:
+        """What `Learner.learn` is to fill in for this batch, made of these groups; None where nothing is recorded."""
+        if self._record == 0:
+            return None
+        rewards = [r for g in groups for r in g.rewards]
+        rows = chosen_rows(rewards, np.zeros(len(rewards)), self._record)  # what breaks a tie is not known yet
+        pairs = zip_longest(rows[: len(rows) // 2], rows[len(rows) // 2 :])
+        return TokenLog(batch, [row for pair in pairs for row in pair if row is not None])
 
     def write(self, step: int, groups: Sequence[Group], log: TokenLog | None) -> None:
         """groups: those that `log`'s batch was made of; with None, any that were sampled and not learned from."""
@@ -46,12 +52,16 @@ class TokenRecorder:
             return
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards]
-        rows = chosen_rows(rewards, worst_mismatch(log, len(completions)), self._record)
+        worst = worst_mismatch(log, len(completions))
+        if log is not None:  # those the unquantized policy was asked about: what is compared is kept
+            worst[log.unquantized.known.numpy()] = np.inf
+        rows = chosen_rows(rewards, worst, self._record)
         places = [(number, sample) for number, g in enumerate(groups) for sample in range(len(g.completions))]
         kept = [completions[row] for row in rows]
         columns = _token_columns(kept, groups, places, rows, log)
         texts = [text for c in kept for text in token_texts(self._tokenizer, c.token_ids)]
         about = _completion_columns(step, groups, [places[row] for row in rows], columns["mismatch"])
+        about["age"] = [None if log is None or log.age[row] < 0 else int(log.age[row]) for row in rows]
         lengths = [len(c.token_ids) for c in kept]
         tokens = columns | {"token": np.array(texts, dtype=object)}
         write_step(self._folder, step, TokenRows(about, tokens, lengths), len(completions))
@@ -95,18 +105,20 @@ def _token_columns(
 ) -> dict[str, np.ndarray]:
     """All token columns but the texts, as `TokenRows` has them."""
     sampler = np.concatenate([np.asarray(c.logprobs, dtype=np.float32) for c in kept])
-    old = ratio = advantage = np.full(len(sampler), np.nan, dtype=np.float32)
+    old = unquantized = ratio = advantage = np.full(len(sampler), np.nan, dtype=np.float32)
     clip = np.full(len(sampler), -1)
     if log is not None:
         lengths = [len(c.token_ids) for c in kept]
         starts = [len(groups[places[row][0]].prompt.token_ids) - 1 for row in rows]
-        known, updated = (np.repeat(flags[list(rows)].numpy(), lengths) for flags in (log.known, log.updated))
+        flags = (log.known, log.unquantized.known, log.updated)
+        known, measured, updated = (np.repeat(each[list(rows)].numpy(), lengths) for each in flags)
 
         def taken(values: Any) -> np.ndarray:
             spans = zip(rows, starts, lengths, strict=True)
             return np.concatenate([values[row, start : start + length].numpy() for row, start, length in spans])
 
         old = np.where(known, taken(log.old), np.float32(np.nan))
+        unquantized = np.where(measured, taken(log.unquantized.values), np.float32(np.nan))
         ratio = np.where(updated, taken(log.log_ratio), np.float32(np.nan))
         clip = np.where(updated, taken(log.clip), -1)
         advantage = taken(log.batch.advantages)
@@ -114,6 +126,7 @@ def _token_columns(
         "token_id": np.concatenate([np.asarray(c.token_ids, dtype=np.int32) for c in kept]),
         "sampler_logprob": sampler,
         "learner_logprob": old,
+        "unquantized_logprob": unquantized,
         "mismatch": old - sampler,
         "log_ratio": ratio,
         "clip": clip,

@@ -49,6 +49,7 @@ class LayerContext:
         self.keeps_codes = True
         self._own = make_factory(kernel, dtype)
         self._published = False
+        self._unquantized = False
 
     @property
     def factory(self) -> KernelFactory:
@@ -57,8 +58,9 @@ class LayerContext:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether forwards read what is published: an aligned learner's always, others' in `published_forward`."""
-        return self.aligned or self._published
+        """Whether forwards read what is published: an aligned learner's but in `unquantized_forward`, others' in
+        `published_forward`."""
+        return (self.aligned or self._published) and not self._unquantized
 
     @property
     def forward_dtype(self) -> torch.dtype:
@@ -73,6 +75,15 @@ class LayerContext:
             yield
         finally:
             self._published = False
+
+    @contextlib.contextmanager
+    def unquantized_forward(self) -> Iterator[None]:
+        """Within this context every layer multiplies its masters in the compute dtype, cast for each use."""
+        self._unquantized = True
+        try:
+            yield
+        finally:
+            self._unquantized = False
 
     @contextlib.contextmanager
     def engine_dtype(self) -> Iterator[None]:

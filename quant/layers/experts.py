@@ -81,12 +81,13 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     def _cast(self) -> ExpertsMatmul:
         dtype = self.context.compute_dtype
-        self._casts = [
+        casts = [
             fill(torch.empty(whole_shape(master), dtype=dtype, device=merged.device), merged, shard_of(master))
             for master, merged in zip(self.masters, self.merged(), strict=True)
         ]
-        casts = zip(*self._casts, strict=True)
-        pairs = [(PlainMatmul(gate_up, None), PlainMatmul(down, None)) for gate_up, down in casts]
+        if not self.context.aligned:  # an aligned layer's are for one product, and none is derived through
+            self._casts = casts
+        pairs = [(PlainMatmul(gate_up, None), PlainMatmul(down, None)) for gate_up, down in zip(*casts, strict=True)]
         return ExpertsLoop(pairs, self.shape.activation)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):

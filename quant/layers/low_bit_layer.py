@@ -111,8 +111,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         built at first use, so that publishing and exporting alone do without. Raises `KernelError` where the kernel
         family has none."""
         if not self.context.multiplies_codes:
-            assert self._plain is not None
-            return self._plain
+            return self._cast() if self._plain is None else self._plain
         if self._kernel is not None and self.context.keeps_products:
             return self._kernel
         with torch.no_grad():

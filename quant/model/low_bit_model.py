@@ -229,6 +229,14 @@ class LowBitModel(nn.Module):
                 self.release_products()
 
     @contextlib.contextmanager
+    def unquantized_forward(self) -> Iterator[None]:
+        """Within this context an aligned model multiplies its masters, cast to the engine's dtype a layer at a time:
+        the policy as it would be without low-bit codes. Without gradient, and the masters are those of the last
+        `refresh`."""
+        with self.context.unquantized_forward():
+            yield
+
+    @contextlib.contextmanager
     def cast_forward(self) -> Iterator[None]:
         """Within this context an unaligned model computes in the engine's dtype, unquantized still. The masters are
         those of the last `refresh`."""

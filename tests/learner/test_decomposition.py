@@ -13,15 +13,18 @@ from transformers import PreTrainedModel
 from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
 from learner.backends import check_backend
-from learner.batching import Batch, micro_batches
+from learner.batching import Batch, make_batch, micro_batches
 from learner.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
 from learner.gradient_passes import GradientErrors
+from learner.learn_stats import LearnStats
 from learner.learner import Learner
+from learner.token_log import TokenLog
 from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
-from tests.support.learners import all_equal, batch_of, masters_of, random_model
+from tests.support.learners import all_equal, batch_of, make_groups, masters_of, random_model
 
+MINI_BATCHES = 4
 PARTS = ("dtype", "scheme", "staleness", "kernel")
 NOISE = 0.05
 
@@ -252,3 +255,88 @@ def test_what_is_clipped_leaves_the_clipped_gradient():
 def test_gradient_passes_are_for_one_process():
     with pytest.raises(ConfigError, match=r"gradient_passes_every 5 .* not 2 with learner.zero_stage 3"):
         check_backend(LearnerConfig.model_validate({"gradient_passes_every": 5, "zero_stage": 3}), 2)
+
+
+def updated_rows(learner: Learner) -> list[torch.Tensor]:
+    """A list that is given the rows of every update."""
+    rows: list[torch.Tensor] = []
+    update = learner._update
+
+    def record(*arguments: object) -> object:
+        rows.append(arguments[3])  # type: ignore[arg-type]
+        return update(*arguments)  # type: ignore[arg-type]
+
+    learner._update = record  # type: ignore[method-assign]
+    return rows
+
+
+def stale_batch(learner: Learner) -> Batch:
+    """Half of its groups sampled by the codes of before a batch that was learned, the others by the present ones."""
+    batch = batch_of(1)
+    before, _ = learner.logprobs(batch)
+    learner.learn(batch_of(0), 0)
+    now, _ = learner.logprobs(batch)
+    behind = 1 - batch.group % 2
+    sampler = torch.where(behind[:, None] > 0, before, now)
+    return dataclasses.replace(batch, sampler_logprobs=sampler, versions_behind=behind)
+
+
+def test_planted_staleness_is_recovered_at_its_age():
+    """Contract: at every age within 5 % what transformers' own models differ by, at the weights of each update: its
+    number in the batch, and four more where a version was published since. At age 0 there is nothing."""
+    learner = learner_of("w4a16", True, mini_batches=MINI_BATCHES, diagnostics_every=0)
+    batch = stale_batch(learner)
+    behind = batch.versions_behind
+    assert behind is not None
+    masters, rows, log = watched(learner), updated_rows(learner), TokenLog(batch)
+    found = learner.learn(batch, 1, log=log).ages
+    true: dict[int, list[torch.Tensor]] = {}
+    for update, (weights, index) in enumerate(zip(masters, rows, strict=True)):
+        stepped = random_model(tied=False)
+        stepped.load_state_dict(weights)
+        apart = (scored(of_codes(weights, "w4a16"), batch, index) - batch.sampler_logprobs).abs()
+        for row in index.tolist():
+            age = update + MINI_BATCHES * int(behind[row])
+            true.setdefault(age, []).append(apart[row][batch.response_mask[row]])
+            assert log.age[row] == age
+    assert list(found.age) == sorted(true)
+    assert sum(found.tokens) == sum(int(batch.response_mask[index].sum()) for index in rows)
+    by_age = dict(zip(found.age, found.mean_abs, strict=True))
+    largest = max(by_age.values())
+    for age, parts in true.items():
+        assert by_age[age] == pytest.approx(float(torch.cat(parts).mean()), rel=0.05, abs=0.02 * largest), age
+    assert min(found.age) == 0 and max(found.age) >= MINI_BATCHES and by_age[0] < 0.05 * largest
+
+
+def test_staleness_of_a_version_is_named_so():
+    """Contract: of a batch whose sampler is a version behind, what the engine differs by is staleness, and no kernel's:
+    the codes of W_k against the engine's log-probs, by hand for one mini-batch. α is the same."""
+
+    def parts(behind: int) -> LearnStats:
+        learner = learner_of("w4a16", True, mini_batches=1)
+        batch = batch_of(1)
+        before, _ = learner.logprobs(batch)
+        learner.learn(batch_of(0), 0)
+        versions = torch.full_like(batch.length, behind)
+        return learner.learn(dataclasses.replace(batch, sampler_logprobs=before, versions_behind=versions), 1)
+
+    fresh, stale = parts(0).log_ratio, parts(1)
+    assert fresh.staleness == 0 and fresh.kernel and stale.log_ratio.kernel is None
+    assert stale.log_ratio.staleness == fresh.kernel == stale.log_ratio.alpha == fresh.alpha
+    assert stale.ages.age == (1,)
+
+
+def test_ages_come_from_the_versions_that_sampled():
+    groups = [
+        dataclasses.replace(g, completions=tuple(dataclasses.replace(c, weight_version=n) for c in g.completions))
+        for n, g in enumerate(make_groups())
+    ]
+    behind = make_batch(groups, 0, version=7).versions_behind
+    assert behind is not None and behind.tolist() == [7 - n for n, g in enumerate(groups) for _ in g.completions]
+    assert make_batch(groups, 0).versions_behind is None
+
+
+def test_a_batch_that_teaches_nothing_has_no_age():
+    learner, batch = learner_of("w4a16", True), batch_of()
+    found = learner.learn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)), 0).ages
+    assert found.age == found.mean_abs == found.tokens == ()

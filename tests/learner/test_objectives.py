@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from configs.schema.learner import LearnerConfig
 from configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
-from learner.learner import LearnStats
+from learner.learn_stats import LearnStats
 from learner.loss.aggregation import Totals, over_tokens
 from learner.loss.corrections import correction
 from learner.loss.kl import kl_estimate

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from configs.load import config_file, load_config
-from learner.learner import LearnStats
+from learner.learn_stats import LearnStats
 from learner.mismatch import Mismatch
 from qarl.cli.main import main
 from qarl.cli.watch import NewLines
@@ -22,7 +22,7 @@ from qarl.report.run_folder import RunFolder
 
 def stats(lr: float) -> LearnStats:
     mismatch = Mismatch(**{field.name: 1e-3 for field in fields(Mismatch)})
-    apart = {"mismatch", "seconds", "lr", "log_ratio", "layers", "gradients"}
+    apart = {"mismatch", "seconds", "lr", "log_ratio", "layers", "gradients", "ages"}
     numbers = {field.name: 0.25 for field in fields(LearnStats) if field.name not in apart}
     return LearnStats(**numbers, mismatch=mismatch, seconds={}, lr=lr)  # pyright: ignore[reportArgumentType]
 

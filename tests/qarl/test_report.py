@@ -22,7 +22,7 @@ from qarl.page.build import MARK, report_page
 from qarl.page.figures import MOST_POINTS, digits
 from qarl.page.ratios import _shown
 from qarl.page.runs import configurations, read_runs
-from qarl.page.tokens import BUDGET, packed_tokens
+from qarl.page.tokens import BUDGET, _cost, _within, packed_tokens
 from qarl.page.verdict import verdict
 from qarl.report.run_folder import RunFolder
 from qarl.report.token_files import TokenRows, write_step
@@ -60,7 +60,8 @@ def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) ->
     about: dict[str, list[Any]] = {
         "step": [step] * 2, "group": [0, 0], "sample": [0, 1], "prompt_id": ["a", "a"], "prompt": [HOSTILE] * 2,
         "prompt_token_ids": [[1, 2]] * 2, "completion": list(texts), "finish_reason": ["stop", "length"],
-        "weight_version": [step - 1] * 2, "reward": [1.0, 0.0], "group_rewards": [[1.0, 0.0, 0.0]] * 2,
+        "weight_version": [step - 1] * 2, "age": [1, None], "reward": [1.0, 0.0],
+        "group_rewards": [[1.0, 0.0, 0.0]] * 2,
         "worst_token": [0, None], "experts": [None, None],
     }  # fmt: skip
     return TokenRows(
@@ -70,6 +71,7 @@ def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) ->
             "token": np.array([texts[i >= length] if i % length == 0 else "" for i in range(count)], dtype=object),
             "sampler_logprob": np.linspace(-9, -0.1, count).astype(np.float32),
             "learner_logprob": values, "mismatch": values, "log_ratio": values,
+            "unquantized_logprob": np.where(unknown | (step % 3 != 1), np.nan, -1.5).astype(np.float32),
             "clip": np.where(unknown, -1, np.arange(count) % len(CLIP_REASONS)),
             "advantage": np.repeat([1.25, -1.25], length).astype(np.float32),
             "improbable": np.arange(count) == 0, "repeated": np.arange(count) == 1,
@@ -228,8 +230,33 @@ def test_tokens_come_through_the_packing():
     assert [tokens["texts"][word] for word in words] == [*expected["token"], *expected["token"]]
     assert [tokens["ids"][word] for word in words] == [*expected["token_id"], *expected["token_id"]]
     assert tokens["completions"]["advantage"] == [1.25, -1.25] * 2
+    assert tokens["completions"]["asked"] == [1, 0, 0, 0] and tokens["completions"]["age"] == [1, None] * 2
+    assert np.frombuffer(base64.b64decode(tokens["unquantized_logprob"]), "<f2").tolist() == [-1.5] * 3
     assert tokens["completions"]["worst"] == [0, -1] * 2 and tokens["completions"]["truncated"] == [0, 1] * 2
     assert (tokens["recorded"], tokens["shown"]) == (4, 4)
+
+
+def test_steps_that_asked_the_unquantized_policy_are_shown_first():
+    """Every third step did; of six steps three fit: the last, and before it one of each two, one that asked if any."""
+    steps = [rows(step, length=100) for step in range(1, 7)]
+    shown = _within(steps, 3 * _cost(steps[0]))
+    assert [each.completions["step"][0] for each in shown] == [1, 4, 6]
+    assert [each.completions["step"][0] for each in _within(steps, 10**6)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_mismatch_by_age_is_drawn_where_tokens_age(tmp_path: Path):
+    """Means over steps, with a band from the lowest to the highest; a run whose tokens are all new draws nothing."""
+    run, other = new_run(tmp_path / "run", steps=2), new_run(tmp_path / "other", steps=2, fields={"scheme": "bf16"})
+    ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
+    for path, steps in ((run, ages), (other, [{"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}] * 2)):
+        lines = [line(n, **more) for n, more in enumerate(steps, 1)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (figure,) = json.loads(Elements(page_of(run, other)).data)["ages"]
+    assert figure["lines"] == [
+        {"of": 0, "name": "mean", "x": [0, 1], "y": [0, 0.2], "low": [0, 0.1], "high": [0, 0.3]},
+        {"of": 1, "name": "mean", "x": [0], "y": [0.2], "low": [0.2], "high": [0.2]},
+    ]
+    assert json.loads(Elements(page_of(other)).data)["ages"] == []
 
 
 @pytest.mark.parametrize(("steps", "length"), [(50, 1000), (60, 2000), (2, 100_000)])
@@ -298,7 +325,7 @@ def test_what_asks_for_attention_is_said(tmp_path: Path):
         ("report newer", "the run was started by another version of qarl"),
         ("report older", "line 1, lacks 'weight_version': another version of qarl wrote it"),
         ("report damaged", "line 2, is no JSON"),
-        ("report tokens", "has format 9, and this version of qarl reads 2"),
+        ("report tokens", "has format 9, and this version of qarl reads 3"),
         ("report start", "'start/start.json' cannot be read"),
         ("report run -o no/such/page.html", "-o no/such/page.html: there is no folder 'no/such'"),
         ("report run -o empty", "-o empty is a folder; name a file, such as empty/report.html"),

@@ -33,7 +33,7 @@ def recorded(
     groups = make_groups()
     batch = make_batch(groups, VOCABULARY - 1)
     recorder = TokenRecorder(folder, record, TOKENIZER, None, True)
-    log = recorder.log(batch) or TokenLog(batch)
+    log = recorder.log(batch, groups) or TokenLog(batch)
     make_learner(**config).learn(batch, 0, log=log)
     recorder.write(step, groups, log)
     return rows_of(step_files(folder)[step]), log, groups
@@ -79,6 +79,25 @@ def test_clipped_sequences_are_told_from_clipped_tokens(tmp_path: Path):
     assert all(len(set(row["clip"]) - {"corrected"}) <= 1 for row in rows), "a sequence is clipped whole"
 
 
+def test_the_unquantized_policy_is_asked_about_what_is_kept(tmp_path: Path):
+    """Contract: in a step that diagnoses, the completions of least and of most reward have the log-probs of the masters
+    before the updates, by hand those of an unaligned learner; a step that does not, and a learner that is not aligned,
+    has none. Ages are each completion's update."""
+    rows, log, groups = recorded(tmp_path / "due", 2, diagnostics_every=1, dtype=torch.float32)
+    plain, _ = make_learner(aligned=False, dtype=torch.float32).logprobs(log.batch)
+    assert len(rows) == 4 and {row["age"] for row in rows} <= {0, 1}
+    places = [(g, s) for g, group in enumerate(groups) for s in range(len(group.completions))]
+    for row in rows:
+        index, length = places.index((row["group"], row["sample"])), len(row["token_id"])
+        start = len(groups[row["group"]].prompt.token_ids) - 1
+        expected = plain[index, start : start + length].numpy()
+        np.testing.assert_allclose(row["unquantized_logprob"], expected, atol=1e-4)
+    for name, config in (("not", {"diagnostics_every": 0}), ("plain", {"diagnostics_every": 1, "aligned": False})):
+        others, _, _ = recorded(tmp_path / name, "all", **config)
+        assert {value for row in others for value in row["unquantized_logprob"]} == {None}
+    assert {row["age"] for row in others} == {0, 1}
+
+
 def test_nothing_of_the_training_changes():
     """Stats and masters with a log equal those without, to the bit."""
     batch = make_batch(make_groups(), VOCABULARY - 1)
@@ -107,7 +126,7 @@ def test_a_step_that_taught_nothing_is_recorded_all_the_same(tmp_path: Path):
 def test_nothing_is_written_where_nothing_is_asked_for_or_by_other_processes(tmp_path: Path):
     groups = make_groups()
     off = TokenRecorder(tmp_path / "off", 0, TOKENIZER, None, True)
-    assert off.log(make_batch(groups, 0)) is None
+    assert off.log(make_batch(groups, 0), groups) is None
     off.write(1, groups, None)
     TokenRecorder(tmp_path / "other", "all", TOKENIZER, None, False).write(1, groups, None)
     assert list(tmp_path.iterdir()) == []
@@ -174,11 +193,11 @@ def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
     with pytest.raises(TokenFileError, match=r"step-000001.parquet' is damaged .*remove it to go on"):
         read_step(file)
     pq.write_table(pa.table({"step": [1]}), file)
-    with pytest.raises(TokenFileError, match="has format none, and this version of qarl reads 2"):
+    with pytest.raises(TokenFileError, match="has format none, and this version of qarl reads 3"):
         read_step(file)
     pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "1"}), file)
     with pytest.raises(TokenFileError, match=r"has format 1, .*read it with the version that wrote it"):
         read_step(file)
-    pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "2"}), file)
-    with pytest.raises(TokenFileError, match="has other columns than format 2"):
+    pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "3"}), file)
+    with pytest.raises(TokenFileError, match="has other columns than format 3"):
         read_step(file)

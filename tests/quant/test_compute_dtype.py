@@ -79,6 +79,26 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype:
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
+    """Contract: in `unquantized_forward` an aligned model, moved by a refresh, is bit for bit the unaligned one of its
+    masters; outside it is what it was. int8 activations are left out too."""
+    plain, tokens = policy(kind), some_tokens()
+    aligned = wrap(copy.deepcopy(plain), "w8a8", torch.bfloat16, None)
+    context = LayerContext(torch.bfloat16, "reference", aligned=False)
+    unaligned = LowBitModel(plain, get_scheme("w8a8"), context, "transformers")
+    for model in (aligned, unaligned):
+        with torch.no_grad():
+            for master in model.masters.values():
+                master.mul_(1.01)
+        model.refresh()
+    expected = all_logits(aligned, tokens)
+    with aligned.unquantized_forward():
+        assert torch.equal(all_logits(aligned, tokens), all_logits(unaligned, tokens))
+    assert torch.equal(all_logits(aligned, tokens), expected)
+    assert not torch.equal(all_logits(unaligned, tokens), expected)
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_a_float32_learner_has_float32_gradients(kind: str):
     """Contract: gradients are those of autograd through transformers' fp32 model, to fp32's rounding, though the engine
     is bfloat16; bfloat16 anywhere in forward or backward would be off by 1e-3 and more."""

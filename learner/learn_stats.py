@@ -1,0 +1,41 @@
+"""What one call of `Learner.learn` reports."""
+
+from dataclasses import dataclass, field
+
+from learner.ages import MismatchByAge
+from learner.decomposition import Decomposition
+from learner.gradient_passes import GradientErrors
+from learner.loss.metrics import LossMetrics
+from learner.lost_updates import LayerChanges
+from learner.mismatch import Mismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnStats(LossMetrics):
+    """A batch: means of `LossMetrics` over its updates, but for update_log_ratio, which is the last mini-batch's.
+
+    mismatch, entropy (nats a token): before the first update, of the sequences whose old log-probs are known
+    (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
+    left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
+    (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
+    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.lost_updates`, None
+    where they were not measured; log_ratio: see `learner.decomposition`, kl_from_start: nats a token, see
+    `learner.starting_policy`; both in the same steps. gradients: see `learner.gradient_passes`, where asked for.
+    ages: see `learner.ages`."""
+
+    mismatch: Mismatch
+    lr: float
+    grad_norm: float
+    entropy: float
+    updates: int
+    skipped: int
+    loss_scale: float
+    seconds: dict[str, float] = field(compare=False)
+    lost_updates: float | None = None
+    crossed_bfloat16: float | None = None
+    flipped_codes: float | None = None
+    layers: LayerChanges = field(default_factory=LayerChanges)
+    log_ratio: Decomposition = field(default_factory=Decomposition)
+    kl_from_start: float | None = None
+    gradients: GradientErrors = field(default_factory=GradientErrors)
+    ages: MismatchByAge = field(default_factory=MismatchByAge)
