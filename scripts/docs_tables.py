@@ -242,11 +242,10 @@ def delivery(data: dict[str, Any]) -> str:
     rows = data["rows"]
     lines = [line(("", *(row["scheme"] for row in rows))), "|---|" + "---:|" * len(rows)]
     lines.append(line(("whole, MB", *(f"{row['full_bytes'] / 1e6:.0f}" for row in rows))))
-    deltas = ("–" if row["scheme"] == "bf16" else f"{row['delta_bytes'] / 1e6:.2f}" for row in rows)
-    lines.append(line(("delta, MB", *deltas)))
-    for work in dict.fromkeys(work for row in rows for work in row["seconds"]):
-        taken = (row["seconds"].get(work) for row in rows)
-        lines.append(line((f"{work}, s", *("–" if seconds is None else f"{seconds:.3f}" for seconds in taken))))
+    lines.append(line(("delta, MB", *(f"{row['delta_bytes'] / 1e6:.2f}" for row in rows))))
+    lines.append(line(("bf16, MB", *(f"{row['bf16_bytes'] / 1e6:.0f}" for row in rows))))
+    for work in rows[0]["seconds"]:
+        lines.append(line((f"{work}, s", *(f"{row['seconds'][work]:.3f}" for row in rows))))
     return _text(lines)
 
 

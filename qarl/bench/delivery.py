@@ -2,8 +2,8 @@
 
 Each scheme has a process with a random model and a server on its export, to which versions are published as a run's
 are. write: files of a version, or of its difference from the one before. stage: the server reads, hashes and applies
-them, and makes its layers beside the model's; it may sample. pause: it takes them; it samples nothing. bf16: the
-checkpoint is saved, and vLLM reloads it from disk in one process, as one does without QaRL.
+them, and makes its layers beside the model's; it may sample. pause: it takes them; it samples nothing. bf16, in the
+same rounds: the checkpoint is saved, and vLLM reloads it from disk in that process, as one does without QaRL.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ SHAPES = ("0.6b", "1b-moe", "tiny")
 def measure(
     shape: str, schemes: Sequence[str], lr: float, rounds: int, folder: str | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Figures of bf16 and then every scheme. folder: where versions are written; None: memory where /dev/shm is, else
+    """Figures of every scheme. folder: where versions are written; None: memory where /dev/shm is, else
     temporary files. Raises before anything is measured."""
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape!r}: known are {', '.join(SHAPES)}")
@@ -36,7 +36,7 @@ def measure(
     if not Path(where).is_dir():
         raise ConfigError(f"--folder {where!r} is no folder; give one that exists")
     rows = []
-    for scheme in dict.fromkeys(["bf16", *schemes]):
+    for scheme in dict.fromkeys(schemes):
         say(f"{scheme} …")
         job = {"scheme": scheme, "shape": shape, "lr": lr, "rounds": rounds, "folder": where}
         rows.append(run_worker("qarl.bench.delivery_worker", json.dumps(job), _answer, f"the engine in {scheme}"))
@@ -64,14 +64,16 @@ class Ratios:
     copies: float
 
 
-def ratios(row: dict[str, Any], bf16: dict[str, Any]) -> Ratios:
+def ratios(row: dict[str, Any]) -> Ratios:
     """What the figures of one scheme come to."""
-    seconds, reload = row["seconds"], bf16["seconds"]["load, paused"]
-    disk = bf16["seconds"]["write"] + reload
-    whole, delta = (sum(s for name, s in seconds.items() if name.startswith(kind)) for kind in ("whole:", "delta:"))
-    quantized, unquantized = (r["full_bytes"] - r["unquantized_bytes"] for r in (row, bf16))
+    seconds = row["seconds"]
+    reload = seconds["bf16: load, paused"]
+    disk, whole, delta = (
+        sum(s for name, s in seconds.items() if name.startswith(kind)) for kind in ("bf16:", "whole:", "delta:")
+    )
+    quantized, unquantized = (row[name] - row["unquantized_bytes"] for name in ("full_bytes", "bf16_bytes"))
     return Ratios(
-        full_bytes=row["full_bytes"] / bf16["full_bytes"],
+        full_bytes=row["full_bytes"] / row["bf16_bytes"],
         quantized_bytes=quantized / unquantized,
         full_seconds=whole / disk,
         delta_bytes=row["delta_bytes"] / row["full_bytes"],
@@ -84,24 +86,22 @@ def ratios(row: dict[str, Any], bf16: dict[str, Any]) -> Ratios:
 
 def table(data: dict[str, Any]) -> list[PlainTable]:
     """Seconds by work, and what they come to."""
-    bf16, *rows = data["rows"]
-    names = list(dict.fromkeys(name for row in data["rows"] for name in row["seconds"]))
-    schemes = [row["scheme"] for row in data["rows"]]
+    rows = data["rows"]
+    schemes = [row["scheme"] for row in rows]
     where = "memory" if data["in_memory"] else "disk"
     seconds = PlainTable(
         "work", *schemes, figures=schemes,
         title=f"Seconds of a publish to a running vLLM server, {data['shape']}, by way of {where}; medians",
     )  # fmt: skip
-    for name in names:
-        taken = [row["seconds"].get(name) for row in data["rows"]]
-        seconds.add_row(name, *("–" if t is None else f"{t:.4f}" for t in taken))
+    for name in rows[0]["seconds"]:
+        seconds.add_row(name, *(f"{row['seconds'][name]:.4f}" for row in rows))
     figures = (
         "whole", "of bf16's bytes", "without embedding", "of bf16's time", "× a copy", "delta", "of whole",
         "of bf16's time, delta", "pause of bf16's", "delta's",
     )  # fmt: skip
     shown = PlainTable("scheme", *figures, figures=figures, title=f"A step at {data['lr']:g}")
     for row in rows:
-        r = ratios(row, bf16)
+        r = ratios(row)
         shown.add_row(
             row["scheme"], f"{row['full_bytes'] / 1e6:.0f} MB", f"{r.full_bytes:.2f}", f"{r.quantized_bytes:.2f}",
             f"{r.full_seconds:.2f}", f"{r.copies:.1f}", f"{row['delta_bytes'] / 1e6:.2f} MB", f"{r.delta_bytes:.2%}",

@@ -7,12 +7,13 @@ prints one line of JSON (`Delivered`) last. A process of its own, for vLLM allow
 
 import dataclasses
 import json
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Delivered:
-    """Of one scheme: bytes of a whole version and of a delta, and seconds by the name of the work, medians of all
-    rounds. unquantized_bytes: of a whole version's embedding and output head."""
+    """Of one scheme: bytes of a whole version, of a delta and of bf16's, and seconds by the name of the work, medians
+    of all rounds. unquantized_bytes: of a whole version's embedding and output head."""
 
     scheme: str
     full_bytes: int
     unquantized_bytes: int
     delta_bytes: int
+    bf16_bytes: int
     seconds: dict[str, float]
 
 
@@ -83,19 +85,22 @@ class _Clock:
 
 
 def run(job: Job) -> Delivered:
-    """Start an engine on a random model's export, then hand it version after version."""
-    with tempfile.TemporaryDirectory(prefix="qarl-bench-", dir=job.folder) as temporary:
+    """Start a server on a random model's export and an engine in bf16 here, then hand them version after version."""
+    with tempfile.TemporaryDirectory(prefix="qarl-bench-", dir=job.folder) as temporary, ExitStack() as engines:
         folder = Path(temporary)
         config = _config(job.shape)
         write_tokenizer(config.vocab_size, folder)
-        masters = random_masters(config, torch.bfloat16)
-        model = LowBitModel(masters, get_scheme(job.scheme), LayerContext(torch.bfloat16, "reference"))
-        export_checkpoint(model, folder, folder / "start")
-        plain = job.scheme == "bf16"
-        served: dict[str, Any] = {} if plain else {"servers": 1, "server_full_every": 2}
-        rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **served)
-        with open_engine(folder / "start", rollout, "bfloat16", placed=True) as engine:
-            return (_from_disk if plain else _published)(model, engine, folder, _Clock(), job)
+
+        def started(scheme: str, **servers: Any) -> tuple[LowBitModel, Any]:
+            masters = random_masters(config, torch.bfloat16)
+            model = LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+            start = folder / ("served" if servers else "bf16") / "start"
+            export_checkpoint(model, folder, start)
+            rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **servers)
+            return model, engines.enter_context(open_engine(start, rollout, "bfloat16", placed=True))
+
+        served = started(job.scheme, servers=1, server_full_every=2)
+        return _measured(*served, *started("bf16"), folder, job)
 
 
 def _config(shape: str) -> PretrainedConfig:
@@ -107,45 +112,41 @@ def _config(shape: str) -> PretrainedConfig:
     return config
 
 
-def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock, job: Job) -> Delivered:
-    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it, here in this process."""
+def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, folder: Path, job: Job) -> Delivered:
+    """Rounds of one publish each way."""
+    clock, generator = _Clock(), torch.Generator().manual_seed(1)
+    sizes: dict[str, list[int]] = {"bf16": [], "whole": [], "delta": []}
     for number in range(job.rounds):
-        with clock.of("write"):
-            digest = export_checkpoint(model, folder, folder / f"saved-{number}")
-        with clock.of("load, paused"):
-            engine.reload_from(folder / f"saved-{number}")
-        (folder / f"saved-{number}" / "model.safetensors").unlink()
-    return Delivered(
-        scheme=job.scheme,
-        full_bytes=digest.bytes,
-        unquantized_bytes=_unquantized(model),
-        delta_bytes=digest.bytes,
-        seconds=clock.medians(),
-    )
-
-
-def _published(model: LowBitModel, engine: Any, folder: Path, clock: _Clock, job: Job) -> Delivered:
-    """By way of a server: of two versions that follow each other the first is sent whole, the second as a delta."""
-    sizes: dict[str, list[int]] = {"whole": [], "delta": []}
-    generator = torch.Generator().manual_seed(1)
-    for version in range(1, 2 * job.rounds + 1):
-        _step(model, job.lr, generator)
-        kind = "delta" if version % 2 == 0 else "whole"
-        if kind == "whole":
-            _copy_once(model, clock)
-        engine.load(model.low_bit_tensors(), version)
-        sent = engine.sent
-        assert sent.whole == (kind == "whole"), f"version {version} was sent as {sent}"
-        sizes[kind].append(sent.bytes)
-        for work in ("write", "stage", "pause"):
-            clock.add(f"{kind}: {work}", getattr(sent, work))
+        sizes["bf16"].append(_from_disk(plain, engine, folder, clock))
+        for kind, version in (("whole", 2 * number + 1), ("delta", 2 * number + 2)):
+            _step(model, job.lr, generator)
+            if kind == "whole":
+                _copy_once(model, clock)
+            server.load(model.low_bit_tensors(), version)
+            sent = server.sent
+            assert sent.whole == (kind == "whole"), f"version {version} was sent as {sent}"
+            sizes[kind].append(sent.bytes)
+            for work in ("write", "stage", "pause"):
+                clock.add(f"{kind}: {work}", getattr(sent, work))
     return Delivered(
         scheme=job.scheme,
         full_bytes=sizes["whole"][0],
         unquantized_bytes=_unquantized(model),
         delta_bytes=round(statistics.median(sizes["delta"])),
+        bf16_bytes=sizes["bf16"][0],
         seconds=clock.medians(),
     )
+
+
+def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock) -> int:
+    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it, here in this process; its bytes."""
+    saved = folder / "saved"
+    with clock.of("bf16: write"):
+        digest = export_checkpoint(model, folder, saved)
+    with clock.of("bf16: load, paused"):
+        engine.reload_from(saved)
+    shutil.rmtree(saved)
+    return digest.bytes
 
 
 def _unquantized(model: LowBitModel) -> int:

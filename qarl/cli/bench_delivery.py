@@ -16,11 +16,9 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         description="Time and bytes of a publish to a vLLM server, and how long it pauses (docs/publish.md#deltas).",
     )
     parser.add_argument("--shape", default="0.6b", help="of a random Qwen3: 0.6b (default), 1b-moe, tiny")
-    parser.add_argument(
-        "--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes first"
-    )
+    parser.add_argument("--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8)")
     parser.add_argument("--lr", type=float, default=1e-6, help="of the step between two versions (default 1e-6)")
-    parser.add_argument("--rounds", type=int, default=3, help="versions of each scheme (default 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="of a publish each way (default 5)")
     parser.add_argument("--folder", help="where versions are written (default: memory, /dev/shm)")
     return parser
 

@@ -34,8 +34,7 @@ class VersionSender:
             return write_version(stream, self._folder, version)
         base, self._held = self._held, None  # neither one version nor the other until all of it is read
         if base is None or self._deltas + 1 >= self._full_every or set(held) != {base.digest}:
-            del base  # not two versions at once
-            self._held = HeldVersion(version, stream)
+            self._held = HeldVersion(version, stream, over=base)
             return self.write_whole()
         base_digest, delta = base.digest, base.advance(version, stream)
         self._held = base

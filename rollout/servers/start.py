@@ -27,6 +27,14 @@ _OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
 _PORTS = range(16384, 32768)
 _ALONE = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK, "VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
 """gloo listens where the machine's name leads to, unless it is told an interface: on many machines the network's."""
+_MORE_THAN_ALL = 1 << 36
+_KEEPS_MEMORY = (
+    f"glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold={_MORE_THAN_ALL}:"
+    f"glibc.malloc.trim_threshold={_MORE_THAN_ALL}"
+)
+"""A version that was replaced leaves its memory to the next one that is made beside the model, whichever thread makes
+it, instead of giving it back: pages that a process touches first took 0.3 to 3.6 s of a version of 0.6b's shape, whose
+work is 0.8 s."""
 _PATIENCE = 10.0
 """Seconds a replica has to end after SIGTERM."""
 
@@ -61,9 +69,11 @@ def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int
 
 def replica_environment(key: str | None) -> dict[str, str]:
     """This process's, with the endpoints that take weights, and the key that every request has to carry. What a
-    replica's processes say to each other stays on this machine, and none of it is read by pickle that need not be."""
+    replica's processes say to each other stays on this machine, and none of it is read by pickle that need not be. On
+    CPUs they keep memory for the next version, unless GLIBC_TUNABLES are set already."""
     keyed = {} if key is None else {"VLLM_API_KEY": key}
-    return {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **_ALONE, **keyed}
+    memory = {"GLIBC_TUNABLES": _KEEPS_MEMORY} if os.environ.get("DS_ACCELERATOR") == "cpu" else {}
+    return {**memory, **os.environ, "VLLM_SERVER_DEV_MODE": "1", **_ALONE, **keyed}
 
 
 def start_replicas(

@@ -81,12 +81,13 @@ class Version:
 
     def received(self, tensor_bytes: int, held: HeldVersion | None) -> tuple[HeldVersion, tuple[str, ...]]:
         """The version in host memory, and the names of the tensors that changed: made of `held` where this is a delta,
-        which is this version then. tensor_bytes: of the version that was announced. Raises `ValueError` for files that
-        are none of a version or hold more than that, `DeltaError` where a delta does not fit; `held` is what it was."""
+        which is this version then, and in its memory where this is whole. tensor_bytes: of the version that was
+        announced. Raises `ValueError` for files that are none of a version or hold more than that, `DeltaError` where a
+        delta does not fit; `held` is what it was then, unless this is whole."""
         if self.tensor_bytes != tensor_bytes:
             raise ValueError(f"{str(self.folder)!r} has {self.tensor_bytes} bytes of tensors, not {tensor_bytes}")
         if self.base is None:
-            version = HeldVersion(self.version, self.tensors())
+            version = HeldVersion(self.version, self.tensors(), over=held)
             return version, tuple(item.name for item in version.tensors())
         if held is None:
             raise DeltaError(f"it is from version {self.base}, and none is held here; send the whole version")

@@ -118,9 +118,10 @@ class FileTransfer(WeightTransferEngine[LearnersRun, PublishedFiles]):
         files = read_version(Path(announced.folder))
         if files.digest != announced.digest:
             raise ValueError(f"{announced.folder} holds a version of digest {files.digest}, not {announced.digest}")
+        held = self.held
         if files.base is None:
-            self.held = None  # not two versions at once
-        version, changed = files.received(announced.tensor_bytes, self.held)
+            self.held = None  # it is written over
+        version, changed = files.received(announced.tensor_bytes, held)
         self.held = None  # the model is still of the version before
         tensors = {item.name: item.tensor for item in version.tensors()}
         unconsumed, missing = compare_names(self.model, tensors)

@@ -176,10 +176,11 @@ def _tied_heads(
 ) -> list[tuple[nn.Module, nn.Module, dict[str, Any]]]:
     """Output heads whose weight is a touched embedding's: the twin's is its twin's, and its product is made again."""
     pairs = []
+    heads = [(head, twin) for head, twin in twins.items() if isinstance(head, ParallelLMHead)]
     for live in touched:
         weight = live._parameters.get("weight")
-        for head, twin in twins.items():
-            if isinstance(head, ParallelLMHead) and head is not live and head._parameters.get("weight") is weight:
+        for head, twin in heads:
+            if head is not live and head._parameters.get("weight") is weight:
                 before = dict(twin.__dict__)
                 twin._parameters["weight"] = twins[live]._parameters["weight"]
                 dispatch_cpu_unquantized_gemm(twin, remove_weight=False)

@@ -15,11 +15,11 @@ def test_kinds_of_matrices_add_up_to_the_model(shape: str):
 
 
 def test_ratios_are_of_what_they_say():
-    bf16 = {"full_bytes": 100, "unquantized_bytes": 20, "seconds": {"write": 2.0, "load, paused": 8.0}}
+    bf16 = {"bf16: write": 2.0, "bf16: load, paused": 8.0}
     whole = {"whole: write": 1.0, "whole: stage": 2.0, "whole: pause": 1.0, "copy once": 0.5}
     delta = {"delta: write": 0.25, "delta: stage": 0.25, "delta: pause": 0.5}
-    row = {"full_bytes": 40, "unquantized_bytes": 20, "delta_bytes": 1, "seconds": whole | delta}
-    assert delivery.ratios(row, bf16) == delivery.Ratios(
+    sizes = {"full_bytes": 40, "unquantized_bytes": 20, "delta_bytes": 1, "bf16_bytes": 100}
+    assert delivery.ratios({**sizes, "seconds": bf16 | whole | delta}) == delivery.Ratios(
         full_bytes=0.4, quantized_bytes=0.25, full_seconds=0.4, delta_bytes=0.025, delta_seconds=0.1,
         full_pause=0.125, delta_pause=0.0625, copies=8.0,
     )  # fmt: skip

@@ -282,3 +282,14 @@ def test_ten_thousand_mutated_deltas():
             assert same(receiver, before)
     assert same(receiver, before)
     assert refused > 0.9 * count and refused + taken == count
+
+
+def test_a_version_over_another_is_the_version_in_its_memory():
+    """Contract: as made anew, whatever the other held; tensors that are alike keep their memory."""
+    before = {"same": torch.zeros(4, 3), "other": torch.zeros(2, dtype=torch.int8), "gone": torch.zeros(5)}
+    after = {"new": torch.ones(2), "same": torch.rand(3, 4).t(), "other": torch.ones(3, dtype=torch.int8)}
+    old = HeldVersion(1, stream(before))
+    memory = {item.name: item.tensor.data_ptr() for item in old.tensors()}
+    made, fresh = HeldVersion(2, stream(after), over=old), HeldVersion(2, stream(after))
+    assert (made.digest, made.bytes, made.version) == (fresh.digest, fresh.bytes, 2)
+    assert {item.name: item.tensor.data_ptr() for item in made.tensors()}["same"] == memory["same"]

@@ -155,6 +155,17 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(monkeypatch: py
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == "k"
 
 
+def test_replicas_on_cpus_keep_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert "trim_threshold" in replica_environment(None)["GLIBC_TUNABLES"]
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    assert replica_environment(None)["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+    monkeypatch.delenv("GLIBC_TUNABLES")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert "GLIBC_TUNABLES" not in replica_environment(None)
+
+
 def test_replicas_have_devices_of_their_own():
     cuda = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert visible_devices(1, 2, cuda) == {"CUDA_VISIBLE_DEVICES": "6,7"}
