@@ -17,6 +17,7 @@ from rollout.vllm.options import (
     refuse_unsupported,
 )
 from rollout.vllm.requests import sampling_arguments, scoring_arguments
+from rollout.vllm.texts import text_of
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +71,13 @@ class VllmEngine:
         """See `Engine.generate`. Log-probs are of the distribution sampled from where `VllmOptions.processed_logprobs`
         is set, else of temperature 1 and all tokens."""
         self._refuse_half_loaded()
-        outputs = self._call("generate", *_requests(prompts, sampling), use_tqdm=False)
-        completions = [self._completion(output.outputs[0]) for output in outputs]
+        inputs, params = _requests(prompts, sampling)
+        outputs = self._call("generate", inputs, params, use_tqdm=False)
+        tokenizer = self._llm.get_tokenizer()
+        completions = [
+            self._completion(output.outputs[0], text_of(tokenizer, output, asked))
+            for output, asked in zip(outputs, params, strict=True)
+        ]
         step = sampling.samples
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
@@ -86,12 +92,14 @@ class VllmEngine:
         while engine.has_unfinished_requests():
             yield len(engine.step())  # one output a sequence that got a token
 
-    def _completion(self, output) -> Completion:
-        logprobs = tuple(entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True))
+    def _completion(self, output, text: str) -> Completion:
+        tokens, entries = tuple(output.token_ids), output.logprobs  # one entry a token: `logprobs` is 0
+        if tuple(entries.token_ids) != tokens:
+            raise EngineError(f"vLLM gave log-probs of other tokens than it sampled: {len(entries)} for {len(tokens)}")
         return Completion(
-            token_ids=tuple(output.token_ids),
-            logprobs=logprobs,
-            text=output.text,
+            token_ids=tokens,
+            logprobs=tuple(entries.logprobs),
+            text=text,
             weight_version=self.weight_version,
             finish_reason=output.finish_reason or "unknown",
             experts=output.routed_experts,
@@ -193,6 +201,14 @@ def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[
             loops = arguments.pop("repetition_detection")
             inputs.append({"prompt_token_ids": list(prompt.token_ids)})
             params.append(
-                SamplingParams(**arguments, repetition_detection=loops and RepetitionDetectionParams(**loops))
+                SamplingParams(
+                    **arguments,
+                    repetition_detection=loops and RepetitionDetectionParams(**loops),
+                    # Texts are made at the end (`text_of`). While it samples vLLM would also decode every sampled
+                    # token by itself, for its log-prob's label, between two steps of the model.
+                    detokenize=bool(sampling.stop),
+                    flat_logprobs=True,  # two lists a request instead of two objects a token
+                    skip_clone=True,  # they are this request's alone
+                )
             )
     return inputs, params

@@ -290,6 +290,20 @@ def test_stops_and_loops_end_completions(running: tuple[LowBitModel, VllmEngine]
     assert looping.truncated and any(tokens[-n:] == tokens[-2 * n : -n] for n in range(1, 9))
 
 
+def test_a_completions_text_is_vllms_own(running: tuple[LowBitModel, VllmEngine]):
+    """Made at the end of all its tokens, as vLLM makes it token by token where it has to look for a stop text; some end
+    in the end token, some in the middle of a character."""
+    _, engine = running
+    prompts = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
+    sampling = Sampling(samples=32, max_new_tokens=24, seed=4)
+    late, early = (
+        [completion for group in engine.generate(prompts, asked) for completion in group]
+        for asked in (sampling, dataclasses.replace(sampling, stop=("never sampled",)))
+    )
+    assert late == early
+    assert {"stop", "length"} <= {completion.finish_reason for completion in late}
+
+
 def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: tuple[LowBitModel, VllmEngine, Publisher]):
     """Learner and engine then agree with each other, and not with what was published."""
     model, engine, publisher = shared
