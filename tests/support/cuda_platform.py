@@ -14,6 +14,7 @@ from unittest.mock import patch
 import vllm.platforms
 import vllm.utils.humming
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+from vllm.plugins import load_general_plugins
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 
@@ -77,6 +78,7 @@ def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
     capability."""
     stub = type("Stub", (StubCuda,), {"capability": DeviceCapability(*capability)})()
     number = 10 * capability[0] + capability[1]
+    load_general_plugins()  # vLLM does so once a process: on the stand-in ours would leave out the CPU's kernels
     _import_lazy()
     places: list[tuple[ModuleType, str, Any]] = [(vllm.platforms, "_current_platform", stub)]
     for name, module in list(sys.modules.items()):
