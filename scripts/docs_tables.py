@@ -261,12 +261,15 @@ def soak(data: dict[str, Any]) -> str:
 def precision_gap(runs: list[dict[str, Any]]) -> str:
     """Of `qarl bench precision-gap`: a row for each pairing and rate."""
     head = ("pairing", "rate", "steps", "last reward", "first step's mean \\|Δ log p\\|", "phantom", "clipped")
-    lines = [line(head), "|---|" + "---:|" * 6]
+    more = ("deviation at the end", "correlation with A", "moved") if runs[0].get("spread") is not None else ()
+    lines = [line((*head, *more)), "|---|" + "---:|" * (6 + len(more))]
     for run in runs:
         steps = "never" if run["converged"] is None else str(run["converged"])
         shares = (f"{100 * run[name]:.2f} %" for name in ("phantom", "clipped"))
         figures = (f"{run['lr']:.0e}", steps, f"{run['last_reward']:.2f}", f"{run['gap']:.1e}")
-        lines.append(line((f"`{run['pairing']}`", *figures, *shares)))
+        values = [run[name] for name in ("spread", "correlation", "moved")] if more else []
+        ends = ("–" if value is None else f"{value:.2g}" for value in values)
+        lines.append(line((f"`{run['pairing']}`", *figures, *shares, *ends)))
     return _text(lines)
 
 

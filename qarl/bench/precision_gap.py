@@ -17,11 +17,13 @@ from rich.console import Console
 from configs.errors import ConfigError
 from configs.load import config_file, load_config
 from configs.schema.run import RunConfig
+from qarl.bench.rounded_policy import rounded_policy
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
-from qarl.run.session import check_input
+from qarl.run.session import check_input, model_folder
+from quant.schemes import get_scheme
 
 _UNALIGNED = {"scheme": "w4a16", "learner.aligned": "false"}
 PAIRINGS: dict[str, dict[str, str]] = {
@@ -44,12 +46,16 @@ QaRL's learner, a plain bfloat16 one, a plain float32 one, and the remedy of the
 FIRST = 5
 """Steps at the start over which clipping is averaged, before the policies have gone apart by learning."""
 
+LAST = 20
+"""Steps at the end over which the mismatch is averaged."""
+
 
 @dataclass(frozen=True)
 class GapOptions:
     """runs: folder of the runs. pairings: by name; none stands for all. threshold: of the mean reward, which is minus
     characters an answer. overrides: of the configuration all runs share, by dotted path. lrs: learning rates, as they
-    were written; none stands for the configuration's."""
+    were written; none stands for the configuration's. rounded: scheme at whose codes the policy's weights start; None:
+    where they are."""
 
     runs: Path
     seeds: tuple[int, ...]
@@ -57,6 +63,7 @@ class GapOptions:
     threshold: float
     overrides: dict[str, str]
     lrs: tuple[str, ...] = ()
+    rounded: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,11 @@ class Gap:
     """One run. lr: learning rate. converged: the first step whose mean reward reached the threshold; None where none
     did. first_reward, last_reward: of the first and the last step. gap: mean |Δ log p| of learner and sampler at the
     first step, nats. phantom, clipped: shares of tokens over the first `FIRST` steps; phantom ones reach a bound with
-    the sampler in the ratio and not with the learner before the batch. nan where no step of those learned."""
+    the sampler in the ratio and not with the learner before the batch. nan where no step of those learned.
+
+    last_reward_mean, spread, correlation: over the last `LAST` steps, the reward, the deviation of log π_learner - log
+    π_sampler (nats), and its correlation with the advantage. moved: last measured KL of the published policy from the
+    start, nats a token. None where nothing of the kind was measured."""
 
     pairing: str
     lr: float
@@ -76,11 +87,19 @@ class Gap:
     phantom: float
     clipped: float
     rewards: tuple[float, ...]
+    last_reward_mean: float
+    spread: float | None
+    correlation: float | None
+    moved: float | None
 
 
 def measure(options: GapOptions, console: Console) -> list[Gap]:
     """Train what is not trained yet; one row a run. Raises `ConfigError` before anything is trained."""
     options = _checked(options)
+    if options.rounded is not None:
+        source = model_folder(_config(options, 0, options.pairings[0]).model)
+        model = rounded_policy(source, options.rounded, options.runs / f"{source.name}-{options.rounded}-codes")
+        options = dataclasses.replace(options, overrides={**options.overrides, "model": str(model)})
     return [
         _gap(finished_run(_config(options, seed, pairing, lr), console), pairing, seed, options.threshold)
         for seed, pairing, lr in _cells(options)
@@ -90,15 +109,21 @@ def measure(options: GapOptions, console: Console) -> list[Gap]:
 def table(gaps: list[Gap], threshold: float) -> PlainTable:
     """A row a run; the columns are `Gap`'s."""
     title = f"steps until the mean reward is {threshold:g} or more"
-    figures = ("lr", "seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped")
+    figures = (
+        "lr", "seed", "steps", "first", "last", "|Δ log p|", "phantom", "clipped", "last std", "corr. A", "moved",
+    )  # fmt: skip
     shown = PlainTable("pairing", *figures, figures=figures, title=title)
     for gap in gaps:
         shown.add_row(
             gap.pairing, f"{gap.lr:g}", str(gap.seed), "never" if gap.converged is None else str(gap.converged),
             f"{gap.first_reward:.2f}", f"{gap.last_reward:.2f}", f"{gap.gap:.1e}", f"{gap.phantom:.2%}",
-            f"{gap.clipped:.2%}",
+            f"{gap.clipped:.2%}", *(_shown(value) for value in (gap.spread, gap.correlation, gap.moved)),
         )  # fmt: skip
     return shown
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
 
 
 def as_data(gaps: list[Gap]) -> list[dict[str, Any]]:
@@ -115,6 +140,11 @@ def summarize(steps: list[dict[str, Any]], pairing: str, lr: float, seed: int, t
     def mean(name: str) -> float:
         return sum(step[name] for step in learned) / len(learned) if learned else math.nan
 
+    def last(name: str) -> float | None:
+        values = [step[name] for step in steps[-LAST:] if step.get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+    moved = [step["learn/kl_from_start"] for step in steps if step.get("learn/kl_from_start") is not None]
     gap = learned[0]["learn/mismatch/mean_abs"] if learned else math.nan
     phantom, clipped = mean("learn/phantom_clipped"), mean("learn/clipped")
     return Gap(
@@ -128,6 +158,10 @@ def summarize(steps: list[dict[str, Any]], pairing: str, lr: float, seed: int, t
         phantom=phantom,
         clipped=clipped,
         rewards=rewards,
+        last_reward_mean=sum(rewards[-LAST:]) / len(rewards[-LAST:]),
+        spread=last("learn/mismatch/std"),
+        correlation=last("learn/mismatch/advantage_correlation"),
+        moved=moved[-1] if moved else None,
     )
 
 
@@ -159,6 +193,8 @@ def _checked(options: GapOptions) -> GapOptions:
             raise ConfigError(f"--pairings {pairing!r} is none of {', '.join(PAIRINGS)}")
     options = dataclasses.replace(options, pairings=tuple(dict.fromkeys(options.pairings)) or tuple(PAIRINGS))
     options = dataclasses.replace(options, lrs=tuple(dict.fromkeys(options.lrs)))
+    if options.rounded is not None:
+        get_scheme(options.rounded)
     configs = [_config(options, *cell) for cell in _cells(options)]
     for config in configs:
         check_input(config)

@@ -165,6 +165,7 @@ def _add_precision_gap(names: Any) -> None:
     gap.add_argument("--seeds", default="0", help="comma-separated (default 0)")
     gap.add_argument("--pairings", help="comma-separated (default: all)")
     gap.add_argument("--lrs", help="comma-separated learning rates (default: the configuration's)")
+    gap.add_argument("--rounded", metavar="SCHEME", help="start from weights rounded to this scheme's codes")
     gap.add_argument("--threshold", type=float, default=-0.5, help="mean reward that counts as learned (default -0.5)")
     gap.add_argument(
         "--runs", default="runs/bench-precision", metavar="FOLDER", help="of the runs (default runs/bench-precision)"
@@ -177,7 +178,8 @@ def _precision_gap(known: argparse.Namespace, console: Console, overrides: dict[
 
     names = tuple(known.pairings.split(",")) if known.pairings else ()
     lrs = tuple(known.lrs.split(",")) if known.lrs else ()
-    options = precision_gap.GapOptions(Path(known.runs), _seeds(known.seeds), names, known.threshold, overrides, lrs)
+    runs, seeds = Path(known.runs), _seeds(known.seeds)
+    options = precision_gap.GapOptions(runs, seeds, names, known.threshold, overrides, lrs, known.rounded)
     gaps = precision_gap.measure(options, console)
     return precision_gap.table(gaps, known.threshold), precision_gap.as_data(gaps)
 

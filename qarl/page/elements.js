@@ -27,7 +27,7 @@ function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (Number.isInteger(value) || size >= 1e4) return Math.round(value).toLocaleString("en-US");
+  if (Number.isInteger(value) || size >= 1e4) return Math.round(value).toLocaleString("en-US").replace("-", "−");
   if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace(/^-/, "−");
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }

@@ -7,6 +7,7 @@ error; thresholds are named below, and docs/report.md says which they are.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from qarl.page.runs import Configuration, RecordedRun
@@ -95,7 +96,7 @@ def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:
         return _moved(before, after, error, words, f"{100 * (after - before):+.1f} points")
     firsts, lasts = ([m["reward"] for run in runs for m in part(run)] for part in (_first, _last))
     before, after = (sum(part) / len(part) for part in (firsts, lasts))
-    error = math.sqrt(sum(_variance(part) / len(part) for part in (firsts, lasts)))
+    error = math.sqrt(_noise(runs) * sum(1 / len(part) for part in (firsts, lasts)))
     return _moved(before, after, error, f"reward from {before:.3g} to {after:.3g}", f"{after - before:+.3g}")
 
 
@@ -234,6 +235,7 @@ def _mean_of(metrics: Sequence[dict], field: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _variance(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+def _noise(runs: Sequence[RecordedRun]) -> float:
+    """Variance of a step's reward, as consecutive steps show it: a short run's tenths are too few steps for that."""
+    pairs = [pair for run in runs for pair in pairwise(m["reward"] for m in run.metrics)]
+    return sum((after - before) ** 2 for before, after in pairs) / max(2 * len(pairs), 1)

@@ -6,15 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from configs.schema.objectives import TbpoConfig
 from configs.schema.run import RunConfig
 from qarl.bench import objectives, precision_gap
+from qarl.bench.rounded_policy import rounded_policy
 from qarl.bench.runs import overrides_in
 from qarl.cli.main import main
 from qarl.report.run_folder import RunFolder
 from qarl.tasks import Problem, short_reward
+from quant.checkpoint.load import load_masters
+from quant.layers.context import LayerContext
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import get_scheme
+from tests.support.learners import random_model
 
 
 def objective_config(tmp_path: Path, name: str, **overrides: str) -> RunConfig:
@@ -97,6 +104,23 @@ def test_convergence_is_the_first_step_at_the_threshold():
     assert precision_gap.summarize(lines[:2], "bf16", 5e-4, 0, -0.5).converged is None
     unlearned = precision_gap.summarize([line(1, -1.0, False)], "bf16", 5e-4, 0, -0.5)
     assert math.isnan(unlearned.gap) and math.isnan(unlearned.phantom)
+
+
+def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):
+    """Linear weights are the values of their codes, all else is as it was; a second call leaves the folder alone."""
+    source = tmp_path / "policy"
+    random_model(tied=False).save_pretrained(source)
+    folder = rounded_policy(source, "w4a16", tmp_path / "rounded")
+    before, after = (load_masters(path, torch.float32) for path in (source, folder))
+    low_bit = LowBitModel(before, get_scheme("w4a16"), LayerContext(torch.bfloat16, "reference"), "transformers")
+    for name, master in low_bit.masters.items():
+        linear = low_bit.linears.get(name.removesuffix(".weight"))
+        expected = master if linear is None else linear.codes().dequantized(torch.float32)
+        assert torch.equal(after.get_parameter(name), expected), name
+        assert linear is None or linear.scheme.name == "bf16" or not torch.equal(master, expected)
+    marked = folder / "marked"
+    marked.touch()
+    assert rounded_policy(source, "w4a16", folder) == folder and marked.exists()
 
 
 def test_pairings_share_everything_but_what_computes(tmp_path: Path):

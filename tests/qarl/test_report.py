@@ -283,6 +283,8 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     ("metrics", "level", "said"),
     [
         ([line(s, reward=0.2) for s in range(1, 30)], "note", "No change beyond noise: reward from 0.2 to 0.2"),
+        ([line(s, reward=(0.25, 0.3, 0.1, 0.2)[s % 4]) for s in range(16)], "note", "No change beyond noise: reward"),
+        ([line(s, reward=0.1 * s + (0.25, 0.3, 0.1, 0.2)[s % 4]) for s in range(16)], "good", "Learned: reward"),
         ([line(s, accuracy=0.2 + 0.02 * s) for s in range(1, 30)], "good",
          "Learned: held-out accuracy from 22.0% to 78.0"),
         ([line(s, accuracy=0.8 - 0.02 * s) for s in range(1, 30)], "warning", "Got worse: held-out accuracy"),

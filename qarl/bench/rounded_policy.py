@@ -1,0 +1,34 @@
+"""A policy whose weights lie where a scheme's codes are: what a checkpoint is that was rounded before it is trained.
+
+A master in the middle of its code's interval has half a step to go before the sampler sees anything of it, as float32
+masters of a bfloat16 checkpoint have at a small learning rate.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from quant.checkpoint.load import load_masters
+from quant.layers.context import LayerContext
+from quant.model.low_bit_model import LowBitModel
+from quant.schemes import get_scheme
+
+
+def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:
+    """Write the model folder `source` with every linear weight replaced by the value of its code, fp32, to `folder`,
+    which is left as it is where it exists. The scales of these weights are made anew by whoever rounds them again."""
+    if folder.exists():
+        return folder
+    plain = load_masters(source, torch.float32)
+    low_bit = LowBitModel(load_masters(source, torch.float32), get_scheme(scheme), LayerContext(torch.bfloat16, "auto"))
+    with torch.no_grad():
+        for name, linear in low_bit.linears.items():
+            plain.get_parameter(f"{name}.weight").copy_(linear.codes().dequantized(torch.float32))
+    building = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(building, ignore_errors=True)
+    plain.save_pretrained(building)
+    for file in source.iterdir():
+        if not (building / file.name).exists():
+            shutil.copy(file, building)
+    return building.rename(folder)
