@@ -21,7 +21,9 @@ def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:
     if folder.exists():
         return folder
     plain = load_masters(source, torch.float32)
-    low_bit = LowBitModel(load_masters(source, torch.float32), get_scheme(scheme), LayerContext(torch.bfloat16, "auto"))
+    low_bit = LowBitModel(
+        load_masters(source, torch.float32), get_scheme(scheme), LayerContext(torch.bfloat16, "reference")
+    )
     with torch.no_grad():
         for name, linear in low_bit.linears.items():
             plain.get_parameter(f"{name}.weight").copy_(linear.codes().dequantized(torch.float32))
