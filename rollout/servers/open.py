@@ -1,7 +1,9 @@
 """From a run's `rollout` section to its servers: started with the run, or those that run already."""
 
+import os
 import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from configs.schema.run import RolloutConfig
@@ -13,13 +15,13 @@ from rollout.vllm.options import VllmOptions
 
 
 def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions) -> ServerEngine:
-    """The engine of `rollout.servers`. checkpoint: what servers of the run's own start on, in the run's folder, whose
-    path is the run's name and where weight versions pass, unless `rollout.server_folder` says otherwise."""
+    """The engine of `rollout.servers`. checkpoint: what servers of the run's own start on, in the run's folder, where
+    its name is kept and weight versions pass, unless `rollout.server_folder` says otherwise."""
     run, servers = checkpoint.absolute().parent, rollout.servers
     assert servers is not None
     seconds, full_every = rollout.server_seconds, rollout.server_full_every
     folder = Path(rollout.server_folder) if rollout.server_folder else run / "versions"
-    learner, publishes = f"run {str(run)!r} on {socket.gethostname()}", not options.several or _is_first()
+    learner, publishes = run_name(run), not options.several or _is_first()
     if isinstance(servers, tuple):
         key = server_key(rollout.server_key_file)
         return ServerEngine(servers, key, folder, options, learner, publishes, seconds, full_every)
@@ -30,6 +32,20 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
         [replica.url for replica in replicas], key, folder, options, learner, publishes, seconds, full_every,
         at_end=lambda: stop_replicas(replicas),
     )  # fmt: skip
+
+
+def run_name(run: Path) -> str:
+    """What servers know a run by: drawn where it begins and kept in its folder, so that a run that is resumed on
+    another machine is the same. run: the folder."""
+    file = run / "servers" / "run"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        drawn = file.with_name(f"run-{secrets.token_hex(8)}")
+        drawn.write_text(f"run {str(run)!r}, begun on {socket.gethostname()} ({secrets.token_hex(4)})")
+        with suppress(FileExistsError):  # processes that begin at once have one name
+            os.link(drawn, file)
+        drawn.unlink()
+    return file.read_text()
 
 
 def refuse_shared_devices(servers: int) -> None:

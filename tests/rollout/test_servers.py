@@ -4,6 +4,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quant.types import LowBitTensor
 from rollout.engine import EngineError
 from rollout.servers.access import RequireKey, server_key
 from rollout.servers.answers import completion_request, read_completion, read_logprobs
+from rollout.servers.open import run_name
 from rollout.servers.sender import VersionSender
 from rollout.servers.start import replica_command, replica_environment, visible_devices
 from rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_version
@@ -153,6 +155,15 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(monkeypatch: py
     environment = replica_environment("k")
     assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["VLLM_HOST_IP"] == "127.0.0.1"
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == "k"
+
+
+def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Contract: one name a run, whoever asks first, and no two runs' are the same."""
+    with ThreadPoolExecutor(8) as threads:
+        names = set(threads.map(lambda _: run_name(tmp_path / "a"), range(8)))
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert names == {run_name(tmp_path / "a")} != {run_name(tmp_path / "b")}
+    assert [file.name for file in (tmp_path / "a/servers").iterdir()] == ["run"]
 
 
 def test_replicas_on_cpus_keep_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
