@@ -27,7 +27,7 @@ def add_data(commands: Any) -> None:
         help="training questions that a policy solves now and then",
         usage="qarl data perfectible TARGET [OPTIONS] [--task.FIELD VALUE …]",
         description="Ask a policy the training questions of a task, several times each, and write those it solves now "
-        "and then. A run on them that does not come to 95 %% has too few steps, or a fault: its report says which it "
+        "and then. A run on them that does not come to 95 % has too few steps, or a fault: its report says which it "
         "came to. What is not given is the run's, where TARGET is one.",
         allow_abbrev=False,
     )

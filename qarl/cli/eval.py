@@ -29,7 +29,7 @@ def add_eval(commands: Any) -> None:
         help="held-out accuracy of a run, an export or any checkpoint, through vLLM",
         usage="qarl eval TARGET [OPTIONS] [--task.FIELD VALUE …] [--eval.FIELD VALUE …]",
         description="Held-out accuracy of a run, an export or any checkpoint, through vLLM: what the task's checker "
-        "counts, with a 95 %% bootstrap interval over questions. What is not given is the run's, which its export "
+        "counts, with a 95 % bootstrap interval over questions. What is not given is the run's, which its export "
         "records. Every field of task and eval is an option by its dotted name, as --task.correct mine.py:correct.",
         allow_abbrev=False,
     )
