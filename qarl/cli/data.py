@@ -32,7 +32,7 @@ def add_data(commands: Any) -> None:
         allow_abbrev=False,
     )
     add = perfectible.add_argument
-    add("target", help="run folder (its export), checkpoint folder, hub id, or embedded name")
+    add("target", metavar="TARGET", help="run folder (its export), checkpoint folder, hub id, or embedded name")
     add("-o", "--output", default=PERFECTIBLE, metavar="FILE", help=f"to write; its name ends in {PERFECTIBLE}")
     add("--task", help="task name or file (default: the run's, else chain_sum)")
     add("--problems", type=int, default=512, metavar="N", help="questions to ask (default 512)")

@@ -34,7 +34,7 @@ def add_eval(commands: Any) -> None:
         allow_abbrev=False,
     )
     add = evaluate.add_argument
-    add("target", help="run folder (its export), checkpoint folder, hub id, or embedded name")
+    add("target", metavar="TARGET", help="run folder (its export), checkpoint folder, hub id, or embedded name")
     add("--task", help="task name or file (default: the run's, else chain_sum)")
     add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {_suites()}")
     add("--data", metavar="DIR", help="local copies of the suite's benchmarks (default: from the Hub)")

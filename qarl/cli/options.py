@@ -47,7 +47,7 @@ def _misspelt(name: str) -> str:
 def refuse_rest(rest: list[str]) -> None:
     """Raises `ConfigError` where argparse left anything over."""
     if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; this command's --help lists what it takes")
+        raise ConfigError(f"unknown argument {rest[0].partition('=')[0]!r}; this command's --help lists what it takes")
 
 
 def check_json(file: str | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from configs.errors import InputError
+from configs.load import field_paths
 from configs.words import did_you_mean
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|\.?inf|\.?nan)", re.IGNORECASE)
@@ -69,14 +70,20 @@ class _Once(argparse.Action):
 
 def readable(arguments: Sequence[str]) -> list[str]:
     """The command line as argparse reads it: `--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag),
-    `help` and `version` as options."""
+    `--rollout.top_p 0.9` as `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what follows
+    for CONFIG or another positional argument), `help` and `version` as options."""
     joined: list[str] = []
     for item in arguments:
         option = joined[-1] if joined else ""
-        if option.startswith("--") and "=" not in option and _NEGATIVE.match(item):
+        open_option = len(option) > 2 and option.startswith("--") and "=" not in option
+        if open_option and (_NEGATIVE.match(item) or (_is_field(option[2:]) and not item.startswith("--"))):
             joined[-1] = f"{option}={item}"
         else:
             joined.append(item)
     if joined[:1] == ["help"]:
         return [*joined[1:], "--help"]
     return ["--version", *joined[1:]] if joined[:1] in (["version"], ["-V"]) else joined
+
+
+def _is_field(name: str) -> bool:
+    return "." in name or name in field_paths()

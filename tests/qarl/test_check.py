@@ -87,3 +87,13 @@ def test_the_starters_reward_is_what_it_says(starter: Path):
     near = str(int(problem.answer) + 1)
     responses = [Response(problem, text) for text in (problem.answer, near, "many")]
     assert task.rewards(responses) == [1.0, 0.5, 0.0] and task.correct(responses) == [True, False, False]
+
+
+@pytest.mark.parametrize("command", ["check", "doctor", "mismatch"])
+@pytest.mark.parametrize(("field", "value"), [("rollout.prompts", "few"), ("bitwise", "few")])
+def test_a_fields_value_is_not_taken_for_the_configuration(
+    command: str, field: str, value: str, capsys: pytest.CaptureFixture[str]
+):
+    """Argparse knows no fields, and would take what follows one for CONFIG where there is none."""
+    assert main([command, f"--{field}", value]) == 2
+    assert f"{field} " in (text := capsys.readouterr().err) and repr(value) in text
