@@ -324,7 +324,7 @@ def _add_schemes(names: Any) -> None:
     schemes.add_argument(
         "--runs", default="runs/bench-schemes", metavar="FOLDER", help="of the runs (default runs/bench-schemes)"
     )
-    schemes.add_argument("--plot", metavar="NAME", help="draw the curves as NAME.svg and NAME.png")
+    schemes.add_argument("--plot", metavar="NAME", help="draw accuracies and curves as NAME.svg and NAME.png")
     _runs(schemes, _schemes, fields=True)
 
 

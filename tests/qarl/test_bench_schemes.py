@@ -14,8 +14,10 @@ from qarl.bench.schemes.cell import CURVES, Job, Measured
 from qarl.bench.schemes.curves import band, gap_closed, smoothed
 from qarl.bench.schemes.grid import Cell, Grid, checked, stamp
 from qarl.bench.schemes.measure import measure
-from qarl.bench.schemes.table import plot, rows, table
+from qarl.bench.schemes.plot import LAST_BITS, panels, plot
+from qarl.bench.schemes.table import as_data, from_data, rows, table
 from qarl.evaluation.statistics import estimate, paired
+from qarl.report.plots import DotPanel, LinePanel
 
 
 def grid(runs: Path, **chosen: Any) -> Grid:
@@ -135,7 +137,43 @@ def test_the_table_and_the_plots(tmp_path: Path):
     with console.capture() as captured:
         table(found).show(console)
     assert "72.5 [70.0, 75.0]" in captured.get() and "-2.5 [-5.0, +0.0]" in captured.get()
-    assert [file.suffix for file in plot(found, asked, tmp_path / "plot")] == [".svg", ".png"]
+    assert [file.suffix for file in plot(found, tmp_path / "plot")] == [".svg", ".png"]
+    assert from_data(json.loads(json.dumps(as_data(found)))) == found, "a record draws the same picture"
+
+
+def test_the_picture_shows_every_seed_and_where_zeros_are(tmp_path: Path):
+    """Contract: in percent, the row of a checkpoint has a point a seed and the table's mean and interval; a reference
+    for each objective; a label has no scheme, and so has one colour; and curves that span decades are logarithmic, the
+    mismatch with a place for zeros. Blind spot: whether it reads well."""
+    cells = grid(tmp_path, schemes=("w4a16", "w8a8"), learners=("unquantized", "aligned"), methods=("gptq",)).cells()
+    found = {cell: measured(0.9 + 0.01 * cell.seed) for cell in cells}
+    for cell, of in found.items():
+        of.curves.clear()
+        if cell.trained == cell:
+            of.curves.update({name: [0.5] * 9 for name in CURVES})
+            of.curves["mean |Δ log p|"] = [0.0 if cell.scheme == "w4a16" else 1e-3] * 9
+            of.curves["entropy"] = [0.9 if cell.scheme == "w8a8" else 0.01] * 9
+    deployed, *curves = panels(found)
+    assert isinstance(deployed, DotPanel) and list(deployed.groups) == ["bf16", "w4a16", "w8a8"]
+    assert deployed.references == deployed.groups["bf16"] and len(deployed.references) == 2
+    labels = ["aligned tbpo", "aligned grpo", "bf16 + gptq tbpo", "bf16 + gptq grpo"]
+    assert [dots.label for dots in deployed.groups["w4a16"]] == labels
+    drawn = [dots for group in deployed.groups.values() for dots in group]
+    for dots, row in zip(drawn, rows(found), strict=True):
+        assert dots.values == pytest.approx([90, 91])
+        interval = [100 * row["deployed"][name] for name in ("mean", "low", "high")]
+        assert [dots.mean, dots.low, dots.high] == pytest.approx(interval)
+    shown = {panel.title: panel for panel in curves if isinstance(panel, LinePanel)}
+    assert [title for title in shown if "w8a8" in title] == [
+        f"w8a8: {name}" for name in ("reward", "entropy", "mean |Δ log p|", "error tokens")
+    ]
+    assert [line.label for line in shown["w4a16: reward"].lines][2:] == labels[:2], "nothing trained afterwards"
+    assert shown["w4a16: error tokens"].lines[0].y == [50.0] * 9
+    assert [title for title, panel in shown.items() if panel.logarithmic_y] == [
+        "w4a16: mean |Δ log p|",
+        "w8a8: entropy",
+    ]
+    assert shown["w4a16: mean |Δ log p|"].linear_below == LAST_BITS and shown["w8a8: entropy"].linear_below is None
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from qarl.bench.schemes.grid import Grid, checked
 from qarl.bench.schemes.measure import measure
-from qarl.bench.schemes.table import as_data, plot, table
+from qarl.bench.schemes.plot import plot
+from qarl.bench.schemes.table import as_data, table
 from qarl.report.tables import PlainTable
 
 
@@ -24,7 +25,7 @@ def run(
         console.print(f"left out: {name}: {reason}", highlight=False, soft_wrap=True)
     found, failed = measure(grid, workers, console)
     if picture is not None and found:
-        console.print(f"drawn: {', '.join(map(str, plot(found, grid, picture)))}", highlight=False, soft_wrap=True)
+        console.print(f"drawn: {', '.join(map(str, plot(found, picture)))}", highlight=False, soft_wrap=True)
     for cell in failed:
         console.print(f"failed: {cell.cell.name} ({cell.log}):\n{cell.reason}", markup=False, highlight=False)
     data = as_data(found) | {"failed": [cell.cell.name for cell in failed], "skipped": skipped}

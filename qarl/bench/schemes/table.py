@@ -1,22 +1,18 @@
-"""The grid's figures for a person: a table, JSON, plots."""
+"""The grid's figures as a table and as JSON."""
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from qarl.bench.schemes.cell import Measured
-from qarl.bench.schemes.curves import band, gap_closed, smoothed
-from qarl.bench.schemes.grid import LEARNERS, Cell, Grid
+from qarl.bench.schemes.curves import gap_closed
+from qarl.bench.schemes.grid import LEARNERS, Cell
 from qarl.evaluation.statistics import estimate, paired
-from qarl.report.plots import BarPanel, Bars, Line, LinePanel, draw
 from qarl.report.tables import PlainTable
 
 LAST = 10
 """Steps at the end over which a curve's last value is averaged."""
-WINDOW = 5
-"""Steps a plotted curve is averaged over."""
 
 Found = Mapping[Cell, Measured]
 Variant = tuple[str, str, str]
@@ -47,9 +43,9 @@ def table(found: Found) -> PlainTable:
 
 def rows(found: Found) -> list[dict[str, Any]]:
     """JSON-ready: what the table shows of each variant, and every seed's accuracy."""
-    accuracies = {variant: {c.seed: m.accuracy for c, m in runs.items()} for variant, runs in _variants(found)}
+    accuracies = {variant: {c.seed: m.accuracy for c, m in runs.items()} for variant, runs in variants(found)}
     made = []
-    for variant, runs in _variants(found):
+    for variant, runs in variants(found):
         scheme, learner, objective = variant
         own, unquantized = accuracies[variant], accuracies.get(("bf16", "unquantized", objective), {})
         plain = accuracies.get((scheme, "plain", objective), {})
@@ -77,50 +73,22 @@ def as_data(found: Found) -> dict[str, Any]:
     return {"rows": rows(found), "cells": cells}
 
 
-def plot(found: Found, grid: Grid, file: Path) -> list[Path]:
-    """Curves of each scheme beside the unquantized seeds' band, and bars of what is deployed; as SVG and PNG."""
-    panels: list[LinePanel | BarPanel] = []
-    for curve in ("reward", "entropy", "mean |Δ log p|", "error tokens"):
-        for scheme in grid.schemes:
-            lines = [
-                _line(variant, runs, curve) for variant, runs in _variants(found) if variant[0] in (scheme, "bf16")
-            ]
-            drawn = [line for line in lines if line is not None]
-            if drawn:
-                logarithmic = curve == "mean |Δ log p|" and any(y > 0 for line in drawn for y in line.y)
-                panels.append(LinePanel(f"{scheme}: {curve}", "step", curve, drawn, logarithmic_y=logarithmic))
-    panels += [_bars(found, scheme) for scheme in grid.schemes]
-    return draw(panels, file)
+def from_data(data: Mapping[str, Any]) -> dict[Cell, Measured]:
+    """The cells of `as_data`, as a record has them."""
+    keys = [field.name for field in dataclasses.fields(Cell)]
+    return {
+        Cell(**{key: cell[key] for key in keys}): Measured(**{k: v for k, v in cell.items() if k not in keys})
+        for cell in data["cells"]
+    }
 
 
-def _variants(found: Found) -> Iterator[tuple[Variant, dict[Cell, Measured]]]:
-    variants: dict[Variant, dict[Cell, Measured]] = {}
+def variants(found: Found) -> Iterator[tuple[Variant, dict[Cell, Measured]]]:
+    """Runs of all seeds together: the unquantized first, then scheme by scheme, trained before quantized afterwards."""
+    seeds: dict[Variant, dict[Cell, Measured]] = {}
     for cell, measured in found.items():
-        variants.setdefault((cell.scheme, cell.learner, cell.objective), {})[cell] = measured
+        seeds.setdefault((cell.scheme, cell.learner, cell.objective), {})[cell] = measured
     order = {name: place for place, name in enumerate(LEARNERS)}
-    yield from sorted(variants.items(), key=lambda item: (item[0][0] != "bf16", item[0][0], order.get(item[0][1], 9)))
-
-
-def _line(variant: Variant, runs: Mapping[Cell, Measured], curve: str) -> Line | None:
-    """Mean over seeds, smoothed; the band is from the lowest seed to the highest."""
-    curves = [[math.nan if v is None else v for v in m.curves[curve]] for m in runs.values() if m.curves]
-    if not curves:
-        return None
-    mean, low, high = band([smoothed(values, WINDOW) for values in curves])
-    _, learner, objective = variant
-    steps = list(range(1, len(mean) + 1))
-    return Line(label=f"{learner} {objective}", x=steps, y=mean, low=low, high=high)
-
-
-def _bars(found: Found, scheme: str) -> BarPanel:
-    bars = []
-    for (of, learner, objective), runs in _variants(found):
-        if of in (scheme, "bf16"):
-            accuracy = estimate([m.accuracy for m in runs.values()])
-            known = not math.isnan(accuracy.low)
-            whiskers = {"low": [accuracy.low], "high": [accuracy.high]} if known else {}
-            bars.append(Bars(f"{learner} {objective}", [accuracy.mean], **whiskers))
-    return BarPanel(f"{scheme}: deployed accuracy", "held-out, greedy", [scheme], bars)
+    yield from sorted(seeds.items(), key=lambda item: (item[0][0] != "bf16", item[0][0], order.get(item[0][1], 9)))
 
 
 def _mean_of_last(runs: Mapping[Cell, Measured], name: str) -> float | None:
