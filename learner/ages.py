@@ -4,7 +4,7 @@ An update of a batch finds its tokens as many updates old as the batch had befor
 since they were sampled (`rollout.max_staleness`) counts `learner.mini_batches` of them. At age 0 sampler and learner
 have the same weights, and what parts them is precision and kernels; what they are further apart later is staleness.
 
-Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
+Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1; k numbers of versions.
 """
 
 from dataclasses import dataclass
@@ -26,37 +26,50 @@ class MismatchByAge:
 
 
 class Ages:
-    """Of one batch, filled in update by update. of_rows: each sequence's age in updates, int64 [B], -1 where it was in
-    none."""
+    """Of one batch, filled in update by update: sums of tokens so many versions behind, [B, k]."""
 
     def __init__(self, batch: Batch, mini_batches: int):
-        self.of_rows = torch.full_like(batch.length, -1)
-        behind = torch.zeros_like(batch.length) if batch.versions_behind is None else batch.versions_behind
-        self._at_first = behind * mini_batches
-        self._tokens = batch.response_mask.sum(-1)
+        mask, behind = batch.response_mask, batch.versions_behind
+        if behind is None:
+            self._behind, self._tokens = torch.zeros(1, dtype=torch.int64), mask.sum(-1, keepdim=True)
+        else:
+            self._behind = behind[mask].unique()
+            self._tokens = torch.stack([((behind == k) & mask).sum(-1) for k in self._behind], dim=-1)
+        self._update = torch.full_like(batch.length, -1)
+        self._mini_batches = mini_batches
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, update: int, index: torch.Tensor) -> None:
         """The batch's update of that number, from 0, learns from the rows at `index`, int64 [n]."""
-        self.of_rows[index] = self._at_first[index] + update
+        self._update[index] = update
 
     def add(self, index: torch.Tensor, current: torch.Tensor, rows: Batch) -> None:
         """This process's part: the learner's log-probs of the rows at `index`, fp32 [n, t]; rows: those, where
         `current` is. Waits for no device."""
         apart = (current.detach() - rows.sampler_logprobs).abs() * rows.response_mask
-        self._sums.append((index, apart.sum(-1)))
+        behind = rows.versions_behind
+        of_each = [apart if behind is None else apart * (behind == k) for k in self._behind.tolist()]
+        self._sums.append((index, torch.stack([part.sum(-1) for part in of_each], dim=-1)))
+
+    def of_rows(self) -> torch.Tensor:
+        """Of each sequence's oldest token, int64 [B], -1 where it was in no update."""
+        return self._ages().amax(-1)
 
     def mismatch(self, processes: Processes) -> MismatchByAge:
         """Of what all processes added, each of which had a share of the rows."""
-        sums = torch.zeros(len(self.of_rows), dtype=torch.float64)
+        sums = torch.zeros(self._tokens.shape, dtype=torch.float64)
         if self._sums:
             index, added = (torch.cat(parts) for parts in zip(*self._sums, strict=True))
             sums[index] = added.double().cpu()
-        sums = processes.total(sums)
-        ages = self.of_rows.unique().tolist()
-        found = [(age, self.of_rows == age) for age in ages if age >= 0]
+        sums, ages = processes.total(sums), self._ages()
+        found = [(age, ages == age) for age in ages.unique().tolist() if age >= 0]
         return MismatchByAge(
             age=tuple(age for age, _ in found),
-            mean_abs=tuple(float(sums[rows].sum()) / int(self._tokens[rows].sum()) for _, rows in found),
-            tokens=tuple(int(self._tokens[rows].sum()) for _, rows in found),
+            mean_abs=tuple(float(sums[some].sum()) / int(self._tokens[some].sum()) for _, some in found),
+            tokens=tuple(int(self._tokens[some].sum()) for _, some in found),
         )
+
+    def _ages(self) -> torch.Tensor:
+        """Of a sequence's tokens so many versions behind, int64 [B, k]; -1 where it has none, or was in no update."""
+        update = self._update[:, None]
+        return torch.where((self._tokens > 0) & (update >= 0), update + self._behind * self._mini_batches, -1)

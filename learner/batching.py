@@ -24,7 +24,8 @@ class Batch:
     group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed each
     token to in each decoder layer, -1 where it did not tell; None where routing is not replayed. ended: bool [B], whose
     last token is the end token, none of them where it was cut off; None where that is not known. versions_behind: int64
-    [B], weight versions published since each sequence was sampled; None where all are of the present weights.
+    [B, T-1], weight versions published since each token was sampled, 0 outside the mask; None where all are of the
+    present weights.
     """
 
     tokens: torch.Tensor
@@ -52,7 +53,7 @@ class Batch:
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (int64 [n]), with padding no longer than their longest."""
         longest = int(self.length[index].max())
-        cut = dict.fromkeys(("response_mask", "sampler_logprobs", "advantages"), longest - 1)
+        cut = dict.fromkeys(("response_mask", "sampler_logprobs", "advantages", "versions_behind"), longest - 1)
         cut |= {"tokens": longest, "experts": longest}
         picked = {name: tensor[index] for name, tensor in self._tensors().items()}
         return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
@@ -67,11 +68,14 @@ def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo",
     tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)
     response_mask = torch.zeros((len(pairs), longest - 1), dtype=torch.bool)
     sampler = torch.zeros((len(pairs), longest - 1), dtype=torch.float32)
+    behind = torch.zeros((len(pairs), longest - 1), dtype=torch.int64)
     for row, (_, prompt, completion) in enumerate(pairs):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
         tokens[row, :end] = torch.tensor([*prompt, *completion.token_ids])
         response_mask[row, start - 1 : end - 1] = True
         sampler[row, start - 1 : end - 1] = torch.tensor(completion.logprobs)
+        if version is not None:
+            behind[row, start - 1 : end - 1] = version - torch.tensor(completion.versions)
     advantages = torch.where(response_mask, of_sequences[:, None], 0.0)
     length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
     experts = _stack_experts([c.experts for _, _, c in pairs], longest)
@@ -79,7 +83,7 @@ def make_batch(groups: Sequence[Group], pad_token: int, advantage: str = "grpo",
         tokens=tokens, length=length, response_mask=response_mask, sampler_logprobs=sampler, advantages=advantages,
         group=torch.tensor([i for i, _, _ in pairs]), experts=experts,
         ended=torch.tensor([c.finish_reason == "stop" for _, _, c in pairs]),
-        versions_behind=None if version is None else torch.tensor([version - c.weight_version for _, _, c in pairs]),
+        versions_behind=None if version is None else behind,
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ class Learner:
             ages.begin(n, index)
             updates.append(self._update(batch, old, reference, index, n == 0, log, ages, measured))
         if log is not None:
-            log.complete(old, ages.of_rows, self.processes)
+            log.complete(old, ages.of_rows(), self.processes)
         if self._diagnosis is not None:
             with self.stopwatch("shadow"):
                 kl_from_start = self._start.kl()

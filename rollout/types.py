@@ -19,8 +19,9 @@ class Completion:
     """One sampled response.
 
     token_ids: generated tokens, the end token included when sampled. logprobs: the sampler's log-prob of each,
-    in nats, computed in fp32. weight_version: of the weights that sampled it. finish_reason: "stop", "length" or
-    "repetition".
+    in nats, computed in fp32. weight_version: of the weights that sampled its first token. switches: (token, version),
+    from which token on later weights sampled it; none where no version was published meanwhile. finish_reason: "stop",
+    "length" or "repetition".
     experts: numpy integer [tokens of prompt and response that were routed, decoder layers, experts a token], or None
     where the engine was not asked for them.
     """
@@ -31,11 +32,19 @@ class Completion:
     weight_version: int
     finish_reason: str
     experts: Any = field(default=None, compare=False, repr=False)
+    switches: tuple[tuple[int, int], ...] = ()
 
     @property
     def truncated(self) -> bool:
         """Whether it was cut off: at its limit of tokens, or in a loop."""
         return self.finish_reason in ("length", "repetition")
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights that sampled each token."""
+        begins = ((0, self.weight_version), *self.switches)
+        ends = [*(token for token, _ in self.switches), len(self.token_ids)]
+        return [version for (start, version), end in zip(begins, ends, strict=True) for _ in range(start, end)]
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ function firstError(completion) {
   return "none";
 }
 const unasked = ({ aligned, diagnostics }) => (!aligned ? "not known" : diagnostics ? `not asked here: every ${diagnostics} steps, of some` : "not asked (learner.diagnostics_every 0)");
+const versionsOf = (completion) => (made.last_version[completion] === made.version[completion] ? `version ${made.version[completion]}` : `versions ${made.version[completion]} to ${made.last_version[completion]}`);
 const ageOf = (completion) => (made.age[completion] === null ? "no update" : made.age[completion] === 1 ? "1 update" : `${made.age[completion]} updates`);
 const texts = new Map();
 function textOf(completion) {
@@ -285,7 +286,7 @@ class Browser {
 
   card(completion, chosen) {
     const facts = [["reward", number(made.reward[completion])], [`mean of ${made.group_size[completion]}`, number(made.group_reward[completion])], ["advantage", number(made.advantage[completion])],
-      ["tokens", `${made.length[completion]}${made.truncated[completion] ? ", cut off" : ""}`], ["worst |Δ log p|", number(worstOf[completion])], ["first error token", firstError(completion)], ["weights", `version ${made.version[completion]}`], ["age", ageOf(completion)]];
+      ["tokens", `${made.length[completion]}${made.truncated[completion] ? ", cut off" : ""}`], ["worst |Δ log p|", number(worstOf[completion])], ["first error token", firstError(completion)], ["weights", versionsOf(completion)], ["age", ageOf(completion)]];
     const stream = el("div", { class: "stream", "data-completion": completion });
     shownCompletion = completion;
     const { paint } = COLUMNS[this.column];

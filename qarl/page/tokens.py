@@ -21,7 +21,7 @@ BUDGET = 1_500_000
 _A_TOKEN, _A_COMPLETION = 12, 50
 """Bytes of the page, about; words not counted."""
 
-_SHOWN = {"step": "step", "group": "group", "sample": "sample", "version": "weight_version", "age": "age"}
+_SHOWN = {"step": "step", "group": "group", "sample": "sample", "age": "age"}
 """Columns of completions shown as they are: the page's name → the file's."""
 
 _UNKNOWN = 15
@@ -90,8 +90,9 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
     prompts: dict[str, int] = {}
     texts: dict[tuple[int, str], int] = {}
     words: list[int] = []
-    columns: dict[str, list[Any]] = {name: [] for name in ("run", *_SHOWN, "prompt", "reward", "length", "asked",
-                                     "worst", "truncated", "group_size", "group_reward", "advantage")}  # fmt: skip
+    columns: dict[str, list[Any]] = {name: [] for name in ("run", *_SHOWN, "prompt", "reward", "length", "version",
+                                     "last_version", "asked", "worst", "truncated", "group_size", "group_reward",
+                                     "advantage")}  # fmt: skip
     for number, rows in steps:
         about, ends = rows.completions, np.cumsum(rows.lengths)
         pairs = zip(rows.tokens["token_id"].tolist(), rows.tokens["token"], strict=True)
@@ -103,6 +104,7 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
             "prompt": [prompts.setdefault(prompt, len(prompts)) for prompt in about["prompt"]],
             "reward": map(digits, about["reward"]),
             "length": rows.lengths,
+            **_versions(rows),
             "asked": _asked(rows).astype(int).tolist(),
             "worst": [-1 if place is None else place for place in about["worst_token"]],
             "truncated": [int(reason in ("length", "repetition")) for reason in about["finish_reason"]],
@@ -123,6 +125,13 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
         "unquantized_logprob": _encoded(_unquantized(steps)),
         "flags": _encoded(_flags(steps)),
     }
+
+
+def _versions(rows: TokenRows) -> dict[str, list[int]]:
+    """Of the weights that sampled each completion's first token, and its last."""
+    of_each, ends = rows.tokens["weight_version"], np.cumsum(rows.lengths).tolist()
+    starts = [end - length for end, length in zip(ends, rows.lengths, strict=True)]
+    return {"version": [int(of_each[at]) for at in starts], "last_version": [int(of_each[at - 1]) for at in ends]}
 
 
 def _advantage(values: np.ndarray) -> float | None:

@@ -28,7 +28,8 @@ def array_bytes(array: np.ndarray) -> bytes:
 
 def _completions(rows: TokenRows) -> Iterator[Completion]:
     ends = np.cumsum(rows.lengths)[:-1]
-    tokens, logprobs = (np.split(rows.tokens[name], ends) for name in ("token_id", "sampler_logprob"))
+    names = ("token_id", "sampler_logprob", "weight_version")
+    tokens, logprobs, versions = (np.split(rows.tokens[name], ends) for name in names)
     about = rows.completions
     for row in range(len(rows)):
         experts = about["experts"][row]
@@ -36,9 +37,10 @@ def _completions(rows: TokenRows) -> Iterator[Completion]:
             token_ids=tuple(tokens[row].tolist()),
             logprobs=tuple(logprobs[row].tolist()),
             text=about["completion"][row],
-            weight_version=about["weight_version"][row],
+            weight_version=int(versions[row][0]),
             finish_reason=about["finish_reason"][row],
             experts=None if experts is None else np.load(io.BytesIO(experts), allow_pickle=False),
+            switches=tuple((at, int(versions[row][at])) for at in (np.diff(versions[row]).nonzero()[0] + 1).tolist()),
         )
 
 

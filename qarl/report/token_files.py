@@ -21,20 +21,20 @@ import numpy as np
 from configs.errors import InputError
 from learner.clip_reasons import CLIP_REASONS
 
-FORMAT = "3"
+FORMAT = "4"
 """Of the columns; files of another are refused."""
 
 _FORMAT_KEY, _COUNT_KEY = b"qarl.tokens", b"qarl.completions"
 
 COMPLETION_COLUMNS = {
     "step": "int32", "group": "int32", "sample": "int32", "prompt_id": "string", "prompt": "string",
-    "prompt_token_ids": "int32 list", "completion": "string", "finish_reason": "string", "weight_version": "int32",
-    "age": "int32", "reward": "float64", "group_rewards": "float64 list", "worst_token": "int32", "experts": "binary",
+    "prompt_token_ids": "int32 list", "completion": "string", "finish_reason": "string", "age": "int32",
+    "reward": "float64", "group_rewards": "float64 list", "worst_token": "int32", "experts": "binary",
 }  # fmt: skip
 TOKEN_COLUMNS = {
-    "token_id": "int32", "token": "string", "sampler_logprob": "float32", "learner_logprob": "float32",
-    "unquantized_logprob": "float32", "mismatch": "float32", "log_ratio": "float32", "clip": "words",
-    "advantage": "float32", "improbable": "bool", "repeated": "bool",
+    "token_id": "int32", "token": "string", "weight_version": "int32", "sampler_logprob": "float32",
+    "learner_logprob": "float32", "unquantized_logprob": "float32", "mismatch": "float32", "log_ratio": "float32",
+    "clip": "words", "advantage": "float32", "improbable": "bool", "repeated": "bool",
 }  # fmt: skip
 """Lists in the file, each with one value a token."""
 

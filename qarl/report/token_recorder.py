@@ -124,6 +124,7 @@ def _token_columns(
         advantage = taken(log.batch.advantages)
     return {
         "token_id": np.concatenate([np.asarray(c.token_ids, dtype=np.int32) for c in kept]),
+        "weight_version": np.concatenate([np.asarray(c.versions, dtype=np.int32) for c in kept]),
         "sampler_logprob": sampler,
         "learner_logprob": old,
         "unquantized_logprob": unquantized,
@@ -152,7 +153,6 @@ def _completion_columns(
         "prompt_token_ids": [list(group.prompt.token_ids) for group, _ in kept],
         "completion": [c.text for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
-        "weight_version": [c.weight_version for c in completions],
         "reward": [group.rewards[sample] for group, sample in kept],
         "group_rewards": [list(group.rewards) for group, _ in kept],
         "experts": [None if c.experts is None else array_bytes(c.experts) for c in completions],

@@ -271,13 +271,15 @@ def updated_rows(learner: Learner) -> list[torch.Tensor]:
 
 
 def stale_batch(learner: Learner) -> Batch:
-    """Half of its groups sampled by the codes of before a batch that was learned, the others by the present ones."""
+    """Half of its groups sampled by the codes of before a batch that was learned, but for their last tokens, the others
+    by the present ones."""
     batch = batch_of(1)
     before, _ = learner.logprobs(batch)
     learner.learn(batch_of(0), 0)
     now, _ = learner.logprobs(batch)
-    behind = 1 - batch.group % 2
-    sampler = torch.where(behind[:, None] > 0, before, now)
+    position, length = batch.response_mask.cumsum(-1), batch.response_mask.sum(-1, keepdim=True)
+    behind = (1 - batch.group % 2)[:, None] * (batch.response_mask & (2 * position <= length))
+    sampler = torch.where(behind > 0, before, now)
     return dataclasses.replace(batch, sampler_logprobs=sampler, versions_behind=behind)
 
 
@@ -296,9 +298,10 @@ def test_planted_staleness_is_recovered_at_its_age():
         stepped.load_state_dict(weights)
         apart = (scored(of_codes(weights, "w4a16"), batch, index) - batch.sampler_logprobs).abs()
         for row in index.tolist():
-            age = update + MINI_BATCHES * int(behind[row])
-            true.setdefault(age, []).append(apart[row][batch.response_mask[row]])
-            assert log.age[row] == age
+            for versions in behind[row].unique().tolist():
+                tokens = batch.response_mask[row] & (behind[row] == versions)
+                true.setdefault(update + MINI_BATCHES * versions, []).append(apart[row][tokens])
+            assert log.age[row] == update + MINI_BATCHES * int(behind[row].max())
     assert list(found.age) == sorted(true)
     assert sum(found.tokens) == sum(int(batch.response_mask[index].sum()) for index in rows)
     by_age = dict(zip(found.age, found.mean_abs, strict=True))
@@ -317,7 +320,7 @@ def test_staleness_of_a_version_is_named_so():
         batch = batch_of(1)
         before, _ = learner.logprobs(batch)
         learner.learn(batch_of(0), 0)
-        versions = torch.full_like(batch.length, behind)
+        versions = behind * batch.response_mask.long()
         return learner.learn(dataclasses.replace(batch, sampler_logprobs=before, versions_behind=versions), 1)
 
     fresh, stale = parts(0).log_ratio, parts(1)
@@ -327,12 +330,16 @@ def test_staleness_of_a_version_is_named_so():
 
 
 def test_ages_come_from_the_versions_that_sampled():
-    groups = [
-        dataclasses.replace(g, completions=tuple(dataclasses.replace(c, weight_version=n) for c in g.completions))
-        for n, g in enumerate(make_groups())
-    ]
-    behind = make_batch(groups, 0, version=7).versions_behind
-    assert behind is not None and behind.tolist() == [7 - n for n, g in enumerate(groups) for _ in g.completions]
+    """Contract: token by token, from the switches of a completion on by the version that each names."""
+    groups = []
+    for n, g in enumerate(make_groups()):
+        of_two = (dataclasses.replace(c, weight_version=n, switches=((1, n + 2),)) for c in g.completions)
+        groups.append(dataclasses.replace(g, completions=tuple(of_two)))
+    batch, first = make_batch(groups, 0, version=7), [n for n, g in enumerate(groups) for _ in g.completions]
+    assert batch.versions_behind is not None
+    for behind, mask, n in zip(batch.versions_behind, batch.response_mask, first, strict=True):
+        assert behind[mask].tolist() == [7 - n, *[5 - n] * (int(mask.sum()) - 1)]
+        assert not behind[~mask].any()
     assert make_batch(groups, 0).versions_behind is None
 
 

@@ -60,7 +60,7 @@ def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) ->
     about: dict[str, list[Any]] = {
         "step": [step] * 2, "group": [0, 0], "sample": [0, 1], "prompt_id": ["a", "a"], "prompt": [HOSTILE] * 2,
         "prompt_token_ids": [[1, 2]] * 2, "completion": list(texts), "finish_reason": ["stop", "length"],
-        "weight_version": [step - 1] * 2, "age": [1, None], "reward": [1.0, 0.0],
+        "age": [1, None], "reward": [1.0, 0.0],
         "group_rewards": [[1.0, 0.0, 0.0]] * 2,
         "worst_token": [0, None], "experts": [None, None],
     }  # fmt: skip
@@ -69,6 +69,7 @@ def rows(step: int, texts: tuple[str, str] = ("7", HOSTILE), length: int = 3) ->
         tokens={
             "token_id": np.arange(count, dtype=np.int32) % 500,
             "token": np.array([texts[i >= length] if i % length == 0 else "" for i in range(count)], dtype=object),
+            "weight_version": np.repeat([step - 1, step], [count - 1, 1]).astype(np.int32),
             "sampler_logprob": np.linspace(-9, -0.1, count).astype(np.float32),
             "learner_logprob": values, "mismatch": values, "log_ratio": values,
             "unquantized_logprob": np.where(unknown | (step % 3 != 1), np.nan, -1.5).astype(np.float32),
@@ -327,7 +328,7 @@ def test_what_asks_for_attention_is_said(tmp_path: Path):
         ("report newer", "the run was started by another version of qarl"),
         ("report older", "line 1, lacks 'weight_version': another version of qarl wrote it"),
         ("report damaged", "line 2, is no JSON"),
-        ("report tokens", "has format 9, and this version of qarl reads 3"),
+        ("report tokens", "has format 9, and this version of qarl reads 4"),
         ("report start", "'start/start.json' cannot be read"),
         ("report run -o no/such/page.html", "-o no/such/page.html: there is no folder 'no/such'"),
         ("report run -o empty", "-o empty is a folder; name a file, such as empty/report.html"),

@@ -193,11 +193,11 @@ def test_damaged_files_and_other_formats_are_named(tmp_path: Path):
     with pytest.raises(TokenFileError, match=r"step-000001.parquet' is damaged .*remove it to go on"):
         read_step(file)
     pq.write_table(pa.table({"step": [1]}), file)
-    with pytest.raises(TokenFileError, match="has format none, and this version of qarl reads 3"):
+    with pytest.raises(TokenFileError, match="has format none, and this version of qarl reads 4"):
         read_step(file)
     pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "1"}), file)
     with pytest.raises(TokenFileError, match=r"has format 1, .*read it with the version that wrote it"):
         read_step(file)
-    pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "3"}), file)
-    with pytest.raises(TokenFileError, match="has other columns than format 3"):
+    pq.write_table(pa.table({"step": [1]}).replace_schema_metadata({"qarl.tokens": "4"}), file)
+    with pytest.raises(TokenFileError, match="has other columns than format 4"):
         read_step(file)
