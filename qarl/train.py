@@ -55,7 +55,7 @@ def train(
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
                 if at.step % config.checkpoint.every == 0 or at.step == config.steps or stopping:
-                    state = {"learner": policy.learner.state_dict(), "position": vars(at)}
+                    state = {"learner": policy.learner.state_dict(), "position": rollouts.position()}
                     save_checkpoint(folder.checkpoints, at.step, state, config.checkpoint.keep, processes)
                 if stopping:
                     break
@@ -75,7 +75,7 @@ def _step(
         log = recorder.log(batch, groups)
         with watch("learn"):
             learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log, restraint)
-    rollouts.settle(watch)
+    rollouts.before_publish(watch)
     if learned is not None:
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)

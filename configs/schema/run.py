@@ -108,9 +108,12 @@ class RolloutConfig(Section):
         description="of so many weight versions one is sent to servers whole; the others are differences from the one "
         "before, which run and servers then hold in host memory; 1: all whole, none held",
     )
-    max_staleness: Literal[0, 1] = Field(
+    max_staleness: int = Field(
         default=0,
-        description="1: servers sample the next batch while the learner works on this one, by the weights before",
+        ge=0,
+        le=16,
+        description="batches that servers sample while the learner works on one: 1, by the weights before; from 2 on "
+        "new weights reach them while they sample (docs/servers.md)",
     )
 
     @model_validator(mode="after")

@@ -1,19 +1,23 @@
-"""A run's batches in order, each sampled when it is asked for, or one step ahead of that.
+"""A run's batches in order, each sampled when it is asked for, or up to `rollout.max_staleness` steps ahead of that.
 
-    rollout.max_staleness 0    batch k is sampled by the weights that learn from it
-    rollout.max_staleness 1    batch k + 1 is begun, then batch k is learned, then batch k + 1 comes in, then the
-                               weights that were learned are published
+    0          batch k is sampled by the weights that learn from it
+    1          batch k + 1 is begun, then batch k is learned, then batch k + 1 comes in, then the weights that were
+               learned are published
+    S from 2   batches up to k + S are begun, then batch k is learned, then its weights are published, by which what is
+               under way goes on
 
-So no request is under way at a publish, and every batch is of one weight version, the one before those that learn from
-it, however fast anything is: equal runs are as equal as they are with 0.
+So with 1 no request is under way at a publish, and every batch is of one weight version, the one before those that
+learn from it, however fast anything is: equal runs are as equal as they are with 0. From 2 on a completion may be of
+several versions, none more than S before those that learn from it, and which token is of which is a matter of time.
 """
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from configs.schema.run import RunConfig
 from learner.stopwatch import Stopwatch
-from qarl.run.rollout_step import Completions, ask, sample_step
+from qarl.run.rollout_step import ask, sample_step
 from qarl.run.session import Position, Session
 from rollout.types import Completion, Group, Prompt
 
@@ -23,43 +27,63 @@ Batch = tuple[list[Group], list[Group]]
 
 class Rollouts:
     """A session's batches, from where a run stands. staleness: versions between the weights that sampled the batch
-    taken last and those it found, in the mean over completions; None where none is sampled ahead."""
+    taken last and those it found, in the mean over tokens; None where none is sampled ahead."""
 
     def __init__(self, session: Session, config: RunConfig, at: Position):
         self.session = session
         self.staleness: float | None = None
         self.config = config
         self._at = at
-        self._ahead = config.rollout.max_staleness > 0 and config.from_rollouts is None
-        self._thread = ThreadPoolExecutor(1, "sampling-ahead")
-        self._begun: Future[Completions] | None = None
-        self._ready = None if at.ahead is None else _batch(at.ahead)
+        self._ahead = 0 if config.from_rollouts is not None else config.rollout.max_staleness
+        self._threads = ThreadPoolExecutor(max(1, self._ahead), "sampling-ahead")
+        self._ready = deque(map(_batch, at.ahead))
+        self._begun: deque[tuple[int, Future[list[list[Completion]]]]] = deque()  # by steps, those after `_ready`
+        self._next = at.step + len(self._ready)
 
     def take(self, watch: Stopwatch) -> Batch:
-        """The batch of the step to be done; the next one is begun, where they are sampled ahead."""
-        step, ready = self._at.step, self._ready
-        batch = ready or sample_step(self.session, self.config, step, watch)
-        self._ready = self._at.ahead = None
+        """The batch of the step to be done; those after it are begun, where they are sampled ahead."""
+        self._next = max(self._next, self._at.step + 1)
+        if self._ready:
+            batch, self._at.ahead = self._ready.popleft(), self._at.ahead[1:]
+        elif self._begun:
+            batch = self._waited_for(watch)
+        else:
+            batch = sample_step(self.session, self.config, self._at.step, watch)
         if self._ahead:
-            versions = [completion.weight_version for group in batch[0] for completion in group.completions]
+            versions = [v for group in batch[0] for completion in group.completions for v in completion.versions]
             self.staleness = self._at.version - sum(versions) / len(versions)
             with watch("sample"):
-                self._begin(step + 1)
+                self._begin()
         return batch
 
-    def _begin(self, step: int) -> None:
-        if step < self.config.steps:
-            asked = ask(self.session, self.config, step)
-            # The thread waits for servers and does nothing else: what processes do together is the main one's.
-            self._begun = self._thread.submit(self.session.engine.generate, asked.prompts, asked.sampling)
+    def before_publish(self, watch: Stopwatch) -> None:
+        """Have what was begun, where a publish may meet no request."""
+        if self._ahead == 1:
+            self._settle(watch)
 
-    def settle(self, watch: Stopwatch) -> None:
-        """Have the batch that was begun, and put it where a checkpoint finds it: weights that are replaced now cannot
-        sample it again."""
-        if self._begun is not None:
-            answer, self._begun = self._begun, None
-            self._ready = sample_step(self.session, self.config, self._at.step + 1, watch, answer.result)
-            self._at.ahead = _plain(self._ready)
+    def position(self) -> dict[str, Any]:
+        """Where the run stands, for a checkpoint. What was begun is waited for and in it: weights that are replaced
+        cannot sample it again."""
+        self._settle(Stopwatch())
+        return vars(self._at)
+
+    def _settle(self, watch: Stopwatch) -> None:
+        while self._begun:
+            batch = self._waited_for(watch)
+            self._ready.append(batch)
+            self._at.ahead = [*self._at.ahead, _plain(batch)]
+
+    def _begin(self) -> None:
+        while self._next <= self._at.step + self._ahead and self._next < self.config.steps:
+            asked = ask(self.session, self.config, self._next)
+            # A thread waits for servers and does nothing else: what processes do together is the main one's.
+            answer = self._threads.submit(self.session.engine.generate, asked.prompts, asked.sampling)
+            self._begun.append((self._next, answer))
+            self._next += 1
+
+    def _waited_for(self, watch: Stopwatch) -> Batch:
+        step, answer = self._begun.popleft()
+        return sample_step(self.session, self.config, step, watch, answer.result)
 
 
 def _plain(batch: Batch) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -201,15 +201,15 @@ class Position:
     """Where a run stands: what a checkpoint holds besides the learner.
 
     step: training steps done. version: of the weights in the engine. skipped_batches: whose rewards were all equal.
-    first_accuracy: held-out, before step 1; None where it was not measured. ahead: the batch of the next step as plain
-    data, where it was sampled already (`qarl.run.rollouts`).
+    first_accuracy: held-out, before step 1; None where it was not measured. ahead: the batches of the next steps as
+    plain data, where they were sampled already (`qarl.run.rollouts`).
     """
 
     step: int = 0
     version: int = 0
     skipped_batches: int = 0
     first_accuracy: float | None = None
-    ahead: dict[str, Any] | None = None
+    ahead: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass

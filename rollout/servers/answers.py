@@ -4,7 +4,7 @@ Tokens go in and tokens come out: a completion's token ids and log-probs are the
 read, is the server's decoding of those ids, cut at a stop text as vLLM cuts it in process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.servers.client import AnswerError, LostServerError
@@ -30,14 +30,15 @@ def scoring_request(sequence: Sequence[int], salt: str) -> dict[str, Any]:
     return {"token_ids": list(sequence), "sampling_params": scoring_arguments(), "cache_salt": salt}
 
 
-def read_completion(answer: Any, url: str, label: str, version: int) -> Completion:
-    """The completion in a server's answer. label: of the weights that have to have sampled all of it. Raises
-    `AnswerError` for an answer that is incomplete, `LostServerError` for one of other weights."""
+def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Completion:
+    """The completion in a server's answer. labels: of the weights that may have sampled it, one after the other, and
+    their versions. Raises `AnswerError` for an answer that is incomplete, `LostServerError` for one of other weights.
+    """
     try:
         (choice,) = answer["choices"]
         tokens, text, finish = tuple(choice["token_ids"]), choice["text"], choice["finish_reason"]
         logprobs = tuple(float(entry["logprob"]) for entry in choice["logprobs"]["content"])
-        spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
+        spans = _spans(choice)
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(url, error) from error
     if finish not in ("stop", "length", "repetition"):
@@ -46,21 +47,25 @@ def read_completion(answer: Any, url: str, label: str, version: int) -> Completi
         raise AnswerError(f"the server at {url} gave tokens or a text that are none: {str(tokens)[:100]}")
     if len(logprobs) != len(tokens) or not tokens:
         raise AnswerError(f"the server at {url} gave {len(logprobs)} log-probs for {len(tokens)} tokens")
-    _require_weights(spans, len(tokens), label, url)
+    _require_weights(spans, len(tokens), labels, url)
     _require_numbers(logprobs, url)
-    return Completion(token_ids=tokens, logprobs=logprobs, text=text, weight_version=version, finish_reason=finish)
+    (_, first), *switches = [(start, labels[label]) for label, start, _ in spans]
+    return Completion(
+        token_ids=tokens, logprobs=logprobs, text=text, weight_version=first, finish_reason=finish,
+        switches=tuple(switches),
+    )  # fmt: skip
 
 
-def read_logprobs(answer: Any, sequence: Sequence[int], url: str, label: str) -> list[float]:
-    """Log-probs of tokens 1… of a sequence, in nats. label: of the weights that have to have given them. Raises
-    as `read_completion` does."""
+def read_logprobs(answer: Any, sequence: Sequence[int], url: str, labels: Mapping[str, int]) -> list[float]:
+    """Log-probs of tokens 1… of a sequence, in nats. labels: of the weights that may have given them. Raises as
+    `read_completion` does."""
     try:
         entries = answer["prompt_logprobs"][1:]
         logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(sequence[1:], entries, strict=True)]
-        spans = [(s["version"], s["start"], s["end"]) for s in answer["choices"][0]["weight_versions"] or ()]
+        spans = _spans(answer["choices"][0])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise _unreadable(url, error) from error
-    _require_weights(spans, 1, label, url)
+    _require_weights(spans, 1, labels, url)
     _require_numbers(logprobs, url)
     return logprobs
 
@@ -69,12 +74,22 @@ def _unreadable(url: str, error: Exception) -> AnswerError:
     return AnswerError(f"an answer of the server at {url} cannot be read: {type(error).__name__}: {error}")
 
 
-def _require_weights(spans: list[tuple[str, int, int]], tokens: int, label: str, url: str) -> None:
-    if spans != [(label, 0, tokens)]:
-        shown = ", ".join(f"{start} to {end} by {version!r}" for version, start, end in spans) or "by no weights named"
+def _spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
+
+
+def _require_weights(spans: list[tuple[str, int, int]], tokens: int, labels: Mapping[str, int], url: str) -> None:
+    """All tokens by weights of `labels`, later ones by later weights."""
+    ends = [0, *(end for _, _, end in spans)]
+    whole = ends[-1] == tokens and all(start == end for (_, start, _), end in zip(spans, ends, strict=False))
+    versions = [labels.get(label, -1) for label, _, _ in spans]
+    if not whole or -1 in versions or versions != sorted(set(versions)):
+        shown = ", ".join(f"{start} to {end} by {label!r}" for label, start, end in spans) or "by no weights named"
+        published = " and ".join(map(repr, labels))
+        since = "which was published last" if len(labels) == 1 else "which were published last"
         raise LostServerError(
-            f"the server at {url} sampled tokens {shown}, and not all by {label!r}, which was published last: another "
-            "run publishes to it, or it was restarted; give every run servers of its own"
+            f"the server at {url} sampled tokens {shown}, and not all by {published}, {since}: another run publishes "
+            "to it, or it was restarted; give every run servers of its own"
         )
 
 

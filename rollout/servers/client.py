@@ -38,12 +38,14 @@ class BrokenAnswerError(AnswerError):
 
 
 class Server:
-    """One replica. url: where. session: whose headers carry the key. seconds: that an answer may take at most."""
+    """One replica. url: where. session: whose headers carry the key. seconds: that an answer may take at most.
+    pause_seconds: that it may be paused for while it is asked for tokens, as a publish does that waits for none."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, seconds: float):
         self.url = url
         self._session = session
         self.seconds = seconds
+        self.pause_seconds = 0.0
         self._asked = 0
         self._pulse: asyncio.Task[None] | None = None
 
@@ -78,7 +80,7 @@ class Server:
                 self._pulse = None
 
     async def _watched(self) -> None:
-        missed = 0
+        missed, paused_at, clock = 0, None, asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(min(BEAT_SECONDS, self.seconds))
             try:
@@ -89,7 +91,8 @@ class Server:
                     raise LostServerError(str(error)) from error
                 continue
             missed = 0
-            if answer["is_paused"]:
+            paused_at = (paused_at or clock()) if answer["is_paused"] else None
+            if paused_at is not None and clock() - paused_at >= self.pause_seconds:
                 raise LostServerError(f"the server at {self.url} was paused while it sampled; nothing else may do that")
 
     async def _request(self, kind: str, path: str, body: dict[str, Any] | None, seconds: float) -> Any:

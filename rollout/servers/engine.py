@@ -21,7 +21,7 @@ from quant.types import LayerReport, LowBitTensor
 from rollout.engine import EngineError, LoadReport
 from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
 from rollout.servers.client import CONTROL_SECONDS, Server, in_background
-from rollout.servers.publish import Sent, held_digests, publish_files
+from rollout.servers.publish import Sent, held_digests, publish_files, seconds_of
 from rollout.servers.replicas import Replicas, all_of
 from rollout.servers.sender import VersionSender
 from rollout.servers.versions import Version
@@ -40,10 +40,10 @@ class ServerEngine:
     urls: where. key: that they ask for, or None. folder: through which weight versions pass, on a file system that they
     see under the same path. learner: the run's name, which no other run's servers have. publishes: whether this process
     is the one of its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so
-    many versions one is sent whole (`VersionSender`). at_end: done after `close`. sent: what the last publish took.
-    Raises `EngineError` for a server
-    that does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another
-    run.
+    many versions one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its weights;
+    without it they end first. at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a
+    server that does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to
+    another run.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class ServerEngine:
         publishes: bool = True,
         seconds: float = 600.0,
         full_every: int = 50,
+        in_flight: bool = False,
         at_end: Callable[[], None] = lambda: None,
     ):
         self.weight_version = 0
         self.sent: Sent | None = None
-        self._label = ""
-        self._settled = False
+        self._labels: dict[str, int] = {}
+        self._settled = asyncio.Event()
+        self._in_flight = in_flight
         self._sender = VersionSender(folder, full_every)
         self._publishes = publishes
         self._at_end = at_end
@@ -81,15 +83,10 @@ class ServerEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`. Prompt j goes to server j modulo their number; where that one fails, to the next."""
-        self._refuse_unsettled()
-        first, step, label, version = sampling.first_prompt, sampling.samples, self._label, self.weight_version
-        bodies = [
-            (first + j, completion_request(prompt, sampling, j, k, label))
-            for j, prompt in enumerate(prompts)
-            for k in range(step)
-        ]
-        work = self._replicas.asked(bodies, lambda answer, url: read_completion(answer, url, label, version))
-        completions = self._wait(work)
+        if not self._in_flight:
+            self._refuse_unsettled()
+        completions = self._wait(self._sampled(prompts, sampling))
+        step = sampling.samples
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
     def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> NoReturn:
@@ -121,15 +118,16 @@ class ServerEngine:
         """See `Engine.load`. The stream is written once and read by every server; requests under way end first. A
         process that does not publish returns what it would have sent. Raises `DeltaError` for a stream of other tensors
         than the one before."""
-        self._settled = False
+        self._loop.call_soon_threadsafe(self._settled.clear)
         if self._publishes:
             report, digest = self._published(stream, version)
         else:
             self._wait(self._replicas.take_back(self._answering))
-            report, digest = _counted(stream)
+            report, digest = self._counted(stream)
         if report.digest == digest and not report.unconsumed and not report.missing:
-            self.weight_version, self._label = version, _label(version, digest)
-            self._settled = True
+            self.weight_version = version
+            self._labels = (self._labels if self._in_flight else {}) | {_label(version, digest): version}
+            self._loop.call_soon_threadsafe(self._settled.set)
         return report
 
     def shared_layers(self) -> None:
@@ -149,11 +147,25 @@ class ServerEngine:
         try:
             held, begun = self._wait(self._held()), time.perf_counter()
             written = self._sender.write(stream, version, held)
+            self._expect_pause(written.tensor_bytes)
             report = self._wait(self._to_all(written, begun))
         except EngineError as error:
             raise EngineError(f"weight version {version} did not reach all servers: {error}") from error
         self._sender.sent(version)
         return report, written.digest
+
+    def _counted(self, stream: Iterable[LowBitTensor]) -> tuple[LoadReport, str]:
+        """What the process that publishes is told by the servers where all is well."""
+        digest = StreamDigest()
+        for item in stream:
+            digest.update(item)
+        self._expect_pause(digest.bytes)
+        return LoadReport(digest.hexdigest(), digest.tensors, (), ()), digest.hexdigest()
+
+    def _expect_pause(self, tensor_bytes: int) -> None:
+        """Of the publish of so many bytes that is under way, or of another process's."""
+        if self._in_flight:
+            self._loop.call_soon_threadsafe(self._replicas.allow_pauses, seconds_of(tensor_bytes))
 
     async def _held(self) -> list[str | None]:
         """What servers hold, those taken back too."""
@@ -166,14 +178,14 @@ class ServerEngine:
         label, keeps = _label(written.version, written.digest), self._sender.keeps
         wrote = time.perf_counter() - begun
         try:
-            report, stage, pause = await publish_files(self._replicas, written, label, keeps)
+            report, stage, pause = await publish_files(self._replicas, written, label, keeps, self._in_flight)
         except EngineError as error:
             if written.base is None:
                 raise
             _log.warning("the delta to weight version %d failed, so it is sent whole: %s", written.version, error)
             written = self._sender.write_whole()
             wrote = time.perf_counter() - begun
-            report, stage, pause = await publish_files(self._replicas, written, label, keeps)
+            report, stage, pause = await publish_files(self._replicas, written, label, keeps, self._in_flight)
         self.sent = Sent(written.bytes, whole=written.base is None, write=wrote, stage=stage, pause=pause)
         return report
 
@@ -197,7 +209,7 @@ class ServerEngine:
     async def _leave(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        if self._publishes and self._label:
+        if self._publishes and self._labels:
             leaving = (self._left(server) for server in self._replicas.present())
             await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
@@ -206,16 +218,39 @@ class ServerEngine:
         await server.call("qarl_abandon")  # a run is not let go of within a publish
         await server.post("/shutdown_weight_transfer_engine")
 
+    async def _sampled(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
+        """Of every prompt in turn. A request that is answered while a version is published is read when it is."""
+        await self._settled.wait()
+        begun, salt = self.weight_version, self._salt
+        oldest = begun if self._publishes else begun - 1  # which may be on its way yet, from another process
+        bodies = [
+            (sampling.first_prompt + j, completion_request(prompt, sampling, j, k, salt))
+            for j, prompt in enumerate(prompts)
+            for k in range(sampling.samples)
+        ]
+
+        async def read(answer: Any, url: str) -> Completion:
+            await self._settled.wait()
+            labels = {label: version for label, version in self._labels.items() if version >= oldest}
+            return read_completion(answer, url, labels)
+
+        return await self._replicas.asked(bodies, read)
+
     async def _scored(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        label = self._label
+        salt, labels = self._salt, {self._salt: self.weight_version}
 
         async def one(sequence: Sequence[int]) -> list[float]:
-            return read_logprobs(await server.sample(scoring_request(sequence, label)), sequence, server.url, label)
+            return read_logprobs(await server.sample(scoring_request(sequence, salt)), sequence, server.url, labels)
 
         return await all_of(one(sequence) for sequence in sequences)
 
+    @property
+    def _salt(self) -> str:
+        """Of prefix caches: the label of the version published last."""
+        return next(reversed(self._labels))
+
     def _refuse_unsettled(self) -> None:
-        if not self._settled:
+        if not self._settled.is_set():
             raise EngineError("the last publish did not reach all servers, or there was none; publish again")
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -244,14 +279,6 @@ def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> 
             f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
             f"rollout.max_new_tokens are {options.max_model_len}; start it with --max-model-len {options.max_model_len}"
         )
-
-
-def _counted(stream: Iterable[LowBitTensor]) -> tuple[LoadReport, str]:
-    """What the process that publishes is told by the servers where all is well."""
-    digest = StreamDigest()
-    for item in stream:
-        digest.update(item)
-    return LoadReport(digest.hexdigest(), digest.tensors, (), ()), digest.hexdigest()
 
 
 def _label(version: int, digest: str) -> str:

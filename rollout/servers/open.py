@@ -19,17 +19,17 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     its name is kept and weight versions pass, unless `rollout.server_folder` says otherwise."""
     run, servers = checkpoint.absolute().parent, rollout.servers
     assert servers is not None
-    seconds, full_every = rollout.server_seconds, rollout.server_full_every
+    seconds, full_every, in_flight = rollout.server_seconds, rollout.server_full_every, rollout.max_staleness > 1
     folder = Path(rollout.server_folder) if rollout.server_folder else run / "versions"
     learner, publishes = run_name(run), not options.several or _is_first()
     if isinstance(servers, tuple):
         key = server_key(rollout.server_key_file)
-        return ServerEngine(servers, key, folder, options, learner, publishes, seconds, full_every)
+        return ServerEngine(servers, key, folder, options, learner, publishes, seconds, full_every, in_flight)
     refuse_shared_devices(servers)
     key = secrets.token_urlsafe(32)
     replicas = start_replicas(checkpoint, options, free_ports(servers), key, run / "servers", seconds)
     return ServerEngine(
-        [replica.url for replica in replicas], key, folder, options, learner, publishes, seconds, full_every,
+        [replica.url for replica in replicas], key, folder, options, learner, publishes, seconds, full_every, in_flight,
         at_end=lambda: stop_replicas(replicas),
     )  # fmt: skip
 

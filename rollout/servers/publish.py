@@ -38,13 +38,13 @@ class Sent:
 
 
 async def publish_files(
-    replicas: Replicas, version: Version, label: str, keep: bool
+    replicas: Replicas, version: Version, label: str, keep: bool, in_flight: bool
 ) -> tuple[LoadReport, float, float]:
     """Have all servers take a version; `label` is what they say sampled a token from then on. keep: whether they are to
-    hold it, for the next to be a delta from. Returns what they loaded, or, where one staged other bytes than were
-    written or other names than it has layers, what that one read, and then no server has changed; and the seconds that
-    staging and the commit took. A server that is lost on the way is left out. Raises `EngineError` naming those that
-    failed."""
+    hold it, for the next to be a delta from. in_flight: whether requests under way go on by it. Returns what they
+    loaded, or, where one staged other bytes than were written or other names than it has layers, what that one read,
+    and then no server has changed; and the seconds that staging and the commit took. A server that is lost on the way
+    is left out. Raises `EngineError` naming those that failed."""
     clock = asyncio.get_running_loop().time
     begun = clock()
     staged = await replicas.on_all(lambda server: _staged(server, version, keep))
@@ -53,7 +53,7 @@ async def publish_files(
         await replicas.on_all(lambda server: server.call("qarl_abandon"))
         return unfit, clock() - begun, 0.0
     ready = clock()
-    loaded = await replicas.on_all(lambda server: _committed(server, version, label))
+    loaded = await replicas.on_all(lambda server: _committed(server, version, label, in_flight))
     return next(iter(loaded.values())), ready - begun, clock() - ready
 
 
@@ -64,7 +64,7 @@ async def held_digests(replicas: Replicas) -> list[str | None]:
 
 
 async def _staged(server: Server, version: Version, keep: bool) -> LoadReport:
-    await server.call("qarl_abandon", _seconds(version))  # what a publish that broke off has left
+    await server.call("qarl_abandon", seconds_of(version.tensor_bytes))  # what a publish that broke off has left
     await server.post("/start_weight_update")
     announced = {
         "folder": str(version.folder.absolute()), "digest": version.digest, "tensor_bytes": version.tensor_bytes,
@@ -72,7 +72,7 @@ async def _staged(server: Server, version: Version, keep: bool) -> LoadReport:
     }  # fmt: skip
     await server.post("/update_weights", {"update_info": announced})
     clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
-    deadline = clock() + min(_seconds(version), server.seconds)
+    deadline = clock() + min(seconds_of(version.tensor_bytes), server.seconds)
     while None in (reports := await server.call("qarl_stage")):
         if clock() > deadline:
             raise LostServerError(
@@ -83,11 +83,13 @@ async def _staged(server: Server, version: Version, keep: bool) -> LoadReport:
     return _one(reports, server, "staged")
 
 
-async def _committed(server: Server, version: Version, label: str) -> LoadReport:
-    await server.post("/pause?mode=wait")  # its requests end, and its prefix cache is emptied
+async def _committed(server: Server, version: Version, label: str, in_flight: bool) -> LoadReport:
+    # Its prefix cache is emptied. Requests end first; or they lose their keys and values too, as those that vLLM
+    # preempts, and so their next tokens have none of the weights before.
+    await server.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
     states = await server.call("qarl_state")
     if all(state["staged"] for state in states):
-        await server.post("/finish_weight_update", {"weight_version": label}, _seconds(version))
+        await server.post("/finish_weight_update", {"weight_version": label}, seconds_of(version.tensor_bytes))
     elif all(state["loaded"] and state["loaded"]["digest"] == version.digest for state in states):
         await server.post("/update_weight_version", {"new_version": label})  # at the first try, its answer was lost
     else:
@@ -99,8 +101,9 @@ async def _committed(server: Server, version: Version, label: str) -> LoadReport
     return report
 
 
-def _seconds(version: Version) -> float:
-    return _SECONDS + version.tensor_bytes / _BYTES_A_SECOND
+def seconds_of(tensor_bytes: int) -> float:
+    """That a server may take to read, or to load, a version of so many bytes."""
+    return _SECONDS + tensor_bytes / _BYTES_A_SECOND
 
 
 def _one(reports: list[Any], server: Server, kind: str) -> LoadReport:

@@ -24,13 +24,18 @@ _log = logging.getLogger(__name__)
 
 
 class Replicas:
-    """servers: all of a run's. in_flight: requests that one may have under way."""
+    """servers: all of a run's. in_flight: requests that one may have under way, of all who ask."""
 
     def __init__(self, servers: Sequence[Server], in_flight: int):
         self._servers = list(servers)
-        self._in_flight = in_flight
+        self._free = {server: asyncio.Semaphore(in_flight) for server in servers}
         self._lost: dict[Server, str] = {}
         self._noticed: set[str] = set()
+
+    def allow_pauses(self, seconds: float) -> None:
+        """Take none for lost that is paused no longer than that while it is asked for tokens."""
+        for server in self._servers:
+            server.pause_seconds = seconds
 
     def present(self) -> list[Server]:
         """Those that are not left out, in the order they were given."""
@@ -66,11 +71,12 @@ class Replicas:
         except BrokenAnswerError as error:
             raise LostServerError(str(error)) from error
 
-    async def asked(self, bodies: Sequence[tuple[int, dict[str, Any]]], read: Callable[[Any, str], T]) -> list[T]:
+    async def asked(
+        self, bodies: Sequence[tuple[int, dict[str, Any]]], read: Callable[[Any, str], Awaitable[T]]
+    ) -> list[T]:
         """What `read` makes of the answers to requests for tokens. bodies: each with the number of the server that is
         asked first, modulo their number."""
         self._noticed.clear()
-        free = {server: asyncio.Semaphore(self._in_flight) for server in self._servers}
         last: dict[Server, float] = {}
         clock = asyncio.get_running_loop().time
         begun = clock()
@@ -80,12 +86,12 @@ class Replicas:
             while True:
                 server = self._turn(number + failures)
                 try:
-                    async with free[server]:
+                    async with self._free[server]:
                         if server in self._lost:
                             continue
-                        answer = read(await server.sample(body), server.url)
+                        answer = await server.sample(body)
                     last[server] = clock() - begun
-                    return answer
+                    return await read(answer, server.url)
                 except LostServerError as error:
                     self._leave_out(server, error)
                 except AnswerError as error:

@@ -106,13 +106,17 @@ class Network:
         return answer or web.json_response(ANSWER if request.path == GENERATE else {"is_paused": self.paused})
 
 
-def read(answer: Any, url: str) -> Completion:
-    return read_completion(answer, url, "3-d", 3)
+COMPLETION = read_completion(ANSWER, "", {"3-d": 3})
 
 
-def sampled(network: Network, requests: int = 6) -> list[Completion]:
+async def read(answer: Any, url: str) -> Completion:
+    return read_completion(answer, url, {"3-d": 3})
+
+
+def sampled(network: Network, requests: int = 6, pause_seconds: float = 0.0) -> list[Completion]:
     async def go() -> list[Completion]:
         async with network as servers:
+            servers.allow_pauses(pause_seconds)
             return await servers.asked([(number, {}) for number in range(requests)], read)
 
     return asyncio.run(go())
@@ -128,7 +132,7 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: 
     """Contract: all completions come in, one line says what was wrong; after `TRIES` it is an error that says so."""
     network = Network([fault, sound])
     with caplog.at_level(logging.WARNING):
-        assert sampled(network) == [read(ANSWER, "")] * 6
+        assert sampled(network) == [COMPLETION] * 6
     assert network.asked == [7] and len(caplog.records) == 1
     with pytest.raises(EngineError, match=f"the last of {TRIES} tries"):
         sampled(Network([fault]), requests=1)
@@ -138,7 +142,7 @@ def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFi
     """Contract: nothing that came in is asked for again, one line names the server, and no server left is an error."""
     network = Network([sound, hanging], [sound])
     with caplog.at_level(logging.WARNING):
-        assert sampled(network) == [read(ANSWER, "")] * 6
+        assert sampled(network) == [COMPLETION] * 6
     assert sum(network.asked) == 8, "two of the three that the first server was asked came to nothing"
     (line,) = caplog.messages
     assert "did not answer /is_paused within 0.2 s" in line and "going on with 1 of 2 servers" in line
@@ -149,7 +153,7 @@ def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFi
 def test_a_server_with_other_weights_samples_nothing_more():
     """Contract: so one that was restarted, and one that another run publishes to; what it sampled is not used."""
     old = answering(weight_versions=[{"version": "default", "start": 0, "end": 2}])
-    assert sampled(Network([old], [sound])) == [read(ANSWER, "")] * 6
+    assert sampled(Network([old], [sound])) == [COMPLETION] * 6
     with pytest.raises(EngineError, match=r"by 'default', and not all by '3-d'.*it was restarted"):
         sampled(Network([old]))
 
@@ -162,6 +166,17 @@ def test_a_paused_server_is_not_waited_for():
     network.paused = True
     with pytest.raises(EngineError, match="was paused while it sampled"):
         sampled(network)
+
+
+def test_a_pause_of_a_publish_is_waited_for():
+    """Contract: where publishes wait for no request, a server that pauses while it samples is not lost for that."""
+
+    async def under_way(request: web.Request) -> None:
+        await asyncio.sleep(0.3 if request.path == GENERATE else 0)
+
+    network = Network([under_way])
+    network.paused = True
+    assert len(sampled(network, pause_seconds=2.0)) == 6
 
 
 def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.LogCaptureFixture):

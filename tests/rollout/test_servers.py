@@ -27,6 +27,8 @@ from rollout.types import Prompt, Sampling
 from rollout.vllm.options import VllmOptions
 from tests.support.servers import ANSWER
 
+PUBLISHED = {"3-d": 3}
+
 
 def altered(**fields: Any) -> dict[str, Any]:
     answer = copy.deepcopy(ANSWER)
@@ -35,10 +37,23 @@ def altered(**fields: Any) -> dict[str, Any]:
 
 
 def test_a_completion_is_the_samplers_own_tokens():
-    completion = read_completion(ANSWER, "http://a", "3-d", 3)
+    completion = read_completion(ANSWER, "http://a", PUBLISHED)
     assert (completion.token_ids, completion.logprobs, completion.text) == ((5, 6), (-0.5, -1.25), "ab")
-    assert completion.weight_version == 3 and not completion.truncated
-    assert read_completion(altered(finish_reason="length"), "http://a", "3-d", 3).truncated
+    assert completion.versions == [3, 3] and completion.switches == () and not completion.truncated
+    assert read_completion(altered(finish_reason="length"), "http://a", PUBLISHED).truncated
+
+
+def test_a_completion_says_which_weights_sampled_each_token():
+    """Contract: where requests go on over a publish, by the versions that vLLM names, none before those of the call,
+    later tokens by later ones."""
+    spans = [{"version": "3-d", "start": 0, "end": 1}, {"version": "5-e", "start": 1, "end": 2}]
+    versions = PUBLISHED | {"5-e": 5}
+    completion = read_completion(altered(weight_versions=spans), "http://a", versions)
+    assert (completion.weight_version, completion.switches, completion.versions) == (3, ((1, 5),), [3, 5])
+    swapped = [{**span, "version": label} for span, label in zip(spans, ("5-e", "3-d"), strict=True)]
+    for wrong in (swapped, spans[1:], spans[:1], [spans[0], {**spans[1], "start": 0}]):
+        with pytest.raises(EngineError, match="not all by '3-d' and '5-e', which were published last"):
+            read_completion(altered(weight_versions=wrong), "http://a", versions)
 
 
 def test_a_request_depends_on_prompt_and_sample_alone():
@@ -71,16 +86,16 @@ def test_a_request_depends_on_prompt_and_sample_alone():
 )
 def test_an_answer_that_is_not_whole_is_refused(fields: dict[str, Any], message: str):
     with pytest.raises(EngineError, match=message) as error:
-        read_completion(altered(**fields), "http://a", "3-d", 3)
+        read_completion(altered(**fields), "http://a", PUBLISHED)
     assert "http://a" in str(error.value)
 
 
 def test_log_probs_are_of_the_tokens_asked_for():
     one = altered(weight_versions=[{"version": "3-d", "start": 0, "end": 1}])
-    assert read_logprobs(one, [4, 7], "http://a", "3-d") == [-0.5]
+    assert read_logprobs(one, [4, 7], "http://a", PUBLISHED) == [-0.5]
     for sequence in ([4, 8], [4, 7, 7]):
         with pytest.raises(EngineError, match="cannot be read"):
-            read_logprobs(one, sequence, "http://a", "3-d")
+            read_logprobs(one, sequence, "http://a", PUBLISHED)
 
 
 def asked(path: str, headers: list[tuple[bytes, bytes]], kind: str = "http") -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import io
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,8 @@ from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.train import train
+from quant.types import LowBitTensor
+from rollout.engine import LoadReport
 from rollout.open import open_engine
 from rollout.types import Completion, Prompt, Sampling
 from sync.gate import GateError
@@ -100,6 +102,50 @@ def test_a_batch_is_sampled_ahead_by_one_version_and_kept(
         train(config, folder, dashboard, Processes(), resume=True)
     assert lines(folder.path) == whole
     assert WatchedEngine.calls[4:] == [(2, 2, False)], "the third batch was not sampled again"
+
+
+class LockedEngine(TransformersEngine):
+    """One call at a time, each wholly by one version."""
+
+    lock: ClassVar = threading.Lock()
+    begun: ClassVar[list[int]] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        with self.lock:
+            self.begun.append(self.weight_version)
+            return super().generate(prompts, sampling)
+
+    def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
+        with self.lock:
+            return super().load(stream, version)
+
+
+def test_several_batches_are_sampled_ahead_and_none_is_lost(
+    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract of `rollout.max_staleness` from 2: no batch is by weights more than so many versions before those that
+    learn from it, the first ones are that old; a checkpoint has all that were begun, so that a run which is resumed
+    samples none of them again.
+
+    Blind spot: batches here are of one version each; those of several are `tests/engine/test_servers.py`'s."""
+    use_transformers_engine(monkeypatch, LockedEngine)
+    tree = config_of(random_policy(True), tmp_path / "run").model_dump()
+    tree["rollout"] |= {"servers": 1, "max_staleness": 2}
+    tree |= {"steps": 6, "export": False, "checkpoint": {"every": 3, "keep": 9}}
+    LockedEngine.begun.clear()
+    folder, _ = run(config_from_tree(tree))
+    whole = lines(folder.path)
+    ages = [line["staleness"] for line in whole]
+    assert ages[0] == 0 and all(0 <= age <= 2 for age in ages) and max(ages) > 0
+    assert len(LockedEngine.begun) == 6
+    shutil.rmtree(folder.checkpoints / "step-000006")
+    config = config_from_tree(tree)
+    with Dashboard(config, Console(file=io.StringIO())) as dashboard:
+        train(config, folder, dashboard, Processes(), resume=True)
+    assert len(LockedEngine.begun) == 7, "of steps 4 to 6 the last alone was not in the checkpoint"
+    resumed = lines(folder.path)
+    assert len(resumed) == 6 and resumed[:3] == whole[:3]
+    assert [line["reward"] for line in resumed[:5]] == [line["reward"] for line in whole[:5]]
 
 
 def test_an_engine_is_closed_where_a_run_fails(
