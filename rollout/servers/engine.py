@@ -30,6 +30,9 @@ from rollout.vllm.options import VllmOptions
 
 T = TypeVar("T")
 _BACK_SECONDS = 3.0
+_IDLE_SECONDS = 2.0
+"""Connections idle for longer are not used again: vLLM's servers close theirs after 5 s, and what is asked then breaks
+off."""
 
 _log = logging.getLogger(__name__)
 
@@ -264,7 +267,8 @@ class ServerEngine:
 
 async def _open_session(key: str | None) -> aiohttp.ClientSession:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
+    return aiohttp.ClientSession(headers=headers, connector=connector)
 
 
 def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
