@@ -97,10 +97,15 @@ def run(job: Job) -> Delivered:
             start = folder / ("served" if servers else "bf16") / "start"
             export_checkpoint(model, folder, start)
             rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **servers)
-            return model, engines.enter_context(open_engine(start, rollout, "bfloat16", placed=True))
+            engine = engines.enter_context(open_engine(start, rollout, "bfloat16", placed=True))
+            shutil.rmtree(start)  # which may be in memory
+            return model, engine
 
         served = started(job.scheme, servers=1, server_full_every=2)
-        return _measured(*served, *started("bf16"), folder, job)
+        plain = started("bf16")
+        for name, master in plain[0].masters.items():  # its codes are a copy: one model's masters are enough
+            master.data = served[0].masters[name].data
+        return _measured(*served, *plain, folder, job)
 
 
 def _config(shape: str) -> PretrainedConfig:
