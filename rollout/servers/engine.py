@@ -121,7 +121,7 @@ class ServerEngine:
         """See `Engine.load`. The stream is written once and read by every server; requests under way end first. A
         process that does not publish returns what it would have sent. Raises `DeltaError` for a stream of other tensors
         than the one before."""
-        self._loop.call_soon_threadsafe(self._settled.clear)
+        self._wait(self._settle(False))
         if self._publishes:
             report, digest = self._published(stream, version)
         else:
@@ -130,7 +130,7 @@ class ServerEngine:
         if report.digest == digest and not report.unconsumed and not report.missing:
             self.weight_version = version
             self._labels = (self._labels if self._in_flight else {}) | {_label(version, digest): version}
-            self._loop.call_soon_threadsafe(self._settled.set)
+            self._wait(self._settle(True))
         return report
 
     def shared_layers(self) -> None:
@@ -246,6 +246,10 @@ class ServerEngine:
             return read_logprobs(await server.sample(scoring_request(sequence, salt)), sequence, server.url, labels)
 
         return await all_of(one(sequence) for sequence in sequences)
+
+    async def _settle(self, settled: bool) -> None:
+        """Whether what is sampled now is of the version published last; in the requests' own thread."""
+        (self._settled.set if settled else self._settled.clear)()
 
     @property
     def _salt(self) -> str:
