@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationStat
 from configs.schema.run import LayerRule
 from quant.checkpoint.families import STACKED
 from quant.checkpoint.patterns import matching, nearest_names
-from quant.schemes import Scheme, SchemeError, get_scheme
+from quant.schemes import Scheme, SchemeError, get_scheme, is_protected
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 
@@ -59,15 +59,18 @@ class Plan:
         """The `quantization_config` for config.json; None where nothing is quantized.
 
         One group a scheme, the main scheme's first; `ignore` holds exactly the layers in the compute dtype. A main
-        scheme alone targets every "Linear". Where schemes are mixed every group names its layers: readers then need no
-        rule of precedence (transformers' optimized FP8 loading has none and takes whatever "Linear" matches).
+        scheme alone targets every "Linear", and an output head that takes it by name: vLLM's is none. Where schemes are
+        mixed every group names its layers: readers then need no rule of precedence (transformers' optimized FP8
+        loading has none and takes whatever "Linear" matches).
         """
         quantized, ignore = self.quantized, config_names(self.ignored)
         written = {name: get_scheme(name).quantization_config(ignore) for name in quantized}
         groups, formats = {}, []
         for i, (name, config) in enumerate(written.items()):
             assert config is not None
-            targets = ["Linear"] if list(quantized) == [self.main.name] else config_names(quantized[name])
+            targets = config_names(quantized[name])
+            if list(quantized) == [self.main.name]:
+                targets = ["Linear", *filter(is_protected, targets)]
             groups[f"group_{i}"] = config["config_groups"]["group_0"] | {"targets": targets}
             formats.append(config["format"])
         if not groups:

@@ -84,6 +84,8 @@ def test_the_main_scheme_may_be_bf16():
 
 def test_a_head_is_quantized_where_a_rule_names_it():
     assert of(plan_of("lm_head=w8a8"), "lm_head") == {"w8a8"}
+    alike = plan_of("lm_head=w8a8", main="w8a8").quantization_config()
+    assert alike is not None and alike["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
     assert of(plan_of("model.layers.0.mlp.gate=w8a8", layers=MOE), "*.0.mlp.gate") == {"w8a8"}
     assert of(plan_of("lm_head=bf16"), "lm_head") == {"bf16"}
 
