@@ -213,11 +213,12 @@ class Trial:
 
     def _second_learner(self) -> None:
         """Another run asks for the server meanwhile."""
-        url, options = self._farm.servers[self._case.server].url, self._farm.options
+        farm, folder = self._farm, self._folder
+        url = farm.servers[self._case.server].url
 
         def ask() -> None:
             try:
-                ServerEngine([url], KEY, self._folder, options, "another run", seconds=SECONDS).close()
+                ServerEngine([url], KEY, folder, farm.checkpoint, farm.options, "another run", seconds=SECONDS).close()
                 self._second.append("a second learner was not refused")
             except EngineError as error:
                 self._second.append(str(error))

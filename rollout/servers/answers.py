@@ -1,7 +1,8 @@
 """Requests for completions and log-probs as JSON, and what comes back, read and checked.
 
 Tokens go in and tokens come out: a completion's token ids and log-probs are the sampler's own. Its text, which rewards
-read, is the server's decoding of those ids, cut at a stop text as vLLM cuts it in process.
+read, is made of those ids here, as it is in process; where a stop text has to be seen while they are sampled it is the
+server's, cut as vLLM cuts it in process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ def completion_request(prompt: Prompt, sampling: Sampling, j: int, k: int, salt:
     return {
         "token_ids": list(prompt.token_ids),
         "sampling_params": sampling_arguments(sampling, j, k),
-        "output_mode": "text",
+        "output_mode": "text" if sampling.stop else "tokens",
         "cache_salt": salt,
     }
 
@@ -31,12 +32,13 @@ def scoring_request(sequence: Sequence[int], salt: str) -> dict[str, Any]:
 
 
 def read_completion(answer: Any, url: str, labels: Mapping[str, int]) -> Completion:
-    """The completion in a server's answer. labels: of the weights that may have sampled it, one after the other, and
-    their versions. Raises `AnswerError` for an answer that is incomplete, `LostServerError` for one of other weights.
-    """
+    """The completion in a server's answer, with no text where tokens alone were asked for. labels: of the weights that
+    may have sampled it, one after the other, and their versions. Raises `AnswerError` for an answer that is incomplete,
+    `LostServerError` for one of other weights."""
     try:
         (choice,) = answer["choices"]
-        tokens, text, finish = tuple(choice["token_ids"]), choice["text"], choice["finish_reason"]
+        tokens, finish = tuple(choice["token_ids"]), choice["finish_reason"]
+        text = choice["text"] if answer["output_mode"] == "text" else ""
         logprobs = tuple(float(entry["logprob"]) for entry in choice["logprobs"]["content"])
         spans = _spans(choice)
     except (KeyError, TypeError, ValueError) as error:

@@ -6,6 +6,7 @@ it is sampled and not what.
 """
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -27,6 +28,7 @@ from rollout.servers.sender import VersionSender
 from rollout.servers.versions import Version
 from rollout.types import Completion, Prompt, Sampling
 from rollout.vllm.options import VllmOptions
+from rollout.vllm.texts import load_tokenizer, text_of
 
 T = TypeVar("T")
 _BACK_SECONDS = 3.0
@@ -41,12 +43,12 @@ class ServerEngine:
     """Servers that run already.
 
     urls: where. key: that they ask for, or None. folder: through which weight versions pass, on a file system that they
-    see under the same path. learner: the run's name, which no other run's servers have. publishes: whether this process
-    is the one of its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so
-    many versions one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its weights;
-    without it they end first. at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a
-    server that does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to
-    another run.
+    see under the same path. checkpoint: whose tokenizer makes texts of tokens. learner: the run's name, which no other
+    run's servers have. publishes: whether this process is the one of its run that publishes; the others count on it.
+    seconds: that an answer may take. full_every: of so many versions one is sent whole (`VersionSender`). in_flight:
+    requests under way at a publish go on by its weights; without it they end first. at_end: done after `close`. sent:
+    what the last publish took. Raises `EngineError` for a server that does not answer, refuses the key, lacks an
+    endpoint, has other settings than `options`, or belongs to another run.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ServerEngine:
         urls: Sequence[str],
         key: str | None,
         folder: Path,
+        checkpoint: Path,
         options: VllmOptions,
         learner: str,
         publishes: bool = True,
@@ -80,6 +83,7 @@ class ServerEngine:
         try:
             for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
                 self._wait(all_of(self._replicas.tried(server, step) for server in servers))
+            self._tokenizer = load_tokenizer(checkpoint)
         except BaseException:
             self.close()
             raise
@@ -90,6 +94,8 @@ class ServerEngine:
             self._refuse_unsettled()
         completions = self._wait(self._sampled(prompts, sampling))
         step = sampling.samples
+        if not sampling.stop:
+            completions = [self._with_text(prompts[i // step], one) for i, one in enumerate(completions)]
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
     def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> NoReturn:
@@ -144,6 +150,10 @@ class ServerEngine:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         self._at_end()
+
+    def _with_text(self, prompt: Prompt, completion: Completion) -> Completion:
+        text = text_of(self._tokenizer, prompt.token_ids, completion.token_ids, completion.finish_reason)
+        return dataclasses.replace(completion, text=text)
 
     def _published(self, stream: Iterable[LowBitTensor], version: int) -> tuple[LoadReport, str]:
         """What the servers loaded, and the digest of what was written."""

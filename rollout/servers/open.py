@@ -24,13 +24,15 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     learner, publishes = run_name(run), not options.several or _is_first()
     if isinstance(servers, tuple):
         key = server_key(rollout.server_key_file)
-        return ServerEngine(servers, key, folder, options, learner, publishes, seconds, full_every, in_flight)
+        return ServerEngine(
+            servers, key, folder, checkpoint, options, learner, publishes, seconds, full_every, in_flight
+        )
     refuse_shared_devices(servers)
     key = secrets.token_urlsafe(32)
     replicas = start_replicas(checkpoint, options, free_ports(servers), key, run / "servers", seconds)
     return ServerEngine(
-        [replica.url for replica in replicas], key, folder, options, learner, publishes, seconds, full_every, in_flight,
-        at_end=lambda: stop_replicas(replicas),
+        [replica.url for replica in replicas], key, folder, checkpoint, options, learner, publishes, seconds,
+        full_every, in_flight, at_end=lambda: stop_replicas(replicas),
     )  # fmt: skip
 
 

@@ -74,10 +74,7 @@ class VllmEngine:
         inputs, params = _requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
         tokenizer = self._llm.get_tokenizer()
-        completions = [
-            self._completion(output.outputs[0], text_of(tokenizer, output, asked))
-            for output, asked in zip(outputs, params, strict=True)
-        ]
+        completions = [self._completion(output, tokenizer, bool(sampling.stop)) for output in outputs]
         step = sampling.samples
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
@@ -92,10 +89,12 @@ class VllmEngine:
         while engine.has_unfinished_requests():
             yield len(engine.step())  # one output a sequence that got a token
 
-    def _completion(self, output, text: str) -> Completion:
+    def _completion(self, finished, tokenizer: Any, has_text: bool) -> Completion:
+        (output,) = finished.outputs
         tokens, entries = tuple(output.token_ids), output.logprobs  # one entry a token: `logprobs` is 0
         if tuple(entries.token_ids) != tokens:
             raise EngineError(f"vLLM gave log-probs of other tokens than it sampled: {len(entries)} for {len(tokens)}")
+        text = output.text if has_text else text_of(tokenizer, finished.prompt_token_ids, tokens, output.finish_reason)
         return Completion(
             token_ids=tokens,
             logprobs=tuple(entries.logprobs),
@@ -201,14 +200,6 @@ def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[
             loops = arguments.pop("repetition_detection")
             inputs.append({"prompt_token_ids": list(prompt.token_ids)})
             params.append(
-                SamplingParams(
-                    **arguments,
-                    repetition_detection=loops and RepetitionDetectionParams(**loops),
-                    # Texts are made at the end (`text_of`). While it samples vLLM would also decode every sampled
-                    # token by itself, for its log-prob's label, between two steps of the model.
-                    detokenize=bool(sampling.stop),
-                    flat_logprobs=True,  # two lists a request instead of two objects a token
-                    skip_clone=True,  # they are this request's alone
-                )
+                SamplingParams(**arguments, repetition_detection=loops and RepetitionDetectionParams(**loops))
             )
     return inputs, params

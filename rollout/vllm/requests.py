@@ -27,12 +27,18 @@ def sampling_arguments(sampling: Sampling, prompt: int, sample: int) -> dict[str
         "repetition_detection": loops,
         "ignore_eos": sampling.ignore_end,
         "seed": seed,
+        # Texts are made at the end (`texts.text_of`), but where a stop text has to be seen. While it samples vLLM would
+        # also decode every sampled token by itself, for its log-prob's label, between two steps of the model.
+        "detokenize": bool(sampling.stop),
+        "flat_logprobs": True,  # a few lists a request instead of two objects a token
+        "skip_clone": True,  # they are this request's alone
     }
 
 
 def scoring_arguments() -> dict[str, Any]:
-    """Of a request for the log-probs of its prompt's tokens; a token is sampled because vLLM asks for one."""
-    return {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0}
+    """Of a request for the log-probs of its prompt's tokens, which need no labels; a token is sampled because vLLM asks
+    for one."""
+    return {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
 
 def _stream(seed: int, prompt: int, sample: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -26,6 +26,7 @@ from rollout.servers.start import free_ports, start_replicas, stop_replicas
 from rollout.servers.versions import Version, write_delta, write_version
 from rollout.types import Prompt, Sampling
 from rollout.vllm.options import VllmOptions
+from rollout.vllm.texts import load_tokenizer, text_of
 from sync.export import export_checkpoint
 from sync.publisher import Publisher, PublishError
 from tests.support.engines import SEQUENCES, disturb, make_model
@@ -35,26 +36,33 @@ PROMPTS = [Prompt(str(number), "", tuple(sequence)) for number, sequence in enum
 SAMPLING = Sampling(samples=2, max_new_tokens=8, seed=3)
 
 
+class Served(NamedTuple):
+    """checkpoint: that the server was started on."""
+
+    model: LowBitModel
+    url: str
+    key: str
+    checkpoint: Path
+
+
 @pytest.fixture(scope="module")
-def served(
-    random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[LowBitModel, str, str]]:
+def served(random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model, and a server's address and key, started on the model as it was before it was disturbed."""
     folder = tmp_path_factory.mktemp("served")
     model = make_model(random_policy(True), "w4a16")
     export_checkpoint(model, random_policy(True), folder / "start")
     replicas = start_replicas(folder / "start", OPTIONS, free_ports(1), "the key", folder, seconds=240)
     disturb(model, 0)
-    yield model, replicas[0].url, "the key"
+    yield Served(model, replicas[0].url, "the key", folder / "start")
     stop_replicas(replicas)
     assert replicas[0].process.poll() is not None
 
 
 def joined(
-    url: str, key: str | None, folder: Path, learner: str = "one", in_flight: bool = False, **changes: object
+    served: Served, folder: Path, learner: str = "one", in_flight: bool = False, **changes: object
 ) -> ServerEngine:
-    options = dataclasses.replace(OPTIONS, **changes)
-    return ServerEngine([url], key, folder, options, learner, seconds=60, in_flight=in_flight)
+    url, key, options = served.url, served.key, dataclasses.replace(OPTIONS, **changes)
+    return ServerEngine([url], key, folder, served.checkpoint, options, learner, seconds=60, in_flight=in_flight)
 
 
 def nudge(model: LowBitModel) -> None:
@@ -65,14 +73,14 @@ def nudge(model: LowBitModel) -> None:
     model.refresh()
 
 
-def test_a_server_samples_what_is_published(served: tuple[LowBitModel, str, str], tmp_path: Path):
+def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
     """Contract: weights reach the server bit for bit (the canary is 0 on CPUs), completions are tokens and log-probs
     of the version published last; a version that does not fit leaves the one before.
 
     Blind spot: one server; two are `tests/runs/test_train_servers.py`'s. Completions of two calls are not compared: up
     to four sequences at once, the unquantized output head rounds otherwise (docs/servers.md)."""
-    model, url, key = served
-    engine = joined(url, key, tmp_path)
+    model = served.model
+    engine = joined(served, tmp_path)
     with pytest.raises(EngineError, match="publish again"):
         engine.generate(PROMPTS, SAMPLING)
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
@@ -105,16 +113,14 @@ def test_a_server_samples_what_is_published(served: tuple[LowBitModel, str, str]
     engine.close()
 
 
-def test_requests_under_way_go_on_by_the_weights_published_meanwhile(
-    served: tuple[LowBitModel, str, str], tmp_path: Path
-):
+def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Served, tmp_path: Path):
     """Contract: a publish waits for no request. Each completion says which token each version sampled, and their
     log-probs are that version's given all tokens before: no key or value of the weights before is left.
 
     Blind spot: within 0.02 nats, for how many sequences are decoded together rounds the output head (docs/servers.md);
     weights so far apart, and keys and values of theirs, differ by 0.3 in the mean."""
-    model, url, key = served
-    engine = joined(url, key, tmp_path, in_flight=True)
+    model = served.model
+    engine = joined(served, tmp_path, in_flight=True)
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1000)
     publisher.publish(1)
     room = OPTIONS.max_model_len - max(len(prompt.token_ids) for prompt in PROMPTS)
@@ -140,13 +146,36 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(
     engine.close()
 
 
+def test_a_completions_text_is_the_servers_own(served: Served, tmp_path: Path):
+    """Contract: texts made here of tokens alone are those that the server makes as it samples, where it has to look for
+    a stop text; some end in the end token, some in the middle of a character. One stop text is met: it is cut off."""
+    engine, tokenizer = joined(served, tmp_path), load_tokenizer(served.checkpoint)
+    engine.load(served.model.low_bit_tensors(), 1)
+    sampling = Sampling(samples=32, max_new_tokens=24, seed=4)
+    late, early = (
+        [(prompt, c) for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, asked), strict=True) for c in group]
+        for asked in (sampling, dataclasses.replace(sampling, stop=("never sampled",)))
+    )
+    for prompt, completion in (*late, *early):
+        made = text_of(tokenizer, prompt.token_ids, completion.token_ids, completion.finish_reason)
+        assert made == completion.text
+    assert {"stop", "length"} <= {completion.finish_reason for _, completion in late}
+    assert any(completion.text for _, completion in late)
+
+    stop = next(c.text[2:4] for _, c in early if len(c.text) > 4 and c.text[2:4].isascii())
+    cut = [c for group in engine.generate(PROMPTS, dataclasses.replace(sampling, stop=(stop,))) for c in group]
+    assert any(c.finish_reason == "stop" and c.text + stop in e.text for c, (_, e) in zip(cut, early, strict=True))
+    assert not any(stop in c.text for c in cut)
+    engine.close()
+
+
 def test_what_is_torn_on_the_way_is_not_loaded(
-    served: tuple[LowBitModel, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
     """Contract: a server hashes what it read; other bytes are refused before they reach its model. A delta that is
     refused is followed by the whole version, and so is a publish that was given up."""
-    model, url, key = served
-    engine = joined(url, key, tmp_path)
+    model = served.model
+    engine = joined(served, tmp_path)
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
     publisher.publish(1)
 
@@ -170,22 +199,22 @@ def test_what_is_torn_on_the_way_is_not_loaded(
     engine.close()
 
 
-def test_a_server_is_refused_for_what_it_is(served: tuple[LowBitModel, str, str], tmp_path: Path):
-    model, url, key = served
+def test_a_server_is_refused_for_what_it_is(served: Served, tmp_path: Path):
+    model = served.model
     with pytest.raises(EngineError, match=r"refused the API key.*QARL_SERVER_KEY"):
-        joined(url, "another", tmp_path)
+        joined(served._replace(key="another"), tmp_path)
     with pytest.raises(EngineError, match=r"takes 64 tokens.*--max-model-len 65"):
-        joined(url, key, tmp_path, max_model_len=65)
+        joined(served, tmp_path, max_model_len=65)
     with pytest.raises(EngineError, match="gives raw_logprobs"):
-        joined(url, key, tmp_path, processed_logprobs=True)
+        joined(served, tmp_path, processed_logprobs=True)
     with pytest.raises(EngineError, match="qarl serve-rollouts"):
-        joined(f"http://127.0.0.1:{free_ports(1)[0]}", key, tmp_path)
-    one = joined(url, key, tmp_path)
+        joined(served._replace(url=f"http://127.0.0.1:{free_ports(1)[0]}"), tmp_path)
+    one = joined(served, tmp_path)
     one.load(model.low_bit_tensors(), 1)
     with pytest.raises(EngineError, match="takes its weights from one"):
-        joined(url, key, tmp_path, learner="two")
+        joined(served, tmp_path, learner="two")
     one.close()
-    two = joined(url, key, tmp_path, learner="two")
+    two = joined(served, tmp_path, learner="two")
     two.load(model.low_bit_tensors(), 1)
     two.close()
 
@@ -200,10 +229,10 @@ def asked(url: str, key: str | None, method: str = "GET") -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-def test_no_route_is_open_and_no_socket_beyond_loopback(served: tuple[LowBitModel, str, str]):
+def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
     """Contract: of all routes that vLLM has, listed by itself or mounted, `/health` alone answers without the key; and
     no process of the server listens but at the loopback. Blind spot: routes of a later vLLM that it lists nowhere."""
-    _, url, key = served
+    url, key = served.url, served.key
     listed = json.loads(asked(f"{url}/openapi.json", key)[1])["paths"]
     assert {"/pause", "/collective_rpc", "/update_weights", "/inference/v1/generate", "/server_info"} <= listed.keys()
     routes = [(path, method.upper()) for path, methods in listed.items() for method in methods]

@@ -18,7 +18,7 @@ from quant.delta import DeltaError, HeldVersion
 from quant.types import LowBitTensor
 from rollout.engine import EngineError
 from rollout.servers.access import RequireKey, server_key
-from rollout.servers.answers import completion_request, read_completion, read_logprobs
+from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
 from rollout.servers.open import run_name
 from rollout.servers.sender import VersionSender
 from rollout.servers.start import replica_command, replica_environment, visible_devices
@@ -41,6 +41,7 @@ def test_a_completion_is_the_samplers_own_tokens():
     assert (completion.token_ids, completion.logprobs, completion.text) == ((5, 6), (-0.5, -1.25), "ab")
     assert completion.versions == [3, 3] and completion.switches == () and not completion.truncated
     assert read_completion(altered(finish_reason="length"), "http://a", PUBLISHED).truncated
+    assert read_completion(ANSWER | {"output_mode": "tokens"}, "http://a", PUBLISHED).text == ""
 
 
 def test_a_completion_says_which_weights_sampled_each_token():
@@ -64,6 +65,17 @@ def test_a_request_depends_on_prompt_and_sample_alone():
     others = [completion_request(prompt, whole, j, k, "s") for j in range(3) for k in range(2)]
     assert len({request["sampling_params"]["seed"] for request in others}) == 6
     assert json.loads(json.dumps(others)) == others
+
+
+def test_servers_decode_what_stop_texts_need_alone():
+    """Contract: where no stop text is looked for, a server decodes nothing."""
+    prompt, sampling = Prompt("p", "", (1, 2)), Sampling(samples=1, max_new_tokens=4)
+    modes = {}
+    for stop in ((), ("END",)):
+        request = completion_request(prompt, dataclasses.replace(sampling, stop=stop), 0, 0, "s")
+        modes[stop] = (request["output_mode"], request["sampling_params"]["detokenize"])
+    assert modes == {(): ("tokens", False), ("END",): ("text", True)}
+    assert not scoring_request((1, 2), "s")["sampling_params"]["detokenize"]
 
 
 @pytest.mark.parametrize(

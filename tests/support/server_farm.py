@@ -28,7 +28,7 @@ class Farm:
     process has to be the thread that lives as long as it."""
 
     def __init__(self, checkpoint: Path, options: VllmOptions, logs: Path):
-        self._checkpoint, self.options, self._logs = checkpoint, options, logs
+        self.checkpoint, self.options, self._logs = checkpoint, options, logs
         self.todo: queue.Queue[Callable[[], None]] = queue.Queue()
         ports = free_ports(2)
         self.servers = start_replicas(checkpoint, options, ports, KEY, logs, seconds=300)
@@ -53,7 +53,7 @@ class Farm:
         stop_replicas([dead])
         port = int(dead.url.rpartition(":")[2])
         logs = self._logs / f"{number}-{time.time():.0f}"
-        (self.servers[number],) = start_replicas(self._checkpoint, self.options, [port], KEY, logs, seconds=300)
+        (self.servers[number],) = start_replicas(self.checkpoint, self.options, [port], KEY, logs, seconds=300)
         warm(dead.url)
 
     def make_sound(self) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 ANSWER: dict[str, Any] = {
+    "output_mode": "text",
     "choices": [
         {
             "token_ids": [5, 6],
