@@ -1,5 +1,6 @@
 """From a run's `rollout` section to its servers: started with the run, or those that run already."""
 
+import gc
 import os
 import secrets
 import socket
@@ -22,6 +23,9 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     seconds, full_every, in_flight = rollout.server_seconds, rollout.server_full_every, rollout.max_staleness > 1
     folder = Path(rollout.server_folder) if rollout.server_folder else run / "versions"
     learner, publishes = run_name(run), not options.several or _is_first()
+    # Answers are many small objects, which have garbage collected at each call: it need not walk all that was loaded.
+    gc.collect()
+    gc.freeze()
     if isinstance(servers, tuple):
         key = server_key(rollout.server_key_file)
         return ServerEngine(
