@@ -124,9 +124,9 @@ class ServerEngine:
         return [LayerReport(**layer) for layer in expected]
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
-        """See `Engine.load`. The stream is written once and read by every server; requests under way end first. A
-        process that does not publish returns what it would have sent. Raises `DeltaError` for a stream of other tensors
-        than the one before."""
+        """See `Engine.load`. The stream is written once and read by every server; requests under way end first, or go
+        on by it (`in_flight`). A process that does not publish returns what it would have sent. Raises `DeltaError` for
+        a stream of other tensors than the one before."""
         self._wait(self._settle(False))
         if self._publishes:
             report, digest = self._published(stream, version)
