@@ -124,6 +124,7 @@ def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     model: Any = empty_model(config)
     model = model.to(dtype).to_empty(device="cpu").eval()
     model.tie_weights()
+    model.config.architectures = [type(model).__name__]  # without it vLLM takes an export for a model of embeddings
     values = torch.randn(_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
