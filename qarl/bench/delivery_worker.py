@@ -128,7 +128,7 @@ def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, 
             if kind == "whole":
                 _copy_once(model, clock)
             report, sent = server.load(model.low_bit_tensors(), version), server.sent
-            assert not report.missing and not report.unconsumed, f"version {version} was refused: {report}"
+            assert not report.missing + report.unconsumed, f"version {version} was refused: {report}"
             assert sent.whole == (kind == "whole"), f"version {version} was sent as {sent}"
             sizes[kind].append(sent.bytes)
             for work in ("write", "stage", "pause"):
