@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from learner.objectives.advantages import group_advantages
+from quant.operators.packing import Packed, pack
 from rollout.types import Group
 
 
@@ -45,6 +46,25 @@ class Batch:
     def real(self) -> torch.Tensor:
         """Which of `tokens` are no padding, bool [B, T]."""
         return torch.arange(self.tokens.shape[1])[None] < self.length.cpu()[:, None]
+
+    def prompt_length(self) -> torch.Tensor:
+        """Tokens before the first to learn from, int64 [B]; 0 where there is none."""
+        return torch.where(self.response_mask.any(-1), self.response_mask.int().argmax(-1) + 1, 0)
+
+    def packed(self, share_prompts: bool = False) -> Packed:
+        """All sequences in one row. share_prompts: those of a group have their prompt once, in the first of them."""
+        nothing, number = torch.zeros_like(self.length), torch.arange(len(self.length), device=self.length.device)
+        if not share_prompts:
+            return pack(self.length, self.tokens.shape[1], nothing, number)
+        groups, of_row = self.group.unique(return_inverse=True)
+        leader = torch.full_like(groups, len(number)).scatter_reduce(0, of_row, number, "amin")[of_row]
+        prompt = self.prompt_length()
+        differs = self.tokens != self.tokens[leader]
+        if self.experts is not None:
+            differs |= (self.experts != self.experts[leader]).flatten(2).any(-1)
+        in_prompt = torch.arange(self.tokens.shape[1], device=self.length.device) < prompt[:, None]
+        shares = (leader != number) & ~(differs & in_prompt).any(-1) & (prompt <= self.length[leader])
+        return pack(self.length, self.tokens.shape[1], torch.where(shares, prompt, nothing), leader)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -112,21 +132,34 @@ def mini_batches(batch: Batch, count: int, seed: int) -> list[torch.Tensor]:
     return [torch.isin(batch.group, part).nonzero().flatten() for part in order.tensor_split(count) if len(part)]
 
 
-def micro_batches(batch: Batch, index: torch.Tensor, max_tokens: int, packed: bool = False) -> Iterator[torch.Tensor]:
+def micro_batches(
+    batch: Batch, index: torch.Tensor, max_tokens: int, packed: bool = False, share_prompts: bool = False
+) -> Iterator[torch.Tensor]:
     """Cut `index` into runs of similar length, longest first, whose size stays within `max_tokens`.
 
-    packed: count the sequences' own tokens; else what they take when padded to the longest of the run. A sequence that
-    is longer than `max_tokens` is a run of its own.
+    packed: count the sequences' own tokens; else what they take when padded to the longest of the run. share_prompts:
+    count a group's prompt once; groups stay together, and of each the sequence that brings the prompt comes before all
+    that do not. A sequence that is longer than `max_tokens` is a run of its own.
     """
-    by_length = index[torch.argsort(batch.length[index], stable=True, descending=True)]
-    lengths: list[int] = batch.length[by_length].tolist()
-    start = 0
-    while start < len(by_length):
-        rows, tokens = 1, lengths[start]
-        while start + rows < len(by_length):
-            tokens += lengths[start + rows] if packed else lengths[start]
-            if tokens > max_tokens:
-                break
-            rows += 1
-        yield by_length[start : start + rows]
-        start += rows
+    length, group, prompt = (t.tolist() for t in (batch.length, batch.group, batch.prompt_length()))
+    rows: list[int] = sorted(index.tolist(), key=lambda row: -length[row])
+    if share_prompts:
+        longest = {group[row]: length[row] for row in reversed(rows)}
+        rows.sort(key=lambda row: (-longest[group[row]], group[row]))
+    leaders: list[int] = []
+    others: list[int] = []
+    size = 0
+    for row in rows:
+        shares = share_prompts and bool(leaders) and group[row] == group[leaders[-1]]
+        size += length[row] - prompt[row] * shares if packed else length[leaders[0] if leaders else row]
+        if size > max_tokens and leaders:
+            yield _run(leaders, others, prompt, length)
+            leaders, others, size, shares = [], [], length[row], False
+        (others if shares else leaders).append(row)
+    if leaders:
+        yield _run(leaders, others, prompt, length)
+
+
+def _run(leaders: list[int], others: list[int], prompt: list[int], length: list[int]) -> torch.Tensor:
+    """int64 [n]. Those that see equally many tokens, and bring equally many, are multiplied at once side by side."""
+    return torch.tensor(leaders + sorted(others, key=lambda row: (-prompt[row], -length[row])))

@@ -22,7 +22,7 @@ from learner.gradient_passes import GradientErrors, GradientPasses
 from learner.gradients import compiles, rounds_weights
 from learner.learn_stats import LearnStats
 from learner.load_balance import load_balance_coefficient, load_balance_loss
-from learner.logprobs import packs, token_logprobs
+from learner.logprobs import packs, shares_prompts, token_logprobs
 from learner.loss.aggregation import Totals
 from learner.loss.loss import LossInput, needs_old, policy_loss
 from learner.loss.metrics import LossMetrics, mean
@@ -77,6 +77,7 @@ class Learner:
         model.router_log.enabled = self._balance > 0
         self._reference = reference
         self.packed = packs(model, config.packing)
+        self._shares_prompts = shares_prompts(self.packed, config.share_prompts, model.device)
         model.checkpoint_layers(config.gradient_checkpointing is True)
         model.context.gradients.fp32_input_grad = not rounds_weights(model, config.input_gradients)
         model.context.gradients.compiled = compiles(model, config.compile)
@@ -124,7 +125,8 @@ class Learner:
 
     def _share(self, batch: Batch, index: torch.Tensor) -> Iterator["_Part"]:
         """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every process."""
-        parts = list(micro_batches(batch, index, self.config.micro_batch_tokens, self.packed))
+        budget = self.config.micro_batch_tokens
+        parts = list(micro_batches(batch, index, budget, self.packed, self._shares_prompts))
         rank, world = self.processes.rank, self.processes.world
         for start in range(0, len(parts), world):
             dealt = parts[start : start + world]
@@ -135,9 +137,9 @@ class Learner:
     def _token_logprobs(
         self, model: Any, rows: Batch, chunks: int | None, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        length = rows.length if self.packed else None
+        packed = rows.packed(self._shares_prompts) if self.packed else None
         chunk = self.config.logprob_chunk_tokens
-        how = length, chunk, entropy, chunks, self._temperature
+        how = packed, chunk, entropy, chunks, self._temperature
         return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, *how)
 
     def _add_published(self, to: RowLogprobs, index: torch.Tensor) -> None:
@@ -309,8 +311,8 @@ class Learner:
         sequences that are in these rows."""
         if not self.model.router_log.enabled:
             return loss, 0.0
-        real = rows.real().flatten()
-        balance = load_balance_loss(self.model, real[real] if self.packed else real) * share
+        packed = rows.packed(self._shares_prompts) if self.packed else None
+        balance = load_balance_loss(self.model, rows.real(), packed) * share
         return loss + self._balance * balance, float(balance.detach())
 
     def _apply(self) -> tuple[float, bool]:

@@ -1,6 +1,6 @@
 """The auxiliary loss that keeps a mixture's routers from sending every token to the same experts.
 
-Axes: N tokens, L layers of experts, E experts.
+Axes: B sequences, T tokens, L layers of experts, E experts.
 """
 
 import sys
@@ -10,6 +10,7 @@ import torch
 
 from configs.errors import ConfigError
 from quant.model.low_bit_model import LowBitModel
+from quant.operators.packing import Packed
 
 
 def load_balance_coefficient(model: LowBitModel, asked: float | None) -> float:
@@ -28,13 +29,18 @@ def load_balance_coefficient(model: LowBitModel, asked: float | None) -> float:
     return asked
 
 
-def load_balance_loss(model: LowBitModel, real: torch.Tensor) -> torch.Tensor:
+def load_balance_loss(model: LowBitModel, real: torch.Tensor, packed: Packed | None) -> torch.Tensor:
     """E · Σ_e (share of assignments to e) · (mean router probability of e), over all layers; 0-d, K if balanced.
 
-    real: bool [N], which tokens are no padding. Reads the router logits of the last forward. It is the function of the
-    model's own transformers module (Switch Transformer, arXiv 2101.03961, eq. 4-6).
+    real: bool [B, T], which tokens are no padding. packed: how they were, in the last forward, whose router logits are
+    read; a token counts as often as there are sequences with it. It is the function of the model's own transformers
+    module (Switch Transformer, arXiv 2101.03961, eq. 4-6).
     """
     config = model.config
     module: Any = sys.modules[type(model.module).__module__]
     experts = next(iter(model.experts.values())).shape.experts
-    return module.load_balancing_loss_func(tuple(model.router_log.logits), experts, config.num_experts_per_tok, real)
+    logits, real = tuple(model.router_log.logits), real.flatten()
+    if packed is not None:
+        places = packed.places.flatten()[real]
+        logits, real = tuple(layer[places] for layer in logits), real[real]
+    return module.load_balancing_loss_func(logits, experts, config.num_experts_per_tok, real)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from configs.errors import ConfigError
 from quant.model.low_bit_model import LowBitModel
+from quant.operators.packing import Packed
 from quant.runtime.cpu_blocks import row_blocks
 
 CHUNK_TOKENS = 512
@@ -25,7 +26,7 @@ def token_logprobs(
     tokens: torch.Tensor,
     response_mask: torch.Tensor,
     experts: torch.Tensor | None = None,
-    length: torch.Tensor | None = None,
+    packed: Packed | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     entropy: bool = True,
     chunks: int | None = None,
@@ -35,14 +36,14 @@ def token_logprobs(
 
     model: a `LowBitModel`, or what a backend wraps it in. tokens: int64 [B, T], padded on the right (attention is
     causal, so padding needs no mask). response_mask: bool [B, T-1], the positions wanted; logits are computed for these
-    alone. experts, length: see `LowBitModel.hidden`; with length, int64 [B], padding is not computed. chunk_tokens:
-    positions whose logits are held at once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient
-    and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output head and
-    normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead, which processes that
-    compute different rows have to agree on (ZeRO-3 hands out the head's gradient each time). temperature: that tokens
-    were sampled at; log-probs and entropy are of logits / temperature, divided in fp32, as in vLLM.
+    alone. experts, packed: see `LowBitModel.hidden`. chunk_tokens: positions whose logits are held at once. Returns
+    fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient and is zero throughout where it is not asked for.
+    Logits are rounded to the compute dtype by the output head and normalized in fp32, as in vLLM. chunks: call the
+    output head on this many parts instead, which processes that compute different rows have to agree on (ZeRO-3 hands
+    out the head's gradient each time). temperature: that tokens were sampled at; log-probs and entropy are of logits /
+    temperature, divided in fp32, as in vLLM.
     """
-    return model(_token_logprobs, tokens, response_mask, experts, length, chunk_tokens, entropy, chunks, temperature)
+    return model(_token_logprobs, tokens, response_mask, experts, packed, chunk_tokens, entropy, chunks, temperature)
 
 
 def _token_logprobs(
@@ -50,13 +51,13 @@ def _token_logprobs(
     tokens: torch.Tensor,
     response_mask: torch.Tensor,
     experts: torch.Tensor | None,
-    length: torch.Tensor | None,
+    packed: Packed | None,
     chunk_tokens: int,
     entropy: bool,
     chunks: int | None,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, length)
+    hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, packed)
     targets = tokens[:, 1:][response_mask]
     parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
     # One chunk is held between forward and backward rather than computed twice.
@@ -96,6 +97,17 @@ def packs(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:
             "pairs of tokens; set learner.operators to 'engine' where the model allows, or learner.packing to auto"
         )
     return model.operators == "engine" if asked == "auto" else asked
+
+
+def shares_prompts(packed: bool, asked: bool | Literal["auto"], device: torch.device) -> bool:
+    """Whether a prompt is computed once for all its completions (`learner.share_prompts`). Raises `ConfigError` where
+    that is asked for and sequences are not packed."""
+    if asked is True and not packed:
+        raise ConfigError(
+            "learner.share_prompts is true, but sequences are not packed here; leave learner.packing at auto and "
+            "learner.operators at 'engine' where the model allows, or set learner.share_prompts to auto"
+        )
+    return packed and device.type == "cpu" if asked == "auto" else asked
 
 
 def _chunk(

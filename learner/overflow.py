@@ -71,8 +71,8 @@ def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = No
         handles.append(module.register_forward_pre_hook(watch.entered(name), with_kwargs=True))
         handles.append(module.register_forward_hook(watch.left(name)))
     try:
-        length = rows.length if packed else None
-        token_logprobs(forward or model, rows.tokens, rows.response_mask, rows.experts, length, entropy=False)
+        how = rows.packed() if packed else None
+        token_logprobs(forward or model, rows.tokens, rows.response_mask, rows.experts, how, entropy=False)
     finally:
         for handle in handles:
             handle.remove()

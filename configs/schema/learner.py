@@ -98,6 +98,11 @@ class LearnerConfig(Section):
         default="auto",
         description="sequences one after the other, without padding; auto: where learner.operators are the engine's",
     )
+    share_prompts: bool | Literal["auto"] = Field(
+        default="auto",
+        description="compute a prompt once for all its completions in a forward; auto: packed on CPUs "
+        "(docs/learner.md)",
+    )
     logprob_chunk_tokens: int = Field(
         default=512, ge=1, description="response tokens whose logits are held at once; lower it for large vocabularies"
     )

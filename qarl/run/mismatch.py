@@ -129,8 +129,8 @@ def evidence_of(
         alone[row, : found.shape[1]] = found[0]
     packed = None
     if model.operators == "engine":
-        given = (tensor.to(model.device) for tensor in (batch.tokens, batch.response_mask))
-        packed = token_logprobs(model, *given, length=batch.length.to(model.device), entropy=False)[0].cpu()
+        rows = batch.to(model.device)
+        packed = token_logprobs(model, rows.tokens, rows.response_mask, packed=rows.packed(), entropy=False)[0].cpu()
     tokenizer, masters = prompter.tokenizer, model.module
     ends = masters.generation_config.eos_token_id if masters.generation_config else None
     return Evidence(

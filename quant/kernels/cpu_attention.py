@@ -3,7 +3,7 @@
 The kernel reads keys and values from a paged cache, so a call fills one of its own, which lives as long as the call.
 Source: vLLM 0.32, `vllm.v1.attention.backends.cpu_attn`.
 
-Axes: N tokens of all sequences, H heads, G heads of keys and values, D head size.
+Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head size.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,35 @@ _BLOCK = 32
 
 
 def cpu_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int], window: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    lengths: Sequence[int],
+    seen: Sequence[int],
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention within each of several sequences that follow one another.
 
-    q: [N, H, D], k, v: [N, G, D], in a compute dtype. lengths: of the sequences, Σ = N. window: how many tokens each
-    sees, itself the last; None: all before it. Returns [N, H, D] in that dtype, rounded once.
+    q: [N, H, D], k, v: [S, G, D], in a compute dtype. lengths: queries of each sequence, Σ = N, those of its last
+    tokens. seen: tokens of each, Σ = S. window: how many tokens each sees, itself the last; None: all before it.
+    Returns [N, H, D] in that dtype, rounded once.
     """
     from vllm import _custom_ops as ops
 
-    length = torch.tensor(lengths, dtype=torch.int32)
-    start = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    start[1:] = length.cumsum(0)
+    length = torch.tensor(seen, dtype=torch.int32)
+    start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     pages = (length + _BLOCK - 1) // _BLOCK
     first = (pages.cumsum(0) - pages).to(torch.int32)
-    position = torch.cat([torch.arange(n) for n in lengths])
-    slots = first.to(torch.int64).repeat_interleave(length.to(torch.int64)) * _BLOCK + position
+    # From where a sequence's tokens are in k and v to its slots: its first page's less what came before it.
+    slots = torch.arange(len(k)) + (first * _BLOCK - (length.cumsum(0) - length)).repeat_interleave(length)
     # Zeros: what lies behind a sequence's end is multiplied by probabilities of zero, which no NaN may meet.
     cache = torch.zeros(int(pages.sum()), k.shape[1], 2 * _BLOCK, k.shape[2], dtype=k.dtype)
     keys, values = cache.chunk(2, dim=2)
     isa = cpu_isa(q.dtype, q.shape[2])
     ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, slots, isa)
     plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(lengths),
+        num_reqs=len(seen),
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim=q.shape[2],

@@ -3,7 +3,7 @@
 Both say log Σ exp of a query's scores as fp32 [H, N], which torch's backward takes.
 Source: vLLM 0.32, `vllm.v1.attention.backends.flash_attn`; torch 2.13, `torch.nn.attention.varlen`.
 
-Axes: N tokens of all sequences, H heads, G heads of keys and values, D head size.
+Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and values, D head size.
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,22 @@ def flash_attention(
     v: torch.Tensor,
     scale: float,
     lengths: Sequence[int],
+    seen: Sequence[int],
     engine: bool,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each of several sequences that follow one another.
 
-    q: [N, H, D], k, v: [N, G, D], in a 16-bit dtype. lengths: of the sequences, Σ = N. engine: by vLLM's kernel where
-    it has one for this device. window: how many tokens each sees, itself the last; None: all before it. Returns
-    [N, H, D] and the log Σ exp, fp32 [H, N].
+    q: [N, H, D], k, v: [S, G, D], in a 16-bit dtype. lengths: queries of each sequence, Σ = N, those of its last
+    tokens. seen: tokens of each, Σ = S. engine: by vLLM's kernel where it has one for this device. window: how many
+    tokens each sees, itself the last; None: all before it. Returns [N, H, D] and the log Σ exp, fp32 [H, N].
     """
     version = _engine_version(q.shape[-1]) if engine else None
     starts, longest = _starts(tuple(lengths), q.device), max(lengths)
+    starts_k, longest_k = _starts(tuple(seen), q.device), max(seen)
     if version is None:
         y, sums, _ = torch.ops.torch_attn._varlen_attn(
-            q, k, v, starts, starts, longest, longest, True, scale, _sides(window), True
+            q, k, v, starts, starts_k, longest, longest_k, True, scale, _sides(window), True
         )
         return y, sums
     from vllm.v1.attention.backends import fa_utils
@@ -54,8 +56,8 @@ def flash_attention(
         v=v,
         max_seqlen_q=longest,
         cu_seqlens_q=starts,
-        max_seqlen_k=longest,
-        cu_seqlens_k=starts,
+        max_seqlen_k=longest_k,
+        cu_seqlens_k=starts_k,
         softmax_scale=scale,
         causal=True,
         window_size=_sides(window),
@@ -72,14 +74,17 @@ def flash_gradients(
     sums: torch.Tensor,
     scale: float,
     lengths: Sequence[int],
+    seen: Sequence[int],
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of q, k and v (`operands`), each in its dtype and shape. dy, y: [N, H, D]; sums: the log Σ exp, fp32 [H, N]."""
     starts, longest = _starts(tuple(lengths), y.device), max(lengths)
+    starts_k, longest_k = _starts(tuple(seen), y.device), max(seen)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=y.device)
     return torch.ops.torch_attn._varlen_attn_backward(
-        dy.contiguous(), *operands, y, sums, starts, starts, longest, longest, True, no_dropout, scale, _sides(window)
-    )
+        dy.contiguous(), *operands, y, sums, starts, starts_k, longest, longest_k, True, no_dropout, scale,
+        _sides(window),
+    )  # fmt: skip
 
 
 def _sides(window: int | None) -> list[int]:

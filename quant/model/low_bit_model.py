@@ -29,6 +29,7 @@ from quant.model.stream import checkpoint_tensors, layer_reports
 from quant.model.surgery import replace_layers
 from quant.operators.decoder import packed_forward
 from quant.operators.moe import OperatorError, RouterLog, replay_experts
+from quant.operators.packing import Packed, Pick
 from quant.schemes import Scheme
 from quant.types import LayerReport, LowBitTensor
 
@@ -178,31 +179,28 @@ class LowBitModel(nn.Module):
         tokens: torch.Tensor,
         wanted: torch.Tensor,
         experts: torch.Tensor | None = None,
-        length: torch.Tensor | None = None,
+        packed: Packed | None = None,
     ) -> torch.Tensor:
         """What the output head is given at chosen positions.
 
         tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
-        over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. length: int64 [B]; with
-        it the N real tokens are packed into one row and padding is not computed, which the engine's operators alone can
-        do (else `OperatorError`). Returns compute dtype [n, C], one row for each True in row-major order. Where
-        `router_log` is enabled it then holds one [B·T, E] a layer of experts ([N, E] packed).
+        over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. packed: how the
+        sequences are put into one row of N tokens, without padding, which the engine's operators alone can do (else
+        `OperatorError`). Returns compute dtype [n, C], one row for each True in row-major order. Where `router_log` is
+        enabled it then holds one [B·T, E] a layer of experts ([N, E] packed).
         """
-        if length is not None and self.operators != "engine":
+        if packed is None:
+            replay_experts(self.module, experts)
+            with self.router_log.one_forward():
+                return self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
+        if self.operators != "engine":
             raise OperatorError(
                 f"packed sequences need the engine's operators, not {self.operators!r}; leave them padded"
             )
-        real = None if length is None else torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
-        if real is not None:
-            tokens, wanted = tokens[real][None], wanted[real][None]
-            experts = None if experts is None else experts[real][None]
-        replay_experts(self.module, experts)
+        replay_experts(self.module, None if experts is None else experts[packed.kept][None])
         with self.router_log.one_forward():
-            if length is None:
-                hidden = self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            else:
-                hidden = packed_forward(self.module.base_model, tokens, length.tolist())
-        return hidden[wanted]
+            hidden = packed_forward(self.module.base_model, tokens[packed.kept][None], packed.sequences)
+        return Pick.apply(hidden[0], packed.places[wanted])
 
     def checkpoint_layers(self, checkpointing: bool) -> None:
         """Keep only every decoder layer's input between forward and backward, or everything. Raises `ValueError` where

@@ -16,8 +16,6 @@ Sequences may also be packed: one row of N tokens holds one after the other, and
 Axes: B sequences, T tokens, N tokens of all sequences, H heads, D head size, C hidden columns.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +29,7 @@ from quant.operators.attention import attention
 from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
 from quant.operators.engine_angles import EngineAngles
 from quant.operators.moe import EngineMoeBlock, OperatorError
+from quant.operators.packing import Sequences
 from quant.operators.rounding import residual_dtype
 from quant.runtime.batch_invariance import batch_invariant
 
@@ -78,18 +77,18 @@ class EngineAttention(nn.Module):
         self.scaling: float = module.scaling  # type: ignore[assignment]
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None = None
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sequences: Sequences | None = None
     ) -> torch.Tensor:
         """x: compute dtype [B, T, C]; cos, sin: compute dtype [B, T, D] → compute dtype [B, T, C].
 
-        lengths: of the sequences that one row (B = 1) holds; None where every row is one sequence.
+        sequences: that one row (B = 1) holds; None where every row is one sequence.
         """
         heads = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = self.qkv(x) if self.qkv else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q = Rotate.apply(self.q_norm(q.view(heads)), cos, sin, self._gradients)
         k = Rotate.apply(self.k_norm(k.view(heads)), cos, sin, self._gradients)
         v = v.view(heads)
-        y = attention(q, k, v, self.scaling, lengths, self._context.kernel, self.window)
+        y = attention(q, k, v, self.scaling, sequences, self._context.kernel, self.window)
         return self.o_proj(y.reshape(*x.shape[:-1], -1))
 
 
@@ -131,27 +130,27 @@ class EngineDecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        lengths: Sequence[int] | None = None,
+        sequences: Sequences | None = None,
         **unused: object,
     ) -> torch.Tensor:
         """hidden_states: compute dtype (first layer) or sums [B, T, C] → sums [B, T, C], in `residual_dtype`.
 
-        lengths: see `EngineAttention`. The other keywords of a transformers decoder layer (mask, cache) do not apply to
-        whole causal sequences.
+        sequences: see `EngineAttention`. The other keywords of a transformers decoder layer (mask, cache) do not apply
+        to whole causal sequences.
         """
-        given = (hidden_states, *position_embeddings, lengths)
+        given = (hidden_states, *position_embeddings, sequences)
         if not (self._context.checkpointing and torch.is_grad_enabled()):
             return self._layer(*given)
         # Nothing here is random. The output is the same bits: codes and kernels stay those of one weight version.
         return checkpoint(self._layer, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
     def _layer(
-        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int] | None
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sequences: Sequences | None
     ) -> torch.Tensor:
         dtype = self._context.forward_dtype
         sums = torch.float32 if self._centred else residual_dtype(hidden_states, dtype)
         residual = hidden_states.to(dtype)
-        branch = self.self_attn(self.input_layernorm(hidden_states), cos, sin, lengths)
+        branch = self.self_attn(self.input_layernorm(hidden_states), cos, sin, sequences)
         if self.norms_branches:
             branch = self.post_attention_layernorm(branch)
         total = branch.to(sums) + residual.to(sums)
@@ -162,17 +161,17 @@ class EngineDecoderLayer(nn.Module):
         return branch.to(sums) + total.to(dtype).to(sums)
 
 
-def packed_forward(decoder: nn.Module, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def packed_forward(decoder: nn.Module, tokens: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """A decoder with engine operators over packed sequences, each with positions from 0.
 
-    tokens: int64 [1, N], N = Σ lengths → compute dtype [1, N, C]. It is the loop of transformers' own decoders of these
-    models, without the mask [N, N] they would make.
+    tokens: int64 [1, N] → compute dtype [1, N, C]. It is the loop of transformers' own decoders of these models,
+    without the mask [N, N] they would make.
     """
-    positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])[None]
+    positions = sequences.positions(tokens.device)[None]
     hidden = decoder.embed_tokens(tokens)  # type: ignore[operator]
     angles = _angles(decoder, hidden, positions)
     for layer, rotary in zip(decoder.layers, angles, strict=True):  # type: ignore[arg-type]
-        hidden = layer(hidden, position_embeddings=rotary, lengths=lengths)
+        hidden = layer(hidden, position_embeddings=rotary, sequences=sequences)
     return decoder.norm(hidden)  # type: ignore[operator]
 
 

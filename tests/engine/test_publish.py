@@ -265,7 +265,7 @@ def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(
         batch = make_batch(groups, pad_token=0)
         with torch.no_grad(), model.context.own_products() if own else contextlib.nullcontext():
             learner, _ = token_logprobs(
-                model, batch.tokens, batch.response_mask, length=batch.length, temperature=temperature
+                model, batch.tokens, batch.response_mask, packed=batch.packed(), temperature=temperature
             )
         assert measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask).equal == 1.0
 

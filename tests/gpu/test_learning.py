@@ -53,11 +53,11 @@ def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
     need(scheme, "vllm")
     model, batch = learner(scheme), batch_on()
     padded, expected = logprob_gradients(model, batch)
-    packed, found = logprob_gradients(model, batch, length=batch.length)
+    packed, found = logprob_gradients(model, batch, packed=batch.packed())
     torch.testing.assert_close(packed, padded, rtol=0, atol=0.1)
     assert drift(found, expected)[1] <= 0.05
     model.checkpoint_layers(True)
-    again, other = logprob_gradients(model, batch, length=batch.length)
+    again, other = logprob_gradients(model, batch, packed=batch.packed())
     assert torch.equal(again, packed) and drift(other, found)[1] <= 1e-3  # sums of gradients may change their order
 
 

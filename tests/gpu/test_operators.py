@@ -3,6 +3,7 @@
 Axes: N tokens, C columns, H heads, D head size, E experts.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from quant.materialize.activations import quantize_activation
 from quant.operators import rounding
 from quant.operators.attention import attention, torch_attention
 from quant.operators.moe import route
+from quant.operators.packing import Sequences, pack
 from quant.schemes import get_scheme
 from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error
@@ -113,17 +115,27 @@ def test_activation_codes_are_near_those_of_cpus(scheme: str):
     assert share_equal(ours.codes.float(), cpus.codes.float()) > 0.99
 
 
+_SEEN, _SHARED = torch.tensor([[300, 201, 77, 1024, 30], [0, 200, 0, 170, 29]])
+SEQUENCES = {
+    "apart": Sequences.apart(LENGTHS),
+    "shared prompts": pack(_SEEN, 1024, _SHARED, leader=torch.tensor([0, 0, 2, 0, 2])).sequences,
+}
+
+
+@pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize("heads", [(16, 8), (32, 4)])
-def test_attention_and_its_gradients(kernel: str, heads: tuple[int, int]):
+def test_attention_and_its_gradients(kernel: str, heads: tuple[int, int], sequences: str):
     """Against torch's of each sequence alone, in fp32."""
-    tokens = sum(LENGTHS)
+    row = SEQUENCES[sequences]
+    tokens = sum(row.lengths)
+    row = dataclasses.replace(row, places=None if row.places is None else row.places.cuda())
     shapes = [(heads[0], 1), (heads[1], 2), (heads[1], 3)]
     q, k, v = ours = [values(1, tokens, count, 128, seed=seed).requires_grad_() for count, seed in shapes]
     theirs = [t.detach().float().requires_grad_() for t in ours]
-    y = attention(q, k, v, 128**-0.5, LENGTHS, kernel)
-    q_, k_, v_ = (t.transpose(1, 2) for t in theirs)
-    expected = torch_attention(q_, k_, v_, 128**-0.5, LENGTHS).transpose(1, 2)
+    y = attention(q, k, v, 128**-0.5, row, kernel)
+    q_, k_, v_ = (t[0] for t in theirs)
+    expected = torch_attention(q_, k_, v_, 128**-0.5, row)[None]
     dy = values(1, tokens, heads[0], 128, seed=4)
     y.backward(dy)
     expected.backward(dy.float())

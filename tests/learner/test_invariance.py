@@ -4,6 +4,7 @@ Axes: B sequences, T tokens.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from learner.batching import micro_batches
-from learner.logprobs import packs, token_logprobs
+from learner.batching import Batch, micro_batches
+from learner.load_balance import load_balance_loss
+from learner.logprobs import packs, shares_prompts, token_logprobs
 from quant.model.low_bit_model import LowBitModel
 from quant.operators.decoder import OperatorError
 from tests.support.learners import (
@@ -40,7 +42,7 @@ def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: l
     model = policy("w4a16", dtype=torch.float32)
     batch = random_batch(lengths, VOCABULARY)
     padded, expected = logprob_gradients(model, batch)
-    packed, found = logprob_gradients(model, batch, length=batch.length)
+    packed, found = logprob_gradients(model, batch, packed=batch.packed())
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-4)
     largest, mean = drift(found, expected)
     assert largest <= 1e-2 and mean <= 1e-4
@@ -54,8 +56,8 @@ def test_a_packed_sequence_has_the_log_probs_it_has_alone():
     changed = dataclasses.replace(batch, tokens=batch.tokens.clone())
     changed.tokens[0] = (changed.tokens[0] + 1) % VOCABULARY
     with torch.no_grad():
-        ours = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length)[0]
-        other = token_logprobs(model, changed.tokens, changed.response_mask, length=changed.length)[0]
+        ours = token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed())[0]
+        other = token_logprobs(model, changed.tokens, changed.response_mask, packed=changed.packed())[0]
         alone = batch.rows(torch.tensor([1]))
         single = token_logprobs(model, alone.tokens, alone.response_mask)[0]
     assert torch.equal(ours[1:], other[1:]) and not torch.equal(ours[0], other[0])
@@ -72,13 +74,61 @@ def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
     model.router_log.enabled = True
     padded, expected = logprob_gradients(model, batch)
     of_all = [logits[batch.real().flatten()].detach() for logits in model.router_log.logits]
-    packed, found = logprob_gradients(model, batch, length=batch.length)
+    packed, found = logprob_gradients(model, batch, packed=batch.packed())
     torch.testing.assert_close(packed, padded, rtol=0, atol=0.02)  # int8 codes may flip
     assert drift(found, expected)[1] <= 0.05
     for ours, theirs in zip(model.router_log.logits, of_all, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=0.02)
     other = dataclasses.replace(batch, experts=batch.experts.flip(1))  # type: ignore[union-attr]
-    assert (logprob_gradients(model, other, length=other.length)[0] - packed).abs().max() > 0.05
+    assert (logprob_gradients(model, other, packed=other.packed())[0] - packed).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kernel", ["vllm", "reference"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
+    """Contract: computed once for its group, prompts give every response the log-probs it has by itself, bit for bit in
+    bfloat16 by the engine's kernels; gradients are those up to roundings. A response that saw another's tokens or
+    stood at another position would be off by nats."""
+    model, batch = policy(scheme, kernel=kernel), batch_of()
+    each, expected = logprob_gradients(model, batch, packed=batch.packed())
+    packed = batch.packed(share_prompts=True)
+    assert int(packed.kept.sum()) == int(batch.length.sum()) - int((batch.prompt_length() * repeats(batch)).sum())
+    once, found = logprob_gradients(model, batch, packed=packed)
+    torch.testing.assert_close(once, each, rtol=0, atol=0 if kernel == "vllm" else 0.1)
+    assert drift(found, expected)[1] <= 0.02
+
+
+def repeats(batch: Batch) -> torch.Tensor:
+    """Whether another sequence of the group comes before, bool [B]."""
+    return torch.tensor([group in batch.group[:row] for row, group in enumerate(batch.group)])
+
+
+def test_what_differs_is_not_shared():
+    """A prompt is taken from the group's first sequence where it has it to the token, and to the replayed expert."""
+    batch = dataclasses.replace(batch_of(), experts=torch.zeros(24, 32, 1, 1, dtype=torch.int32))
+    longest = int(batch.length.max())
+    batch = dataclasses.replace(batch, experts=batch.experts[:, :longest])  # type: ignore[index]
+    batch.tokens[1, 0] += 1
+    batch.experts[5, 0] = 3  # type: ignore[index]
+    shared = batch.packed(share_prompts=True).sequences
+    whole = [row for row, (own, seen) in enumerate(zip(shared.lengths, shared.seen, strict=True)) if own == seen]
+    assert whole == [0, 1, 4, 5, 8, 12, 16, 20]
+
+
+def test_a_shared_prompts_routers_count_for_every_sequence():
+    """Contract: the load-balance loss is that of sequences that each bring their prompt."""
+    model, batch = experts_policy(torch.float32), random_batch([7, 12, 9], 64)
+    batch.group.zero_()
+    batch.tokens[:, :5] = batch.tokens[0, :5]
+    batch.response_mask[:, :4] = False
+    model.router_log.enabled = True
+    losses = []
+    for packed in (batch.packed(), batch.packed(share_prompts=True)):
+        with torch.no_grad():
+            token_logprobs(model, batch.tokens, batch.response_mask, packed=packed)
+        losses.append(load_balance_loss(model, batch.real(), packed))
+    assert len(model.router_log.logits[0]) == 28 - 10
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
@@ -145,9 +195,9 @@ def test_checkpointed_experts_count_their_routers_once():
     model = experts_policy(BFLOAT16)
     model.router_log.enabled = True
     batch = random_batch([7, 12, 3], model.config.vocab_size)
-    kept, expected = logprob_gradients(model, batch, length=batch.length)
+    kept, expected = logprob_gradients(model, batch, packed=batch.packed())
     model.checkpoint_layers(True)
-    again, found = logprob_gradients(model, batch, length=batch.length)
+    again, found = logprob_gradients(model, batch, packed=batch.packed())
     assert len(model.router_log.logits) == len(model.experts)
     assert torch.equal(again, kept) and all(torch.equal(found[n], expected[n]) for n in expected)
 
@@ -165,13 +215,29 @@ def test_packed_micro_batches_fill_their_budget(lengths: list[int], budget: int)
         assert total + int(batch.length[following[0]]) > budget
 
 
-@pytest.mark.parametrize("setting", ["accumulation", "packing", "chunks"])
+@given(seed=st.integers(0, 99), budget=st.integers(1, 120))
+@settings(max_examples=examples(30))
+def test_micro_batches_that_share_prompts_fill_their_budget(seed: int, budget: int):
+    """Every row once; no run computes more tokens than the budget but a single sequence, and none is begun that the run
+    before had room for."""
+    batch = batch_of(seed)
+    runs = list(micro_batches(batch, torch.arange(len(batch.tokens)), budget, packed=True, share_prompts=True))
+    assert sorted(torch.cat(runs).tolist()) == list(range(len(batch.tokens)))
+    sizes = [int(batch.rows(run).packed(share_prompts=True).kept.sum()) for run in runs]
+    assert all(size <= budget or len(run) == 1 for size, run in zip(sizes, runs, strict=True))
+    for run, following in itertools.pairwise(runs):
+        with_next = batch.rows(torch.cat([run, following[:1]])).packed(share_prompts=True)
+        assert int(with_next.kept.sum()) > budget
+
+
+@pytest.mark.parametrize("setting", ["accumulation", "packing", "prompts", "chunks"])
 def test_trajectories_agree(setting: str):
     """20 updates in fp32 compute by AdamW: the masters of the two settings stay within a hundredth of what they moved,
     on average; the largest difference is bounded by a few learning rates (Adam divides small sums by their size)."""
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "accumulation": ({"micro_batch_tokens": 10**6}, {"micro_batch_tokens": 30}),
-        "packing": ({"packing": True}, {"packing": False}),
+        "packing": ({"packing": True, "share_prompts": False}, {"packing": False}),
+        "prompts": ({"share_prompts": True}, {"share_prompts": False, "micro_batch_tokens": 60}),
         "chunks": ({"logprob_chunk_tokens": 10**6}, {"logprob_chunk_tokens": 16}),
     }
     ends = []
@@ -194,6 +260,8 @@ def test_what_cannot_be_packed_is_said():
     assert not packs(plain, "auto")
     with pytest.raises(ConfigError, match=r"learner\.packing is true.*learner\.operators.*'engine'"):
         packs(plain, True)
+    with pytest.raises(ConfigError, match=r"learner\.share_prompts is true.*not packed.*learner\.packing"):
+        shares_prompts(packed=False, asked=True, device=torch.device("cpu"))
     batch = batch_of()
     with pytest.raises(OperatorError, match="'transformers'"):
-        token_logprobs(plain, batch.tokens, batch.response_mask, length=batch.length)
+        token_logprobs(plain, batch.tokens, batch.response_mask, packed=batch.packed())

@@ -19,6 +19,7 @@ from qarl.plan.memory import count_memory
 from qarl.plan.shapes import shapes_of
 from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
+from quant.operators.packing import pack
 from quant.schemes import get_scheme
 
 SEQUENCES, LENGTH, LAYERS = 16, 256, 3
@@ -57,7 +58,8 @@ def kept(config: dict[str, Any], scheme: str, checkpointing: bool) -> int:
         length = torch.full((SEQUENCES,), LENGTH).to("meta")
         wanted = torch.ones(SEQUENCES, LENGTH, dtype=torch.bool).to("meta")
         with Alive() as alive:
-            hidden = model.hidden(tokens, wanted, None, length)
+            packed = pack(length, LENGTH, torch.zeros_like(length), torch.arange(SEQUENCES).to("meta"))
+            hidden = model.hidden(tokens, wanted, None, packed)
             assert hidden.requires_grad
             return alive.bytes()
 

@@ -6,10 +6,12 @@ import torch
 
 from quant.kernels import cpu_attention as kernel
 from quant.operators.attention import attention, torch_attention, uses_cpu_kernel
+from quant.operators.packing import Sequences, pack
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
 
 LENGTHS = [1, 33, 7, 64, 7, 7]
+APART = Sequences.apart(LENGTHS)
 
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -26,8 +28,7 @@ def inputs(dtype: torch.dtype, head: int = 32) -> Rows:
 
 
 def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-    y = torch_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, LENGTHS, window)
-    return y.transpose(1, 2)
+    return torch_attention(q[0], k[0], v[0], scale, APART, window)[None]
 
 
 @pytest.mark.parametrize("window", [None, 7, 40])
@@ -37,7 +38,7 @@ def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, 
     """Both compute in fp32 and round once, vLLM's with an exponential good to 1e-5; gradients are torch's, of the same
     inputs."""
     ours, theirs = inputs(dtype, head), inputs(dtype, head)
-    y, expected = attention(*ours, 0.3, LENGTHS, "vllm", window), by_torch(*theirs, 0.3, window)
+    y, expected = attention(*ours, 0.3, APART, "vllm", window), by_torch(*theirs, 0.3, window)
     bound = max(4 * torch.finfo(dtype).eps, 2e-5)
     torch.testing.assert_close(y, expected, rtol=bound, atol=bound)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -61,7 +62,7 @@ def test_a_token_sees_its_window_alone(window: int):
 @pytest.mark.parametrize("window", [None, 7])
 def test_sequences_packed_together_are_as_each_alone_to_the_bit(window: int | None):
     q, k, v = (t.detach() for t in inputs(torch.bfloat16))
-    together = attention(q, k, v, 0.3, LENGTHS, "vllm", window)
+    together = attention(q, k, v, 0.3, APART, "vllm", window)
     rows = zip(*(t.split(LENGTHS, dim=1) for t in (q, k, v)), strict=True)
     alone = [attention(q_, k_, v_, 0.3, kernel="vllm", window=window)[0] for q_, k_, v_ in rows]
     assert torch.equal(together[0], torch.cat(alone))
@@ -76,12 +77,40 @@ def test_a_token_does_not_depend_on_what_follows_to_the_bit(window: int | None):
         assert torch.equal(attention(q[:, :n], k[:, :n], v[:, :n], 0.3, kernel="vllm", window=window), whole[:, :n])
 
 
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("kernel", ["vllm", "torch"])
+def test_a_prompt_that_several_see_is_as_if_each_brought_it(kernel: str, window: int | None):
+    """Contract: a response's attention over the first sequence's prompt has the bits of a whole sequence's; a prompt's
+    gradient is the sum of all that see it, to fp32's rounding."""
+    whole = torch.tensor([40, 9, 37, 38])  # the third is another group's, and shares nothing
+    shared, leader = torch.tensor([0, 7, 0, 33]), torch.tensor([0, 0, 2, 2])
+    packed = pack(whole, 40, shared, leader)
+    row = packed.sequences
+    assert (row.lengths, row.seen) == ((40, 2, 37, 5), (40, 9, 37, 38))
+    assert row.positions(torch.device("cpu"))[40:42].tolist() == [7, 8]
+    tokens = sum(row.lengths)
+    q, k, v = once = [t.detach()[:, :tokens].requires_grad_() for t in inputs(torch.float32)]
+    real = torch.arange(40) < whole[:, None]
+    q_, k_, v_ = each = [t.detach()[:, packed.places[real]].requires_grad_() for t in once]
+    apart = Sequences.apart(whole.tolist())
+    y, expected = attention(q, k, v, 0.3, row, kernel, window), attention(q_, k_, v_, 0.3, apart, kernel, window)
+    own = packed.kept[real]
+    bound = 0 if kernel == "vllm" else 1e-6
+    torch.testing.assert_close(y, expected[:, own], rtol=bound, atol=bound)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    y.backward(dy)
+    expected.backward(torch.zeros_like(expected).index_copy_(1, own.nonzero().flatten(), dy))
+    for a, b in zip(once, each, strict=True):
+        summed = torch.zeros_like(a).index_add_(1, packed.places[real], b.grad)  # type: ignore[arg-type]
+        torch.testing.assert_close(a.grad, summed, rtol=1e-5, atol=1e-5)
+
+
 def test_the_size_of_a_page_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
     """The engine's pages are larger."""
     q, k, v = inputs(torch.bfloat16)
-    small = attention(q, k, v, 0.3, LENGTHS, "vllm")
+    small = attention(q, k, v, 0.3, APART, "vllm")
     monkeypatch.setattr(kernel, "_BLOCK", 128)
-    assert torch.equal(attention(q, k, v, 0.3, LENGTHS, "vllm"), small)
+    assert torch.equal(attention(q, k, v, 0.3, APART, "vllm"), small)
 
 
 def test_other_families_devices_and_heads_take_torchs():

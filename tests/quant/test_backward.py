@@ -132,7 +132,7 @@ def test_gradients_added_in_place_are_autograds(scheme: str, loss_scale: float):
         totals: dict[str, torch.Tensor] = {}
         for lengths in ([9, 4], [17]):
             batch = random_batch(lengths, model.config.vocab_size)
-            _, part = logprob_gradients(model, batch, length=batch.length)
+            _, part = logprob_gradients(model, batch, packed=batch.packed())
             totals = {n: g + totals[n] if totals else g for n, g in part.items()}
         found.append(totals)
     assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in found[1].values())
@@ -145,7 +145,7 @@ def test_experts_gradients_added_in_place_are_autograds():
         model = experts_policy(BFLOAT16)
         model.context.gradients.in_place = in_place
         batch = random_batch([7, 12, 3], model.config.vocab_size)
-        found.append(logprob_gradients(model, batch, length=batch.length)[1])
+        found.append(logprob_gradients(model, batch, packed=batch.packed())[1])
     assert drift(found[1], found[0])[1] <= 1e-5
 
 
@@ -157,9 +157,9 @@ def test_hooks_of_a_master_see_its_gradient():
     master = model.masters["model.layers.0.mlp.down_proj.weight"]
     handle = master.register_hook(seen.append)
     batch = random_batch([6, 3], model.config.vocab_size)
-    _, hooked = logprob_gradients(model, batch, length=batch.length)
+    _, hooked = logprob_gradients(model, batch, packed=batch.packed())
     handle.remove()
-    _, found = logprob_gradients(model, batch, length=batch.length)
+    _, found = logprob_gradients(model, batch, packed=batch.packed())
     assert len(seen) == 1 and torch.equal(seen[0], hooked["model.layers.0.mlp.down_proj.weight"])
     assert drift(found, hooked)[1] <= 1e-6
 
@@ -169,11 +169,11 @@ def test_gradients_in_place_add_up_over_backwards():
     model = policy("w4a16")
     model.context.gradients.in_place = True
     batch = random_batch([6, 3], model.config.vocab_size)
-    _, once = logprob_gradients(model, batch, length=batch.length)
+    _, once = logprob_gradients(model, batch, packed=batch.packed())
     for master in model.masters.values():
         master.grad = None
     for _ in range(2):
-        logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, length=batch.length)
+        logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed())
         (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
     total = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
     assert drift(total, {n: 2 * g for n, g in once.items()})[1] <= 1e-6

@@ -97,9 +97,9 @@ def test_norms_and_attention_ask_for_it(mode: None, monkeypatch: pytest.MonkeyPa
         fa_utils, "flash_attn_varlen_func", lambda **given: splits.append(given["num_splits"]), raising=False
     )
     q = x.view(6, 1, 8)
-    flash_attention.flash_attention(q, q, q, 1.0, [6], engine=True)
+    flash_attention.flash_attention(q, q, q, 1.0, [6], [6], engine=True)
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
-    flash_attention.flash_attention(q, q, q, 1.0, [6], engine=True)
+    flash_attention.flash_attention(q, q, q, 1.0, [6], [6], engine=True)
     assert splits == [1, 0]
 
 

@@ -104,6 +104,6 @@ def test_a_learner_compiles_no_more_after_its_second_micro_batch(eager_backend: 
     counts = []
     for lengths in ([9], [17, 3], [5, 6, 8], [30], [2, 40]):
         batch = random_batch(lengths, VOCABULARY)
-        logprob_gradients(model, batch, length=batch.length)
+        logprob_gradients(model, batch, packed=batch.packed())
         counts.append(graphs())
     assert 0 < counts[0] < counts[1] <= 2 * counts[0] and len(set(counts[1:])) == 1, counts

@@ -8,11 +8,13 @@ import torch
 
 from quant.kernels import flash_attention as flash
 from quant.operators.attention import attention, torch_attention
+from quant.operators.packing import Sequences
 from tests.support.fake_cuda import Calls
 from tests.support.tensors import normal
 
 BF16 = torch.bfloat16
 LENGTHS = [5, 1, 7, 3]
+APART = Sequences.apart(LENGTHS)
 
 
 def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch):
@@ -21,7 +23,7 @@ def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch
     q, k, v = (torch.empty(1, sum(LENGTHS), heads, 64, dtype=BF16, device="meta") for heads in (4, 2, 2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     with Calls() as calls:
-        y = attention(q, k, v, 0.125, LENGTHS, "torch")
+        y = attention(q, k, v, 0.125, APART, "torch")
         y.sum().backward()
     assert y.shape == q.shape and [t.grad.shape for t in leaves] == [t.shape for t in leaves]  # type: ignore[union-attr]
     assert [name for name in calls.names if "attn" in name] == ["_varlen_attn", "_varlen_attn_backward"]
@@ -41,20 +43,17 @@ def test_attention_asks_the_engines_kernel(monkeypatch: pytest.MonkeyPatch):
     def by_torch(**kwargs):
         assert kwargs.keys() <= known
         asked.update(kwargs)
-        q, k, v = (kwargs[name][None].transpose(1, 2) for name in "qkv")
-        y = torch_attention(q, k, v, kwargs["softmax_scale"], LENGTHS)
-        return y.transpose(1, 2)[0], torch.zeros(q.shape[1:3])
+        q, k, v = (kwargs[name] for name in "qkv")
+        return torch_attention(q, k, v, kwargs["softmax_scale"], APART), torch.zeros(q.shape[1::-1])
 
     monkeypatch.setattr(flash, "takes", lambda q: True)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", by_torch, raising=False)
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
     q, k, v = (normal(sum(LENGTHS), heads * 32, seed=heads).to(BF16).view(1, -1, heads, 32) for heads in (4, 2, 2))
-    attention(q, k, v, 0.3, LENGTHS, "vllm", window=4)
+    attention(q, k, v, 0.3, APART, "vllm", window=4)
     assert asked["window_size"] == [3, 0]
-    y = attention(q, k, v, 0.3, LENGTHS, "vllm")
+    y = attention(q, k, v, 0.3, APART, "vllm")
     assert asked["window_size"] == [-1, 0]
-    q_, k_, v_ = (t.transpose(1, 2) for t in (q, k, v))
-    expected = torch_attention(q_, k_, v_, 0.3, LENGTHS).transpose(1, 2)
-    assert torch.equal(y, expected)
+    assert torch.equal(y[0], torch_attention(q[0], k[0], v[0], 0.3, APART))
     assert asked["cu_seqlens_q"].tolist() == [0, 5, 6, 13, 16] and asked["max_seqlen_k"] == 7
     assert (asked["causal"], asked["fa_version"], asked["cu_seqlens_q"].dtype) == (True, 3, torch.int32)

@@ -103,8 +103,10 @@ def poison(learner: Learner, name: str, value: float):
     return learner.model.masters[name].register_hook(spoil)
 
 
-def policy(scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = torch.bfloat16) -> LowBitModel:
-    return LowBitModel(random_model(), get_scheme(scheme), LayerContext(dtype, "reference"), operators)
+def policy(
+    scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = torch.bfloat16, kernel: str = "reference"
+) -> LowBitModel:
+    return LowBitModel(random_model(), get_scheme(scheme), LayerContext(dtype, kernel), operators)
 
 
 def experts_policy(dtype: torch.dtype) -> LowBitModel:
