@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
 from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
 from quant.runtime.answers import cache_folder  # noqa: E402
+from tests.support import forks  # noqa: E402
 
 settings.load_profile("ci")
 LONGEST = ("runs", "engine", "learner", "quant")
@@ -32,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="qarl-tests-")
         os.environ["QARL_TEST_CACHE"] = os.environ["QARL_CACHE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if hasattr(config, "workerinput"):  # one of several, which import nearly everything to collect the tests
+        forks.start_from_here()
+
+
+@pytest.fixture
+def forked_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llmcompressor is run by the fork server, 12 s of CPU cheaper; a test without this starts the real process."""
+    monkeypatch.setattr("qarl.ptq.compressor._in_own_process", forks.compress)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -54,19 +54,24 @@ def compress(job: Job, work: Path) -> None:
     require_llmcompressor()
     (work / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
     log = work / "log.txt"
+    status = _in_own_process(work, log)
+    if status:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
+        raise CompressorError(
+            f"llmcompressor could not quantize by {job.method!r} to {job.scheme!r} (exit status {status}); "
+            f"its last lines:\n{tail}"
+        )
+
+
+def _in_own_process(work: Path, log: Path) -> int:
+    """Exit status of the other side, run in `work`, where its job is; what it prints goes to `log`."""
     here = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
     command = [sys.executable, "-m", "qarl.ptq.compressor", "job.json"]
     with log.open("w") as stream:
-        done = subprocess.run(
+        return subprocess.run(
             command, cwd=work, env={**os.environ, "PYTHONPATH": path}, stdout=stream, stderr=stream, check=False
-        )
-    if done.returncode:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
-        raise CompressorError(
-            f"llmcompressor could not quantize by {job.method!r} to {job.scheme!r} (exit status {done.returncode}); "
-            f"its last lines:\n{tail}"
-        )
+        ).returncode
 
 
 def _run(job: Job) -> None:

@@ -17,7 +17,7 @@ from tests.support.moe_models import with_tokenizer
 from tests.support.runs import qarl
 from tests.support.tensors import as_bytes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_compressor")]
 SMALL = ("--steps", "2", "--rollout.prompts", "8", "--rollout.samples", "4", "--eval.problems", "32")
 
 

@@ -148,6 +148,7 @@ def test_the_placeholder_is_still_needed():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_compressor")
 def test_what_llmcompressor_says_is_shown_when_it_fails(tmp_path: Path):
     job = Job(str(tmp_path / "nowhere"), "w4a16", "rtn", (), (), str(tmp_path / "out"))
     with pytest.raises(CompressorError, match="by 'rtn' to 'w4a16' \\(exit status 1\\)") as caught:
@@ -161,10 +162,18 @@ def test_what_llmcompressor_says_is_shown_when_it_fails(tmp_path: Path):
     [("w4a16", "bfloat16", True), ("w8a8", "bfloat16", False), ("fp8", "bfloat16", True), ("w8a8", "float16", True)],
 )
 def test_rtn_is_materialize_bit_for_bit(
-    random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str, dtype: str, tied: bool
+    random_policy: Callable[[bool], Path],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    scheme: str,
+    dtype: str,
+    tied: bool,
 ):
     """Contract: round to nearest by llmcompressor is QaRL's materialization of the same weights: names, dtypes, bytes.
-    So the baseline and QaRL differ in what was trained, not in how it is stored."""
+    So the baseline and QaRL differ in what was trained, not in how it is stored. Once by the real process, on which the
+    other tests' forks rest."""
+    if scheme != "w4a16":
+        request.getfixturevalue("forked_compressor")
     folder = unquantized(random_policy(tied), tmp_path / "unquantized", dtype)
     layout = checkpoint_layout(folder, scheme, dtype)
     (tmp_path / "work").mkdir()
@@ -252,6 +261,7 @@ def load_and_verify(source: Source, folder: Path) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_compressor")
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"] if thorough() else ["w4a16"])
 def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, scheme: str):
     """Each is audited in a fresh engine and stays near the unquantized policy; calibration changes the bytes. A run

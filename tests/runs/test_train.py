@@ -1,14 +1,14 @@
 """Whole runs through the command line, with the real engine: learning, resuming, refusing."""
 
 import json
+import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.runs import SMALL, command, environment, lines, qarl, qarl_alone, wait_for_lines
+from tests.support.runs import SMALL, Run, lines, qarl, qarl_alone, wait_for_lines
 
 
 @pytest.mark.slow
@@ -72,14 +72,9 @@ def test_kill_and_resume_gives_the_uninterrupted_run(tmp_path: Path):
     flags = [*SMALL, "--steps", "6", "--export", "false"]
     done = qarl("train", *flags, "--output", whole)
     assert done.returncode == 0, done.stderr
-    process = subprocess.Popen(
-        command("train", *flags, "--output", cut),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Run("train", *flags, "--output", cut)
     wait_for_lines(process, cut / "metrics.jsonl", 3)
-    process.send_signal(signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert 3 <= len((cut / "metrics.jsonl").read_text().splitlines()) < 6
     resumed = qarl("train", "--resume", cut)
@@ -93,19 +88,13 @@ def test_kill_and_resume_gives_the_uninterrupted_run(tmp_path: Path):
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
     run = tmp_path / "run"
     flags = [*SMALL, "--steps", "400", "--checkpoint-every", "400", "--eval.problems", "0", "--export", "false"]
-    process = subprocess.Popen(
-        command("train", *flags, "--output", run),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Run("train", *flags, "--output", run)
     wait_for_lines(process, run / "metrics.jsonl", 2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    os.kill(process.pid, signal.SIGINT)
+    done = process.wait()
+    assert done.returncode == 130, done.stderr
     stopped = len(lines(run))
-    assert f"stopped at step {stopped}; continue with: qarl train --resume" in out
+    assert f"stopped at step {stopped}; continue with: qarl train --resume" in done.stdout
     resumed = qarl("train", "--resume", run, "--steps", str(stopped + 2))
     assert resumed.returncode == 0, resumed.stderr
     assert [m["step"] for m in lines(run)] == list(range(1, stopped + 3))

@@ -1,24 +1,35 @@
-"""Runs commands in children forked from a process that has everything imported: `python -m tests.support.fork_server`.
+"""Runs commands in children forked from a process that has everything imported; `tests.support.forks` starts it.
 
-A command spends 15 s of CPU on imports and 2 on a run of toy size. Reads one JSON request a line from standard input,
-{"arguments", "cwd", "environment", "out"}, and answers with two lines: "begun", with the child's process id, and
-"ended", with that and the exit status as `subprocess` gives it. Standard output and error of the child go to the files
-`out`.stdout and `out`.stderr. A child is a whole process, less what a fork cannot show: the cost of imports, another
-hash seed, the interpreter's end.
+A command spends 15 s of CPU on imports and 2 on a run of toy size. The server listens at a Unix socket for each kind of
+command. A connection sends one line of JSON, {"arguments", "cwd", "environment", "stdout", "stderr"}, the last two
+being files to append to, and is answered with two lines: "begun", with the child's process id, and "ended", with that
+and the exit status as `subprocess` gives it. Commands of several connections run at once. A child is a whole process,
+less what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
+
+Kinds: "qarl", the command; "compressor", what `qarl.ptq.compressor` starts, served by a fork of the server that has
+imported llmcompressor, which no other kind is to have in its process.
 """
 
 import atexit
+import contextlib
+import faulthandler
+import importlib
 import json
 import os
+import select
+import socket
 import sys
+import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
-from tests.support.imports import import_everything
+from tests.support import forks
+from tests.support.imports import import_everything, no_threads
 from tests.support.learner_faults import plant
 
 
-def _run(request: dict[str, Any]) -> int:
+def _run(kind: str, request: dict[str, Any]) -> int:
     """In the child, all of it."""
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -26,16 +37,13 @@ def _run(request: dict[str, Any]) -> int:
     sys.path[1:1] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     for descriptor, name, flags in (
         (0, os.devnull, os.O_RDONLY),
-        (1, request["out"] + ".stdout", os.O_WRONLY | os.O_CREAT),
-        (2, request["out"] + ".stderr", os.O_WRONLY | os.O_CREAT),
+        (1, request["stdout"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
     ):
         os.dup2(os.open(name, flags, 0o600), descriptor)
-    sys.argv = ["qarl", *request["arguments"]]
+    sys.argv = [kind, *request["arguments"]]
     try:
-        from qarl.cli.main import main
-
-        plant()
-        status = main(request["arguments"])
+        status = _qarl(request["arguments"]) if kind == "qarl" else _compressor()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -47,17 +55,86 @@ def _run(request: dict[str, Any]) -> int:
     return status
 
 
-def main() -> None:
-    import_everything()
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads: children would have locks that nobody opens"
-    for line in sys.stdin:
+def _qarl(arguments: list[str]) -> int:
+    from qarl.cli.main import main
+    from qarl.ptq import compressor
+
+    compressor._in_own_process = forks.compress
+    plant()
+    return main(arguments)
+
+
+def _compressor() -> int:
+    from qarl.ptq import compressor
+
+    compressor._restore_granite_experts = lambda: None  # `_import_llmcompressor` did
+    compressor._main()
+    return 0
+
+
+def _import_llmcompressor() -> None:
+    from qarl.ptq import compressor
+
+    with no_threads():
+        compressor._restore_granite_experts()
+        for name in ("quantization", "transform.awq", "transform.smoothquant"):
+            importlib.import_module(f"llmcompressor.modifiers.{name}")
+
+
+def _answer(kind: str, connection: socket.socket) -> None:
+    """One connection's command, in a child of this process, which is the connection's own."""
+    with connection.makefile("rw") as stream:
+        request = json.loads(stream.readline())
         child = os.fork()
         if child == 0:
-            os._exit(_run(json.loads(line)))
-        print("begun", child, flush=True)
-        print("ended", child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            connection.detach()
+            os._exit(_run(kind, request))
+        print("begun", child, file=stream, flush=True)
+        print("ended", child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=stream, flush=True)
+
+
+def serve(listeners: dict[str, socket.socket], lifeline: int) -> None:
+    """Answer connections, by kind, until nobody holds the other end of the pipe `lifeline`."""
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # connections that ended
+        ready, _, _ = select.select([*listeners.values(), lifeline], [], [])
+        if lifeline in ready:
+            return
+        for kind, listener in list(listeners.items()):
+            if listener not in ready:
+                continue
+            if kind == "compressor" and len(listeners) > 1:
+                if os.fork() == 0:
+                    _import_llmcompressor()
+                    serve({kind: listener}, lifeline)
+                    os._exit(0)
+                listeners.pop(kind).close()
+                continue
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                _answer(kind, connection)
+                os._exit(0)
+            connection.close()
+
+
+def serve_from_fork(listeners: dict[str, socket.socket], lifeline: int) -> None:
+    """As `serve`, to its end, in the fork of a process of pytest's: what that set up for itself is put back."""
+    try:
+        faulthandler.disable()
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        for descriptor in (0, 1, 2):
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
+        serve(listeners, lifeline)
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    import_everything()
+    found = {kind: socket.socket(fileno=number) for kind, number in json.loads(sys.argv[1]).items()}
+    forks.sockets = Path(found["qarl"].getsockname()).parent
+    serve(found, lifeline=0)

@@ -1,7 +1,5 @@
 """Whole commands as a person types them."""
 
-import atexit
-import functools
 import json
 import os
 import subprocess
@@ -12,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.forks import ROOT, Fork
+
 SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "32", "--eval-every", "2",
          "--checkpoint-every", "2", "--mini-batches", "2"]  # fmt: skip
 
@@ -38,45 +37,15 @@ def environment(*folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT))), "COLUMNS": "200"}
 
 
-@functools.cache
-def _fork_server() -> subprocess.Popen[str]:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server"],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(server.kill)
-    return server
-
-
 class Run:
-    """`qarl ARGUMENTS`, begun in a child of the fork server; one at a time. folders: see `environment`."""
+    """`qarl ARGUMENTS`, begun in a child of the fork server. folders: see `environment`."""
 
     def __init__(self, *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()):
         self.args = once(list(map(str, arguments)))
         self._folder = tempfile.TemporaryDirectory(prefix="qarl-run-")
-        self._server = _fork_server()
-        request = {
-            "arguments": self.args,
-            "cwd": str(cwd or ROOT),
-            "environment": environment(*folders),
-            "out": f"{self._folder.name}/out",
-        }
-        assert self._server.stdin is not None
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        self.pid = self._answer("begun")[0]
-
-    def _answer(self, kind: str) -> list[int]:
-        """The server's next answer of this kind; a run whose test failed may have left one of the other."""
-        assert self._server.stdout is not None
-        for line in self._server.stdout:
-            word, *numbers = line.split()
-            if word == kind:
-                return list(map(int, numbers))
-        raise AssertionError(f"the fork server ended with status {self._server.wait()}")
+        self._out, self._err = (Path(self._folder.name) / name for name in ("stdout", "stderr"))
+        self._fork = Fork("qarl", self.args, cwd or ROOT, environment(*folders), self._out, self._err)
+        self.pid = self._fork.pid
 
     def poll(self) -> int | None:
         """None while it runs."""
@@ -84,8 +53,8 @@ class Run:
 
     def wait(self) -> subprocess.CompletedProcess[str]:
         """To the run's end."""
-        _, status = self._answer("ended")
-        out, err = (Path(f"{self._folder.name}/out.{name}").read_text() for name in ("stdout", "stderr"))
+        status = self._fork.wait()
+        out, err = self._out.read_text(), self._err.read_text()
         self._folder.cleanup()
         return subprocess.CompletedProcess(self.args, status, out, err)
 
@@ -111,7 +80,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "learn/seconds/"))} for line in found]
 
 
-def wait_for_lines(process: subprocess.Popen[Any] | Run, file: Path, count: int) -> None:
+def wait_for_lines(process: Run, file: Path, count: int) -> None:
     for _ in range(9000):
         if file.exists() and len(file.read_text().splitlines()) >= count:
             return
