@@ -152,6 +152,7 @@ def test_the_picture_shows_every_seed_and_where_zeros_are(tmp_path: Path):
         if cell.trained == cell:
             of.curves.update({name: [0.5] * 9 for name in CURVES})
             of.curves["mean |Δ log p|"] = [0.0 if cell.scheme == "w4a16" else 1e-3] * 9
+            of.curves["KL from the start"] = [0.1, *[None] * 7, 0.3]
             of.curves["entropy"] = [0.9 if cell.scheme == "w8a8" else 0.01] * 9
     deployed, *curves = panels(found)
     assert isinstance(deployed, DotPanel) and list(deployed.groups) == ["bf16", "w4a16", "w8a8"]
@@ -165,10 +166,12 @@ def test_the_picture_shows_every_seed_and_where_zeros_are(tmp_path: Path):
         assert [dots.mean, dots.low, dots.high] == pytest.approx(interval)
     shown = {panel.title: panel for panel in curves if isinstance(panel, LinePanel)}
     assert [title for title in shown if "w8a8" in title] == [
-        f"w8a8: {name}" for name in ("reward", "entropy", "mean |Δ log p|", "error tokens")
+        f"w8a8: {name}" for name in ("reward", "entropy", "mean |Δ log p|", "error tokens", "KL from the start")
     ]
     assert [line.label for line in shown["w4a16: reward"].lines][2:] == labels[:2], "nothing trained afterwards"
     assert shown["w4a16: error tokens"].lines[0].y == [50.0] * 9
+    moved = shown["w4a16: KL from the start"].lines[0]
+    assert (moved.x, moved.y) == ([1, 9], [0.1, 0.3]), "measured now and then"
     assert [title for title, panel in shown.items() if panel.logarithmic_y] == [
         "w4a16: mean |Δ log p|",
         "w8a8: entropy",

@@ -38,8 +38,9 @@ CURVES = {
     "clipped": "learn/clipped",
     "corrected": "learn/corrected",
     "response tokens": "response_tokens",
+    "KL from the start": "learn/kl_from_start",
 }
-"""What is kept of every step → its metric (docs/metrics.md)."""
+"""What is kept of every step, or of those at which it is measured → its metric (docs/metrics.md)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Job:
 class Measured:
     """accuracy: held-out, greedy, of the deployable checkpoint in a fresh engine, in [0, 1]. sampled: avg@samples at
     the grid's temperature, None where that was left out. Empty but for trained cells: curves: of `CURVES`, a value a
-    step, None where it did not learn; heldout: [step, accuracy] during training; seconds: of all steps, by phase."""
+    step, None where it did not learn or was not measured; heldout: [step, accuracy] during training; seconds: of all
+    steps, by phase."""
 
     accuracy: float
     sampled: float | None

@@ -23,6 +23,7 @@ CURVES = {
     "entropy": ("nats", 1),
     "mean |Δ log p|": ("nats", 1),
     "error tokens": ("% of the tokens", 100),
+    "KL from the start": ("nats", 1),
 }
 """What is drawn over the steps → its unit, and how many of these are 1."""
 
@@ -59,7 +60,7 @@ def _curve(found: Found, scheme: str, curve: str) -> LinePanel:
     lines = [
         _line(variant, runs, curve, scale)
         for variant, runs in variants(found)
-        if variant[0] in (scheme, UNQUANTIZED) and any(measured.curves for measured in runs.values())
+        if variant[0] in (scheme, UNQUANTIZED) and any(curve in measured.curves for measured in runs.values())
     ]
     means = [y for line in lines for y in line.y if not math.isnan(y)]
     lowest, highest = min(means, default=0.0), max(means, default=0.0)
@@ -72,10 +73,16 @@ def _curve(found: Found, scheme: str, curve: str) -> LinePanel:
 
 
 def _line(variant: Variant, runs: Mapping[Cell, Measured], curve: str, scale: float) -> Line:
-    """Mean over seeds, smoothed; the band is from the lowest seed to the highest."""
-    seeds = [[math.nan if v is None else scale * v for v in m.curves[curve]] for m in runs.values() if m.curves]
+    """Mean over seeds, smoothed; the band is from the lowest seed to the highest. What is measured now and then is
+    drawn where it is."""
+    kept = [m.curves[curve] for m in runs.values() if curve in m.curves]
+    seeds = [[math.nan if v is None else scale * v for v in values] for values in kept]
     mean, low, high = band([smoothed(values, WINDOW) for values in seeds])
     steps = list(range(1, len(mean) + 1))
+    measured = [n for n, values in enumerate(zip(*seeds, strict=False)) if not all(map(math.isnan, values))]
+    if len(measured) < len(steps) / 2:
+        mean, low, high = band([[values[n] for n in measured] for values in seeds])
+        steps = [n + 1 for n in measured]
     broad = variant[0] == UNQUANTIZED
     return Line(label=_label(variant), x=steps, y=mean, low=low, high=high, broad=broad)
 
