@@ -98,8 +98,13 @@ class RolloutConfig(Section):
     )
     server_folder: Text | None = Field(
         default=None,
-        description="folder through which weight versions reach the servers, under one path for all; without it in the "
-        "run's folder",
+        description="folder where weight versions are written, and servers read them under the same path; without it "
+        "in the run's folder",
+    )
+    server_transfer: Literal["files", "http"] = Field(
+        default="files",
+        description="how weight versions reach the servers: files, on a file system that they share with the run, or "
+        "http, sent to each",
     )
     server_seconds: float = Field(default=600.0, gt=0, description="that a server's answer may take, and its start")
     server_full_every: int = Field(
@@ -119,7 +124,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _served(self) -> "RolloutConfig":
         if self.servers is None:
-            for name in ("server_key_file", "server_folder", "server_full_every", "max_staleness"):
+            for name in ("server_key_file", "server_folder", "server_transfer", "server_full_every", "max_staleness"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"rollout.{name} {getattr(self, name)} is for sampling on servers: give rollout.servers, their "

@@ -1,11 +1,13 @@
-"""HTTP to one server: JSON there and back, every answer within a time limit, every error naming the server."""
+"""HTTP to one server: JSON or a file there, JSON back, all within a time limit, every error naming the server."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from rollout.engine import EngineError
+from rollout.servers.receive import VERSIONS
 
 CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
@@ -52,7 +54,12 @@ class Server:
     async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
         """What the server answers to `body`. Raises `LostServerError` where it does not within `seconds`,
         `AnswerError` where the answer broke off or the server failed at it, `EngineError` where it refuses."""
-        return await self._request("POST", path, body or {}, seconds)
+        return await self._request("POST", path, seconds, json=body or {})
+
+    async def upload(self, path: str, file: Path, seconds: float) -> Any:
+        """What the server answers to a file. Raises what `post` does."""
+        with file.open("rb") as content:
+            return await self._request("POST", path, seconds, data=content)
 
     async def call(self, method: str, seconds: float = CONTROL_SECONDS) -> list[Any]:
         """What a method of `rollout.servers.worker.ServerExtension` returns, from each of the server's workers."""
@@ -84,7 +91,7 @@ class Server:
         while True:
             await asyncio.sleep(min(BEAT_SECONDS, self.seconds))
             try:
-                answer = await self._request("GET", "/is_paused", None, PATIENCE_SECONDS)
+                answer = await self._request("GET", "/is_paused", PATIENCE_SECONDS)
             except AnswerError as error:
                 missed += 1
                 if missed == _BEATS_MISSED:
@@ -95,38 +102,35 @@ class Server:
             if paused_at is not None and clock() - paused_at >= self.pause_seconds:
                 raise LostServerError(f"the server at {self.url} was paused while it sampled; nothing else may do that")
 
-    async def _request(self, kind: str, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
-        seconds = min(seconds, self.seconds)
+    async def _request(self, kind: str, path: str, seconds: float, **content: Any) -> Any:
+        seconds, base = min(seconds, self.seconds), path.partition("?")[0]
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
-            async with self._session.request(kind, f"{self.url}{path}", json=body, timeout=limit) as answer:
+            async with self._session.request(kind, f"{self.url}{path}", timeout=limit, **content) as answer:
                 if answer.status == 200:
                     return await answer.json()
-                raise self._refused(path, answer.status, await answer.text())
+                raise self._refused(base, answer.status, await answer.text())
         except TimeoutError as error:
             remedy = ", or raise rollout.server_seconds" if seconds == self.seconds else ""
             raise LostServerError(
-                f"the server at {self.url} did not answer {path} within {seconds:g} s; look at its log{remedy}"
+                f"the server at {self.url} did not answer {base} within {seconds:g} s; look at its log{remedy}"
             ) from error
         except aiohttp.ClientConnectorError as error:
             raise LostServerError(f"no server answers at {self.url}: {error}; {REMEDY}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             problem = str(error) or type(error).__name__
-            raise BrokenAnswerError(f"the server at {self.url} broke off its answer to {path}: {problem}") from error
+            raise BrokenAnswerError(f"the server at {self.url} broke off its answer to {base}: {problem}") from error
 
-    def _refused(self, path: str, status: int, text: str) -> EngineError:
+    def _refused(self, base: str, status: int, text: str) -> EngineError:
         if status == 401:
             return EngineError(
                 f"the server at {self.url} refused the API key; give the one it was started with, in a file "
                 "(rollout.server_key_file) or in the environment (QARL_SERVER_KEY)"
             )
-        base = path.partition("?")[0]
-        if status == 404 and base in _DEVELOPMENT:
-            return EngineError(
-                f"the server at {self.url} has no {base}: it was started without VLLM_SERVER_DEV_MODE=1; {REMEDY}"
-            )
         if status == 404:
-            return EngineError(f"the server at {self.url} has no {base}, which needs --enable-scale-out; {REMEDY}")
+            needs = "VLLM_SERVER_DEV_MODE=1" if base in _DEVELOPMENT else "--enable-scale-out"
+            needs = "QaRL's middleware" if base.startswith(VERSIONS) else needs
+            return EngineError(f"the server at {self.url} has no {base}: it was started without {needs}; {REMEDY}")
         kind, verb = (AnswerError, "failed at") if status >= 500 else (EngineError, "refused")
         return kind(f"the server at {self.url} {verb} {base} (HTTP {status}): {text.strip()[:500]}")
 

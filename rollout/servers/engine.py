@@ -42,13 +42,13 @@ _log = logging.getLogger(__name__)
 class ServerEngine:
     """Servers that run already.
 
-    urls: where. key: that they ask for, or None. folder: through which weight versions pass, on a file system that they
-    see under the same path. checkpoint: whose tokenizer makes texts of tokens. learner: the run's name, which no other
-    run's servers have. publishes: whether this process is the one of its run that publishes; the others count on it.
-    seconds: that an answer may take. full_every: of so many versions one is sent whole (`VersionSender`). in_flight:
-    requests under way at a publish go on by its weights; without it they end first. at_end: done after `close`. sent:
-    what the last publish took. Raises `EngineError` for a server that does not answer, refuses the key, lacks an
-    endpoint, has other settings than `options`, or belongs to another run.
+    urls: where. key: that they ask for, or None. folder: where weight versions are written, on a file system that they
+    see under the same path, unless `over_http`: then they are sent the files. checkpoint: whose tokenizer makes texts
+    of tokens. learner: the run's name, which no other run's servers have. publishes: whether this process is the one of
+    its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so many versions
+    one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its weights; without it
+    they end first. at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a server that
+    does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another run.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class ServerEngine:
         seconds: float = 600.0,
         full_every: int = 50,
         in_flight: bool = False,
+        over_http: bool = False,
         at_end: Callable[[], None] = lambda: None,
     ):
         self.weight_version = 0
@@ -74,6 +75,7 @@ class ServerEngine:
         self._publishes = publishes
         self._at_end = at_end
         self._options, self._learner = options, learner
+        self._sends_as = learner if over_http else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=in_background, args=(self._loop,), name="servers", daemon=True)
         self._thread.start()
@@ -189,17 +191,18 @@ class ServerEngine:
         """What the servers loaded; a delta that some refuse is followed by the whole version. begun: when it began to
         be written."""
         label, keeps = _label(written.version, written.digest), self._sender.keeps
-        wrote = time.perf_counter() - begun
+
+        async def publish(written: Version) -> tuple[LoadReport, Sent]:
+            wrote = time.perf_counter() - begun
+            return await publish_files(self._replicas, written, label, keeps, self._in_flight, self._sends_as, wrote)
+
         try:
-            report, stage, pause = await publish_files(self._replicas, written, label, keeps, self._in_flight)
+            report, self.sent = await publish(written)
         except EngineError as error:
             if written.base is None:
                 raise
             _log.warning("the delta to weight version %d failed, so it is sent whole: %s", written.version, error)
-            written = self._sender.write_whole()
-            wrote = time.perf_counter() - begun
-            report, stage, pause = await publish_files(self._replicas, written, label, keeps, self._in_flight)
-        self.sent = Sent(written.bytes, whole=written.base is None, write=wrote, stage=stage, pause=pause)
+            report, self.sent = await publish(self._sender.write_whole())
         return report
 
     async def _answering(self, server: Server) -> None:

@@ -17,10 +17,11 @@ from rollout.vllm.options import VllmOptions
 
 def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions) -> ServerEngine:
     """The engine of `rollout.servers`. checkpoint: what servers of the run's own start on, in the run's folder, where
-    its name is kept and weight versions pass, unless `rollout.server_folder` says otherwise."""
+    its name is kept and weight versions are written, unless `rollout.server_folder` says otherwise."""
     run, servers = checkpoint.absolute().parent, rollout.servers
     assert servers is not None
     seconds, full_every, in_flight = rollout.server_seconds, rollout.server_full_every, rollout.max_staleness > 1
+    over_http = rollout.server_transfer == "http"
     folder = Path(rollout.server_folder) if rollout.server_folder else run / "versions"
     learner, publishes = run_name(run), not options.several or _is_first()
     # Answers are many small objects, which have garbage collected at each call: it need not walk all that was loaded.
@@ -29,14 +30,15 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     if isinstance(servers, tuple):
         key = server_key(rollout.server_key_file)
         return ServerEngine(
-            servers, key, folder, checkpoint, options, learner, publishes, seconds, full_every, in_flight
-        )
+            servers, key, folder, checkpoint, options, learner, publishes, seconds, full_every, in_flight,
+            over_http,
+        )  # fmt: skip
     refuse_shared_devices(servers)
     key = secrets.token_urlsafe(32)
     replicas = start_replicas(checkpoint, options, free_ports(servers), key, run / "servers", seconds)
     return ServerEngine(
         [replica.url for replica in replicas], key, folder, checkpoint, options, learner, publishes, seconds,
-        full_every, in_flight, at_end=lambda: stop_replicas(replicas),
+        full_every, in_flight, over_http, at_end=lambda: stop_replicas(replicas),
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A weight version to all replicas, or to none, through vLLM's weight-transfer phases.
 
+    send       where learner and servers share no file system: every replica gets the files
     stage      every replica reads the files, hashes what they make, compares the names with its model's layers, and
                makes the layers that changed beside the model; it samples meanwhile
     commit     every replica pauses, takes what it staged, and goes on
@@ -11,15 +12,18 @@ whose commit fails stays paused: it answers nothing until a publish succeeds. Wh
 
 import asyncio
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+from urllib.parse import urlencode
 
 from rollout.engine import EngineError, LoadReport
-from rollout.servers.client import LostServerError, Server
+from rollout.servers.client import AnswerError, LostServerError, Server
+from rollout.servers.receive import VERSIONS
 from rollout.servers.replicas import Replicas
-from rollout.servers.versions import Version
+from rollout.servers.versions import MANIFEST, Version
 
 _BYTES_A_SECOND = 50e6
-"""That a server reads, hashes and loads at the least; with `_SECONDS` more it is taken to hang."""
+"""That a server gets, reads, hashes and loads at the least; with `_SECONDS` more it is taken to hang."""
 _SECONDS = 30.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
 """Seconds between questions whether a replica has staged."""
@@ -27,34 +31,43 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
 
 @dataclass(frozen=True)
 class Sent:
-    """What a publish took. bytes: of the files. whole: not as a delta. write, stage, pause: seconds; the first is the
-    run's own, in the others all servers are at it together; in `pause` the slowest samples nothing."""
+    """What a publish took. bytes: of the files. whole: not as a delta. write, send, stage, pause: seconds; the first is
+    the run's own, in the others all servers are at it together; in `pause` the slowest samples nothing."""
 
     bytes: int
     whole: bool
     write: float
+    send: float
     stage: float
     pause: float
 
 
 async def publish_files(
-    replicas: Replicas, version: Version, label: str, keep: bool, in_flight: bool
-) -> tuple[LoadReport, float, float]:
+    replicas: Replicas, version: Version, label: str, keep: bool, in_flight: bool, run: str | None, write: float
+) -> tuple[LoadReport, Sent]:
     """Have all servers take a version; `label` is what they say sampled a token from then on. keep: whether they are to
-    hold it, for the next to be a delta from. in_flight: whether requests under way go on by it. Returns what they
-    loaded, or, where one staged other bytes than were written or other names than it has layers, what that one read,
-    and then no server has changed; and the seconds that staging and the commit took. A server that is lost on the way
-    is left out. Raises `EngineError` naming those that failed."""
-    clock = asyncio.get_running_loop().time
-    begun = clock()
-    staged = await replicas.on_all(lambda server: _staged(server, version, keep))
-    unfit = next((report for report in staged.values() if not _fits(report, version)), None)
-    if unfit is not None:
+    hold it, for the next to be a delta from. in_flight: whether requests under way go on by it. run: as which the files
+    are sent; None where servers see them. write: seconds it took to write them. Returns what the servers loaded, or,
+    where one staged other bytes than were written or other names than it has layers, what that one read, and then no
+    server has changed. A server that is lost on the way is left out. Raises `EngineError` naming those that failed."""
+    clock, count = asyncio.get_running_loop().time, len(replicas.present())
+    times, folders = [clock()], {}
+    if run is not None:
+        folders = await replicas.on_all(lambda server: _sent(server, version, run, count))
+    times.append(clock())
+    own = str(version.folder.absolute())
+    staged = await replicas.on_all(lambda server: _staged(server, version, folders.get(server, own), keep))
+    times.append(clock())
+    report = next((report for report in staged.values() if not _fits(report, version)), None)
+    if report is not None:
         await replicas.on_all(lambda server: server.call("qarl_abandon"))
-        return unfit, clock() - begun, 0.0
-    ready = clock()
-    loaded = await replicas.on_all(lambda server: _committed(server, version, label, in_flight))
-    return next(iter(loaded.values())), ready - begun, clock() - ready
+    else:
+        loaded = await replicas.on_all(lambda server: _committed(server, version, label, in_flight))
+        report = next(iter(loaded.values()))
+        times.append(clock())
+    send, stage, *pause = (late - early for early, late in pairwise(times))
+    whole = version.base is None
+    return report, Sent(version.bytes, whole=whole, write=write, send=send, stage=stage, pause=sum(pause))
 
 
 async def held_digests(replicas: Replicas) -> list[str | None]:
@@ -63,12 +76,25 @@ async def held_digests(replicas: Replicas) -> list[str | None]:
     return [state["held"] for workers in states.values() for state in workers]
 
 
-async def _staged(server: Server, version: Version, keep: bool) -> LoadReport:
+async def _sent(server: Server, version: Version, run: str, sharing: int) -> str:
+    """The folder in which the server has a version's files now. sharing: servers that are sent them at once."""
+    answer: Any = None
+    for name in (MANIFEST, *version.names):
+        file = version.folder / name
+        path = f"{VERSIONS}/{version.version}/{name}?{urlencode({'run': run})}"
+        answer = await server.upload(path, file, seconds_of(sharing * file.stat().st_size))
+    if not answer["folder"]:
+        raise AnswerError(
+            f"the server at {server.url} lacks files of weight version {version.version} that it was sent"
+        )
+    return answer["folder"]
+
+
+async def _staged(server: Server, version: Version, folder: str, keep: bool) -> LoadReport:
     await server.call("qarl_abandon", seconds_of(version.tensor_bytes))  # what a publish that broke off has left
     await server.post("/start_weight_update")
     announced = {
-        "folder": str(version.folder.absolute()), "digest": version.digest, "tensor_bytes": version.tensor_bytes,
-        "keep": keep,
+        "folder": folder, "digest": version.digest, "tensor_bytes": version.tensor_bytes, "keep": keep,
     }  # fmt: skip
     await server.post("/update_weights", {"update_info": announced})
     clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
@@ -102,7 +128,7 @@ async def _committed(server: Server, version: Version, label: str, in_flight: bo
 
 
 def seconds_of(tensor_bytes: int) -> float:
-    """That a server may take to read, or to load, a version of so many bytes."""
+    """That a server may take to get, to read, or to load, a version of so many bytes."""
     return _SECONDS + tensor_bytes / _BYTES_A_SECOND
 
 

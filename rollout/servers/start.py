@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engine import EngineError
+from rollout.servers.receive import FOLDER_VARIABLE
 from rollout.types import Served
 from rollout.vllm.options import VllmOptions, llm_arguments
 from rollout.vllm.plugin import FILE_TRANSFER
@@ -41,11 +43,12 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Started:
-    """A replica that was started. log: what it printed."""
+    """A replica that was started. log: what it printed. received: folder of versions that it is sent."""
 
     url: str
     process: "subprocess.Popen[bytes]"
     log: Path
+    received: Path
 
 
 def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]) -> list[str]:
@@ -63,17 +66,19 @@ def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int
         *_as_flags(settings), "--enable-scale-out", "--uvicorn-log-level", "warning",
         "--worker-extension-cls", "rollout.servers.worker.ServerExtension",
         "--weight-transfer-config", json.dumps({"backend": FILE_TRANSFER}),
-        "--middleware", "rollout.servers.access.RequireKey", *more,
+        "--middleware", "rollout.servers.receive.ReceiveVersions",
+        "--middleware", "rollout.servers.access.RequireKey", *more,  # the last one is asked first
     ])  # fmt: skip
 
 
-def replica_environment(key: str | None) -> dict[str, str]:
-    """This process's, with the endpoints that take weights, and the key that every request has to carry. What a
-    replica's processes say to each other stays on this machine, and none of it is read by pickle that need not be. On
-    CPUs they keep memory for the next version, unless GLIBC_TUNABLES are set already."""
+def replica_environment(key: str | None, received: Path) -> dict[str, str]:
+    """This process's, with the endpoints that take weights, the key that every request has to carry, and the folder of
+    versions that it is sent. What a replica's processes say to each other stays on this machine, and none of it is read
+    by pickle that need not be. On CPUs they keep memory for the next version, unless GLIBC_TUNABLES are set already."""
     keyed = {} if key is None else {"VLLM_API_KEY": key}
     memory = {"GLIBC_TUNABLES": _KEEPS_MEMORY} if os.environ.get("DS_ACCELERATOR") == "cpu" else {}
-    return {**memory, **os.environ, "VLLM_SERVER_DEV_MODE": "1", **_ALONE, **keyed}
+    own = {"VLLM_SERVER_DEV_MODE": "1", FOLDER_VARIABLE: str(received.absolute())}
+    return {**memory, **os.environ, **own, **_ALONE, **keyed}
 
 
 def start_replicas(
@@ -88,24 +93,25 @@ def start_replicas(
     devices: int = 1,
 ) -> list[Started]:
     """Start a replica on each port, and wait until all answer; they end with this process. key: that they are to ask
-    for, None for none. logs: folder for what they print. more: options of vLLM's, which win. devices: GPUs each has to
-    itself. Raises `EngineError` where one ends or does not answer within `seconds`."""
+    for, None for none. logs: folder for what they print, and for versions that they are sent. more: options of vLLM's,
+    which win. devices: GPUs each has to itself. Raises `EngineError` where one ends or does not answer within
+    `seconds`."""
     started: list[Started] = []
     logs.mkdir(parents=True, exist_ok=True)
     try:
         for number, port in enumerate(ports):
-            log = logs / f"server-{number}.log"
+            log, received = logs / f"server-{number}.log", logs / f"received-{number}"
             with log.open("wb") as file:
                 process = subprocess.Popen(
                     replica_command(checkpoint, options, host, port, more),
-                    env={**replica_environment(key), **visible_devices(number, devices, os.environ)},
+                    env={**replica_environment(key, received), **visible_devices(number, devices, os.environ)},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=_end_with_the_parent,
                 )
-            started.append(Started(f"http://{f'[{host}]' if ':' in host else host}:{port}", process, log))
+            started.append(Started(f"http://{f'[{host}]' if ':' in host else host}:{port}", process, log, received))
         deadline = time.monotonic() + seconds
         for replica in started:
             wait_until_ready(replica, deadline)
@@ -145,7 +151,7 @@ def wait_until_ready(replica: Started, deadline: float) -> None:
 
 
 def stop_replicas(replicas: Sequence[Started]) -> None:
-    """End them and what they started."""
+    """End them and what they started, and remove what they were sent."""
     for replica in replicas:
         replica.process.terminate()
     deadline = time.monotonic() + _PATIENCE
@@ -155,6 +161,7 @@ def stop_replicas(replicas: Sequence[Started]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(replica.process.pid, signal.SIGKILL)
         replica.process.wait()
+        shutil.rmtree(replica.received, ignore_errors=True)
 
 
 def free_ports(count: int) -> list[int]:

@@ -27,10 +27,10 @@ from quant.types import LowBitTensor
 from rollout.engine import EngineError
 
 _FILE_BYTES = 4 * 2**30
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _DELTA = "delta"
 _TENSORS = re.compile(r"tensors-\d{1,6}\.safetensors")
-_MANIFEST_BYTES = 2**26
+MANIFEST_BYTES = 2**26
 _BYTES_BESIDES = 2**20
 """What files may have besides a version's tensors, and 4 KiB a tensor: names, dtypes, shapes, offsets."""
 
@@ -64,12 +64,24 @@ class Version:
     base: str | None
     files: dict[str, tuple[str, ...]]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its files besides the manifest."""
+        return tuple(self.files) if self.base is None else (_DELTA,)
+
+    @property
+    def most_bytes(self) -> int:
+        """That those may have, all together."""
+        if self.base is not None:
+            return self.bytes
+        return self.tensor_bytes + _BYTES_BESIDES + 4096 * sum(map(len, self.files.values()))
+
     def tensors(self) -> Iterator[LowBitTensor]:
         """The stream that was written whole, read from the files as it is asked for. Raises `ValueError` for files that
         are none of a version, or hold more than it."""
         from safetensors import SafetensorError, safe_open
 
-        limit = self.tensor_bytes + _BYTES_BESIDES + 4096 * sum(map(len, self.files.values()))
+        limit = self.most_bytes
         for file, names in self.files.items():
             try:
                 limit -= _size(self.folder / file, limit)
@@ -127,7 +139,7 @@ def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]
             shutil.rmtree(leftover, ignore_errors=True)
         building.mkdir(parents=True)
         manifest = {"version": version, **write(building)}
-        (building / _MANIFEST).write_text(json.dumps(manifest) + "\n")
+        (building / MANIFEST).write_text(json.dumps(manifest) + "\n")
         os.replace(building, folder)
     except Exception as error:  # of the disk by way of safetensors too, which has errors of its own
         shutil.rmtree(building, ignore_errors=True)
@@ -141,7 +153,7 @@ def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]
 def read_version(folder: Path) -> Version:
     """What a folder's manifest says. Raises `ValueError` where it is damaged, or names files elsewhere."""
     try:
-        manifest = _Manifest.model_validate_json(_read(folder / _MANIFEST, _MANIFEST_BYTES))
+        manifest = _Manifest.model_validate_json(_read(folder / MANIFEST, MANIFEST_BYTES))
     except (OSError, ValueError) as error:
         raise ValueError(f"no weight version can be read in {str(folder)!r}: {error}") from error
     for file in manifest.files:

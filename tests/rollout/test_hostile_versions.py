@@ -1,5 +1,6 @@
 """Files of a weight version that somebody else wrote to: refused, or the version that was announced to the last bit."""
 
+import asyncio
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import torch
 
 from quant.delta import DeltaError, HeldVersion
 from quant.types import LowBitTensor
+from rollout.servers import receive
 from rollout.servers.versions import Version, read_version, write_delta, write_version
 from tests.support.profiles import thorough
 
@@ -161,6 +163,32 @@ def test_a_file_that_is_a_link_or_a_pipe_is_not_opened(tmp_path: Path):
         with pytest.raises(ValueError, match="no plain file"):
             received(version, held)
         file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("bodies", "message"),
+    [
+        ([b"abc", b"defg"], "6 bytes were announced, and more came"),
+        ([b"abc", b"de"], "6 bytes were announced, and fewer came"),
+        ([b"abc", None], "the connection broke off"),
+        ([b"abc", "silence"], "nothing came for"),
+    ],
+)
+def test_a_file_that_does_not_come_as_announced_is_refused(
+    bodies: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Blind spot: HTTP itself, which is `tests/engine/test_servers.py`'s."""
+    monkeypatch.setattr(receive, "_SILENCE_SECONDS", 0.05)
+
+    async def next_message() -> dict[str, Any]:
+        body = bodies.pop(0)
+        if body == "silence":
+            await asyncio.sleep(30)
+        kind = "http.disconnect" if body is None else "http.request"
+        return {"type": kind, "body": body, "more_body": bool(bodies)}
+
+    with (tmp_path / "file").open("wb") as file, pytest.raises(receive.RefusedError, match=message):
+        asyncio.run(receive.copy(next_message, file, 6))
 
 
 def test_a_whole_version_and_a_delta_are_received(tmp_path: Path):

@@ -161,8 +161,9 @@ def test_servers_are_a_number_or_addresses():
     ):
         with pytest.raises(ConfigError, match=message):
             load_config(None, {"rollout.servers": value})
-    with pytest.raises(ConfigError, match=r"rollout\.server_folder /x is for sampling on servers"):
-        load_config(None, {"rollout.server_folder": "/x"})
+    for name, value in (("server_folder", "/x"), ("server_transfer", "http")):
+        with pytest.raises(ConfigError, match=rf"rollout\.{name} {value} is for sampling on servers"):
+            load_config(None, {f"rollout.{name}": value})
 
 
 def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
@@ -175,11 +176,11 @@ def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
     assert command[-2:] == ["--seed", "4"] and not any("key" in part for part in command)
 
 
-def test_a_replica_keeps_to_itself_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Blind spot: that nothing listens elsewhere then is tests/engine/test_servers.py's."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    environment = replica_environment("k")
+    environment = replica_environment("k", tmp_path)
     assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["VLLM_HOST_IP"] == "127.0.0.1"
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == "k"
 
@@ -193,15 +194,15 @@ def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: py
     assert [file.name for file in (tmp_path / "a/servers").iterdir()] == ["run"]
 
 
-def test_replicas_on_cpus_keep_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
+def test_replicas_on_cpus_keep_memory_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert "trim_threshold" in replica_environment(None)["GLIBC_TUNABLES"]
+    assert "trim_threshold" in replica_environment(None, tmp_path)["GLIBC_TUNABLES"]
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
-    assert replica_environment(None)["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+    assert replica_environment(None, tmp_path)["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
     monkeypatch.delenv("GLIBC_TUNABLES")
     monkeypatch.delenv("DS_ACCELERATOR")
-    assert "GLIBC_TUNABLES" not in replica_environment(None)
+    assert "GLIBC_TUNABLES" not in replica_environment(None, tmp_path)
 
 
 def test_replicas_have_devices_of_their_own():

@@ -11,8 +11,10 @@ from tests.support.runs import SMALL, lines, qarl
 
 @pytest.mark.slow
 @pytest.mark.skipif(not thorough(), reason="two servers are a minute of CPU; `make test-thorough` starts them")
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
-def test_a_run_on_two_servers_is_the_run_in_process(scheme: str, random_policy: Callable[[bool], Path], tmp_path: Path):
+@pytest.mark.parametrize(("scheme", "transfer"), [("w4a16", "files"), ("w8a8", "http")])
+def test_a_run_on_two_servers_is_the_run_in_process(
+    scheme: str, transfer: str, random_policy: Callable[[bool], Path], tmp_path: Path
+):
     """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal to the last bit. The
     output head is quantized: an unquantized one rounds otherwise where four sequences or fewer are decoded at once, and
     two servers come to that sooner than one engine (docs/servers.md)."""
@@ -21,7 +23,8 @@ def test_a_run_on_two_servers_is_the_run_in_process(scheme: str, random_policy: 
         "--reward", "tests.support.rewards:reward", "--rollout.max_prompt_tokens", "64", "--max-new-tokens", "8",
         "--learner.micro_batch_tokens", "512", "--export", "false", "--sync.canary_every", "1",
     ]  # fmt: skip
-    for name, servers in (("inside", ()), ("outside", ("--rollout.servers", "2"))):
+    served = ("--rollout.servers", "2", "--rollout.server_transfer", transfer)
+    for name, servers in (("inside", ()), ("outside", served)):
         done = qarl("train", *SMALL, *options, *servers, "--output", tmp_path / name)
         assert done.returncode == 0, done.stdout + done.stderr
     inside = lines(tmp_path / "inside")

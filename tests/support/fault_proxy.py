@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,12 @@ import aiohttp
 from aiohttp import web
 
 from rollout.servers.client import GENERATE
+from rollout.servers.receive import VERSIONS
 
 PHASES = ("join", "audit", "stage", "commit", "canary", "sample")
+"""And "send", where versions are sent (`rollout.server_transfer http`)."""
+SENDING = "half a request"
+"""What can happen to a request that has a body."""
 NETWORK = ("cut before", "cut after", "half an answer", "HTTP 500", "no JSON", "slow", "hang")
 """What can happen to any request. "cut after": when the server has done it."""
 ANSWERS = ("NaN", "one log-prob too few", "one log-prob too many", "other weights", "no tokens")
@@ -34,8 +38,8 @@ _PHASE_OF = {
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: of `NETWORK` or `ANSWERS`, or a name of `act`'s. number: of the phase's requests, from 1. act: done before
-    the request is passed on."""
+    """kind: of `NETWORK` or `ANSWERS`, `SENDING`, or a name of `act`'s. number: of the phase's requests, from 1. act:
+    done before the request is passed on."""
 
     kind: str
     phase: str
@@ -98,6 +102,9 @@ class Proxy:
             return web.Response(status=500, text="CUDA out of memory (planted)")
         if fault.kind == "slow":
             await asyncio.sleep(SLOW_SECONDS)
+        if fault.kind == SENDING:
+            await self._passed_on(request, _broken_off(body), len(body))
+            return _cut(request)
         answer = await self._passed_on(request, body)
         if fault.kind == "cut after":
             return _cut(request)
@@ -110,8 +117,10 @@ class Proxy:
     def _due(self, path: str, body: bytes) -> Fault | None:
         """Count the request; the fault where it is the one."""
         with contextlib.suppress(ValueError):
-            fields = json.loads(body) if body else {}
-            if path == GENERATE:
+            fields = json.loads(body) if body and not path.startswith(VERSIONS) else {}
+            if path.startswith(VERSIONS):
+                self._phase = "send"
+            elif path == GENERATE:
                 parameters = fields.get("sampling_params", {})
                 self._phase = "canary" if parameters.get("prompt_logprobs") is not None else "sample"
             else:
@@ -126,8 +135,9 @@ class Proxy:
             return None
         return fault if self.counts[self._phase] >= fault.number else None
 
-    async def _passed_on(self, request: web.Request, body: bytes) -> web.Response:
+    async def _passed_on(self, request: web.Request, body: Any, length: int | None = None) -> web.Response:
         headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        headers |= {} if length is None else {"Content-Length": str(length)}
         try:
             async with self._session.request(
                 request.method, f"{self._target}{request.path_qs}", data=body, headers=headers
@@ -135,6 +145,12 @@ class Proxy:
                 return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
         except (aiohttp.ClientError, OSError):
             return _cut(request)
+
+
+async def _broken_off(body: bytes) -> AsyncIterator[bytes]:
+    yield body[: len(body) // 2]
+    await asyncio.sleep(0.1)
+    raise ConnectionResetError
 
 
 def _cut(request: web.Request) -> web.Response:
