@@ -1,9 +1,10 @@
 """`qarl bench delivery`: weight versions to a running vLLM server, whole and as deltas, against bf16 from disk.
 
 Each scheme has a process with a random model and a server on its export, to which versions are published as a run's
-are. write: files of a version, or of its difference from the one before. stage: the server reads, hashes and applies
-them, and makes its layers beside the model's; it may sample. pause: it takes them; it samples nothing. bf16, in the
-same rounds: the checkpoint is saved, and vLLM reloads it from disk in that process, as one does without QaRL.
+are. write: files of a version, or of its difference from the one before. send: the server gets them, with `--transfer
+http`. stage: it reads, hashes and applies them, and makes its layers beside the model's; it may sample. pause: it takes
+them; it samples nothing. bf16, in the same rounds: the checkpoint is saved, and vLLM reloads it from disk in that
+process, as one does without QaRL.
 """
 
 import dataclasses
@@ -22,10 +23,11 @@ SHAPES = ("0.6b", "1b-moe", "tiny")
 
 
 def measure(
-    shape: str, schemes: Sequence[str], lr: float, rounds: int, folder: str | None, say: Callable[[str], None]
-) -> dict[str, Any]:
+    shape: str, schemes: Sequence[str], lr: float, rounds: int, folder: str | None, transfer: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
     """Figures of every scheme. folder: where versions are written; None: memory where /dev/shm is, else
-    temporary files. Raises before anything is measured."""
+    temporary files. transfer: how they reach the server. Raises before anything is measured."""
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape!r}: known are {', '.join(SHAPES)}")
     if rounds < 1 or not lr > 0:
@@ -38,9 +40,10 @@ def measure(
     rows = []
     for scheme in dict.fromkeys(schemes):
         say(f"{scheme} …")
-        job = {"scheme": scheme, "shape": shape, "lr": lr, "rounds": rounds, "folder": where}
+        job = {"scheme": scheme, "shape": shape, "lr": lr, "rounds": rounds, "folder": where, "transfer": transfer}
         rows.append(run_worker("qarl.bench.delivery_worker", json.dumps(job), _answer, f"the engine in {scheme}"))
-    return {"shape": shape, "lr": lr, "rounds": rounds, "in_memory": where.startswith("/dev/shm"), "rows": rows}
+    told = {"shape": shape, "lr": lr, "rounds": rounds, "transfer": transfer}
+    return {**told, "in_memory": where.startswith("/dev/shm"), "rows": rows}
 
 
 def _answer(output: str) -> dict[str, Any] | None:
@@ -89,6 +92,7 @@ def table(data: dict[str, Any]) -> list[PlainTable]:
     rows = data["rows"]
     schemes = [row["scheme"] for row in rows]
     where = "memory" if data["in_memory"] else "disk"
+    where = f"{where} and HTTP" if data["transfer"] == "http" else where
     seconds = PlainTable(
         "work", *schemes, figures=schemes,
         title=f"Seconds of a publish to a running vLLM server, {data['shape']}, by way of {where}; medians",

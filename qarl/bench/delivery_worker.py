@@ -42,13 +42,15 @@ _MOVED = 0.3
 
 @dataclass(frozen=True)
 class Job:
-    """shape: one of `delivery.SHAPES`. lr: of the step between two versions. folder: where versions are written."""
+    """shape: one of `delivery.SHAPES`. lr: of the step between two versions. folder: where versions are written.
+    transfer: as `rollout.server_transfer`."""
 
     scheme: str
     shape: str
     lr: float
     rounds: int
     folder: str
+    transfer: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def run(job: Job) -> Delivered:
             shutil.rmtree(start)  # which may be in memory
             return model, engine
 
-        served = started(job.scheme, servers=1, server_full_every=2)
+        served = started(job.scheme, servers=1, server_full_every=2, server_transfer=job.transfer)
         plain = started("bf16")
         for name, master in plain[0].masters.items():  # its codes are a copy: one model's masters are enough
             master.data = served[0].masters[name].data
@@ -119,6 +121,7 @@ def _config(shape: str) -> PretrainedConfig:
 
 def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, folder: Path, job: Job) -> Delivered:
     """Rounds of one publish each way."""
+    works = ("write", "send", "stage", "pause") if job.transfer == "http" else ("write", "stage", "pause")
     clock, generator = _Clock(), torch.Generator().manual_seed(1)
     sizes: dict[str, list[int]] = {"bf16": [], "whole": [], "delta": []}
     for number in range(job.rounds):
@@ -131,7 +134,7 @@ def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, 
             assert not report.missing + report.unconsumed, f"version {version} was refused: {report}"
             assert sent.whole == (kind == "whole"), f"version {version} was sent as {sent}"
             sizes[kind].append(sent.bytes)
-            for work in ("write", "stage", "pause"):
+            for work in works:
                 clock.add(f"{kind}: {work}", getattr(sent, work))
     return Delivered(
         scheme=job.scheme,

@@ -19,6 +19,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     parser.add_argument("--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8)")
     parser.add_argument("--lr", type=float, default=1e-6, help="of the step between two versions (default 1e-6)")
     parser.add_argument("--rounds", type=int, default=5, help="of a publish each way (default 5)")
+    parser.add_argument("--transfer", default="files", choices=("files", "http"), help="as rollout.server_transfer")
     parser.add_argument("--folder", help="where versions are written (default: memory, /dev/shm)")
     return parser
 
@@ -28,7 +29,7 @@ def measure(known: argparse.Namespace, console: Console) -> tuple[list[PlainTabl
     from qarl.bench import delivery
 
     data = delivery.measure(
-        known.shape, known.schemes.split(","), known.lr, known.rounds, known.folder,
+        known.shape, known.schemes.split(","), known.lr, known.rounds, known.folder, known.transfer,
         lambda line: console.print(line, highlight=False),
     )  # fmt: skip
     return delivery.table(data), data

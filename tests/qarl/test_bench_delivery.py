@@ -30,9 +30,9 @@ def test_ratios_are_of_what_they_say():
     [({"shape": "7b"}, "'7b'.*0.6b"), ({"rounds": 0}, "--rounds 0"), ({"folder": "no/such"}, "'no/such' is no folder")],
 )
 def test_unusable_values_are_refused_before_anything_is_built(changes: dict, message: str):
-    options = {"shape": "tiny", "schemes": ["w4a16"], "lr": 1e-6, "rounds": 1, "folder": None, "say": print}
+    options = {"shape": "tiny", "schemes": ["w4a16"], "lr": 1e-6, "rounds": 1, "folder": None, "transfer": "http"}
     with pytest.raises(ConfigError, match=message):
-        delivery.measure(**{**options, **changes})
+        delivery.measure(**{**options, **changes}, say=print)
 
 
 def test_memory_is_fitted_without_its_warm_up():
