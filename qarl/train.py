@@ -45,12 +45,12 @@ def train(
             dashboard.baseline(at.first_accuracy)
         if not resume and processes.first:
             write_start(folder, session.audited, published, at.first_accuracy)
-        rollouts, resume_step = Rollouts(session, config, at), at.step if resume else None
+        rollouts, resume_step = Rollouts(session, config, at, Stopwatch(dashboard.entered)), at.step if resume else None
         recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
         signs = RunWatch(read_until(folder.metrics, at.step), config.early_warning, config.steps)
         with metrics_writer(config, folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
-                metrics = _step(rollouts, at, Stopwatch(dashboard.entered), recorder, signs.restraint)
+                metrics = _step(rollouts, at, recorder, signs.restraint)
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
@@ -63,19 +63,17 @@ def train(
     return finish(policy, config, folder, at, sampled)
 
 
-def _step(
-    rollouts: Rollouts, at: Position, watch: Stopwatch, recorder: TokenRecorder, restraint: Restraint
-) -> StepMetrics:
+def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: Restraint) -> StepMetrics:
     """One step of the loop; moves `at` forward."""
-    session, config, policy = rollouts.session, rollouts.config, rollouts.session.policy
-    sampled, groups = rollouts.take(watch)
+    session, config, watch, policy = rollouts.session, rollouts.config, rollouts.watch, rollouts.session.policy
+    sampled, groups = rollouts.take()
     batch = make_batch(groups, policy.prompter.pad_token, config.learner.advantage, at.version) if groups else None
     learned = published = log = None
     if batch is not None and batch.advantages.any():
         log = recorder.log(batch, groups)
         with watch("learn"):
             learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log, restraint)
-    rollouts.before_publish(watch)
+    rollouts.before_publish()
     if learned is not None:
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)

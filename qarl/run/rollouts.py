@@ -26,11 +26,13 @@ Batch = tuple[list[Group], list[Group]]
 
 
 class Rollouts:
-    """A session's batches, from where a run stands. staleness: versions between the weights that sampled the batch
-    taken last and those it found, in the mean over tokens; None where none is sampled ahead."""
+    """A session's batches, from where a run stands. watch: of the run's steps; what a checkpoint waits for is the next
+    one's. staleness: versions between the weights that sampled the batch taken last and those it found, in the mean
+    over tokens; None where none is sampled ahead."""
 
-    def __init__(self, session: Session, config: RunConfig, at: Position):
+    def __init__(self, session: Session, config: RunConfig, at: Position, watch: Stopwatch):
         self.session = session
+        self.watch = watch
         self.staleness: float | None = None
         self.config = config
         self._at = at
@@ -40,36 +42,36 @@ class Rollouts:
         self._begun: deque[tuple[int, Future[list[list[Completion]]]]] = deque()  # by steps, those after `_ready`
         self._next = at.step + len(self._ready)
 
-    def take(self, watch: Stopwatch) -> Batch:
+    def take(self) -> Batch:
         """The batch of the step to be done; those after it are begun, where they are sampled ahead."""
         self._next = max(self._next, self._at.step + 1)
         if self._ready:
             batch, self._at.ahead = self._ready.popleft(), self._at.ahead[1:]
         elif self._begun:
-            batch = self._waited_for(watch)
+            batch = self._waited_for()
         else:
-            batch = sample_step(self.session, self.config, self._at.step, watch)
+            batch = sample_step(self.session, self.config, self._at.step, self.watch)
         if self._ahead:
             versions = [v for group in batch[0] for completion in group.completions for v in completion.versions]
             self.staleness = self._at.version - sum(versions) / len(versions)
-            with watch("sample"):
+            with self.watch("sample"):
                 self._begin()
         return batch
 
-    def before_publish(self, watch: Stopwatch) -> None:
+    def before_publish(self) -> None:
         """Have what was begun, where a publish may meet no request."""
         if self._ahead == 1:
-            self._settle(watch)
+            self._settle()
 
     def position(self) -> dict[str, Any]:
         """Where the run stands, for a checkpoint. What was begun is waited for and in it: weights that are replaced
         cannot sample it again."""
-        self._settle(Stopwatch())
+        self._settle()
         return vars(self._at)
 
-    def _settle(self, watch: Stopwatch) -> None:
+    def _settle(self) -> None:
         while self._begun:
-            batch = self._waited_for(watch)
+            batch = self._waited_for()
             self._ready.append(batch)
             self._at.ahead = [*self._at.ahead, _plain(batch)]
 
@@ -81,9 +83,9 @@ class Rollouts:
             self._begun.append((self._next, answer))
             self._next += 1
 
-    def _waited_for(self, watch: Stopwatch) -> Batch:
+    def _waited_for(self) -> Batch:
         step, answer = self._begun.popleft()
-        return sample_step(self.session, self.config, step, watch, answer.result)
+        return sample_step(self.session, self.config, step, self.watch, answer.result)
 
 
 def _plain(batch: Batch) -> dict[str, Any]:

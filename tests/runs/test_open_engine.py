@@ -1,6 +1,7 @@
 """A second kind of engine: plain transformers, which `open_engine` could choose, carries a whole run."""
 
 import io
+import itertools
 import shutil
 import threading
 import time
@@ -104,13 +105,19 @@ def test_a_batch_is_sampled_ahead_by_one_version_and_kept(
     assert WatchedEngine.calls[4:] == [(2, 2, False)], "the third batch was not sampled again"
 
 
+SLOW_BATCH, SLOW_SECONDS = 4, 1.0
+
+
 class LockedEngine(TransformersEngine):
-    """One call at a time, each wholly by one version."""
+    """One call at a time, each wholly by one version. The slow batch takes longer than steps do."""
 
     lock: ClassVar = threading.Lock()
+    calls: ClassVar = itertools.count()
     begun: ClassVar[list[int]] = []
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        if next(self.calls) == SLOW_BATCH:
+            time.sleep(SLOW_SECONDS)
         with self.lock:
             self.begun.append(self.weight_version)
             return super().generate(prompts, sampling)
@@ -125,7 +132,7 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(
 ):
     """Contract of `rollout.max_staleness` from 2: no batch is by weights more than so many versions before those that
     learn from it, the first ones are that old; a checkpoint has all that were begun, so that a run which is resumed
-    samples none of them again.
+    samples none of them again; what it waits for them is in the next step's seconds.
 
     Blind spot: batches here are of one version each; those of several are `tests/engine/test_servers.py`'s."""
     use_transformers_engine(monkeypatch, LockedEngine)
@@ -138,6 +145,10 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(
     ages = [line["staleness"] for line in whole]
     assert ages[0] == 0 and all(0 <= age <= 2 for age in ages) and max(ages) > 0
     assert len(LockedEngine.begun) == 6
+    third, fourth = read_metrics(folder.metrics)[2:4]
+    phases = ("sample", "score", "learn", "publish", "record")
+    waited = sum(third[f"seconds/{phase}"] for phase in phases) + fourth["seconds/sample"]
+    assert waited > SLOW_SECONDS, "begun in the third step, which ends with a checkpoint"
     shutil.rmtree(folder.checkpoints / "step-000006")
     config = config_from_tree(tree)
     with Dashboard(config, Console(file=io.StringIO())) as dashboard:
