@@ -50,6 +50,16 @@ def test_what_differs_between_runs_is_what_is_compared(tmp_path: Path):
     assert (gspo.objective.name, gspo.correction.name) == ("gspo", "sequence_mis")
 
 
+def test_options_of_the_correction_hold_for_every_run(tmp_path: Path):
+    """Beside a correction that objectives name, and beside the option that names it for all."""
+    sampler = {"learner.correction.ratio_from": "sampler"}
+    by_name = {"learner.correction.name": "none"}
+    for objectives, more in ((("grpo+none", "dapo+none"), {}), (("grpo", "dapo"), by_name)):
+        asked = checked(grid(tmp_path, objectives=objectives, overrides={**sampler, **more}), {})
+        found = [asked.config(cell).learner.correction for cell in asked.cells()]
+        assert {(one.name, getattr(one, "ratio_from", None)) for one in found} == {("none", "sampler")}
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
@@ -63,6 +73,14 @@ def test_what_differs_between_runs_is_what_is_compared(tmp_path: Path):
         ({"methods": ("rtn",), "learners": ("aligned",)}, "--ptq rtn quantizes the unquantized runs"),
         ({"seeds": (1, 1)}, r"--seeds \[1, 1\]"),
         ({"overrides": {"learner.objective.clip_low": "0.1"}}, "is chosen by the benchmark"),
+        (
+            {"objectives": ("grpo", "tbpo+none"), "overrides": {"learner.correction.name": "token_tis"}},
+            r"--learner.correction.name token_tis and --objectives tbpo\+none both choose a correction",
+        ),
+        (
+            {"overrides": {"learner.correction.ratio_from": "sampler"}},
+            "bf16-unquantized-tbpo-seed0: .*'geometric', which takes cap; .*options hold for all runs of the grid",
+        ),
         ({"overrides": {"eval.problems": "0"}}, "--eval.problems 0"),
         ({"learners": ("aligned",), "schemes": ("nvfp4",), "skip_unsupported": True}, "nothing is left to run"),
     ],

@@ -24,9 +24,7 @@ UNQUANTIZED = "bf16"
 LEARNERS = ("unquantized", "plain", "aligned")
 """unquantized: learner and sampler in the compute dtype; plain: a 16-bit learner whose sampler is quantized; aligned:
 the learner multiplies the sampler's codes (QaRL)."""
-_CHOSEN_HERE = (
-    "scheme", "seed", "output", "export", "learner.aligned", "learner.objective", "learner.correction",
-)  # fmt: skip
+_CHOSEN_HERE = ("scheme", "seed", "output", "export", "learner.aligned", "learner.objective")
 _COMPUTES = ("configs", "quant", "rollout", "learner", "sync", "qarl/run", "qarl/tasks", "qarl/embedded", "qarl/ptq")
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -98,7 +96,10 @@ class Grid:
         if objective != "tbpo":  # whose bounds the configuration file has
             chosen |= SETTINGS.get(objective, {})
         shared = overrides_in(run.scheme, self.overrides)
-        config = load_config(default_config(self.overrides.get("model")), {**shared, **chosen})
+        try:
+            config = load_config(default_config(self.overrides.get("model")), {**shared, **chosen})
+        except ConfigError as error:
+            raise ConfigError(f"{cell.name}: {error}; options hold for all runs of the grid") from error
         return config.model_copy(update={"output": str(self.runs / run.name), "export": True})
 
     def record(self, cell: Cell) -> Path:
@@ -119,6 +120,12 @@ def checked(grid: Grid, unsupported: dict[str, str]) -> Grid:
             raise SchemeError("--schemes bf16: the unquantized run is --learners unquantized; name low-bit schemes")
     _check_names("--learners", grid.learners, LEARNERS)
     _check_names("--objectives", [objective.partition("+")[0] for objective in grid.objectives], OBJECTIVES)
+    named, correction = [o for o in grid.objectives if "+" in o], grid.overrides.get("learner.correction.name")
+    if named and correction is not None:
+        raise ConfigError(
+            f"--learner.correction.name {correction} and --objectives {named[0]} both choose a correction; name it in "
+            "--objectives alone, NAME+CORRECTION, or give the option alone for all of them"
+        )
     _check_names("--ptq", grid.methods, tuple(METHODS))
     if grid.methods and "unquantized" not in grid.learners:
         raise ConfigError(
