@@ -118,7 +118,8 @@ def load_masters(
     device: where the masters live and the learner computes; None is the CPU. reading: entered while the weights are
     read, for a backend that partitions them as they come.
 
-    Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors.
+    Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, and for those that hold NaN
+    or infinity; of parameters that `reading` partitions, what this process has of them is looked at.
     """
     model_skeleton(folder)
     try:
@@ -132,4 +133,14 @@ def load_masters(
         raise ModelError(
             f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; copy it again"
         )
+    _check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)
+
+
+def _check_finite(folder: Path, model: PreTrainedModel) -> None:
+    """One pass over what was just read: both extremes are finite where all is."""
+    for name, master in model.named_parameters():
+        if master.numel() and not torch.stack(torch.aminmax(master.detach())).isfinite().all():
+            raise ModelError(
+                f"model {str(folder)!r}: tensor {name!r} holds NaN or infinity; take another copy of the checkpoint"
+            )

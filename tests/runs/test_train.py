@@ -268,9 +268,10 @@ def test_the_command_itself_is_what_a_fork_runs(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["quantized", "truncated", "incomplete", "narrow"])
+@pytest.mark.parametrize("damage", ["quantized", "truncated", "incomplete", "damaged", "narrow"])
 def test_unusable_models_are_refused(tmp_path: Path, random_policy, damage: str):
-    """An already quantized checkpoint, a cut file, a missing tensor, and inputs that no group divides."""
+    """An already quantized checkpoint, a cut file, a missing tensor, one that holds NaN, and inputs that no group
+    divides."""
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -282,6 +283,7 @@ def test_unusable_models_are_refused(tmp_path: Path, random_policy, damage: str)
         "quantized": "is already quantized (compressed-tensors)",
         "truncated": "is truncated: its header speaks of",
         "incomplete": "lacks 1 tensors, the first being 'model.layers.0.mlp.up_proj.weight'",
+        "damaged": "tensor 'model.norm.weight' holds NaN or infinity; take another copy",
         "narrow": "no multiple of the group size 128",
     }
     if damage == "quantized":
@@ -290,9 +292,12 @@ def test_unusable_models_are_refused(tmp_path: Path, random_policy, damage: str)
         (folder / "config.json").write_text(json.dumps(config))
     elif damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-1000])
-    elif damage == "incomplete":
+    elif damage in ("incomplete", "damaged"):
         tensors = load_file(weights)
-        del tensors["model.layers.0.mlp.up_proj.weight"]
+        if damage == "incomplete":
+            del tensors["model.layers.0.mlp.up_proj.weight"]
+        else:
+            tensors["model.norm.weight"][3] = float("nan")
         save_file(tensors, weights, metadata={"format": "pt"})
     else:
         from transformers import AutoModelForCausalLM, Qwen3Config
