@@ -42,6 +42,9 @@ from qarl.run.check import check_files, check_new_folder
 from qarl.run.replay import replay_config
 from quant.runtime.answers import installed
 
+_LONG_PHASE = 3.0
+"""Seconds from which on a phase of a command that answers in one line is told."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130 interrupted)."""
@@ -299,7 +302,8 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
             raise ConfigError(f"--{option} goes with --ptq; without it a run is exported in the scheme it has")
     from qarl.run.export import export_run
 
-    exported = export_run(Path(known.folder), Path(known.output))
+    with told_to(Console(stderr=True), after=_LONG_PHASE):
+        exported = export_run(Path(known.folder), Path(known.output))
     console.print(
         f"wrote step {exported.step} to {known.output}: {exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, "
         f"digest {exported.digest[:16]}…; loaded in a fresh engine, mean |Δ log p| against the learner "
@@ -314,7 +318,8 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--ptq needs --scheme, the low-bit scheme to quantize to; `qarl schemes` lists them")
     from qarl.ptq.export import export_ptq
 
-    exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
+    with told_to(Console(stderr=True), after=_LONG_PHASE):
+        exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
     data = f" on {exported.sequences} sequences ({exported.calibration_tokens} tokens)" if exported.sequences else ""
     console.print(
         f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote {known.output}: "

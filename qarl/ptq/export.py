@@ -13,6 +13,7 @@ from qarl.ptq.expected_checkpoint import Layout, read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
 from qarl.report.run_folder import RunFolder
+from qarl.report.startup import phase
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.session import model_folder
@@ -54,9 +55,12 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
         raise ExportError(f"folder {str(output)!r} exists; choose another or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as work:
-        source = open_source(folder, Path(work), scheme, count)
-        written = quantize(source, method, output)
-        with open_engine(output, source.config.rollout, source.config.dtype) as engine:
+        with phase("asking the unquantized policy"):
+            source = open_source(folder, Path(work), scheme, count)
+        with phase(f"quantizing by {method} to {scheme}"):
+            written = quantize(source, method, output)
+        engine_of = open_engine(output, source.config.rollout, source.config.dtype)
+        with phase("verifying it in a fresh engine"), engine_of as engine:
             moved = verify(source, engine)
     note = export_note(run, source.config, source.step, output, model_folder(source.config.model))
     add_to_note(output, **note | {"scheme": scheme, "ptq": method}, digest=written.hexdigest())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from learner.mismatch import Mismatch
 from qarl.report.run_folder import RunFolder
+from qarl.report.startup import phase
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.export_note import export_note
 from qarl.run.model_card import write_card
@@ -31,13 +32,16 @@ def export_run(run: Path, output: Path) -> Exported:
     folder = RunFolder.open(run)
     config = folder.config()
     require_schemes(config)
-    step, state = load_checkpoint(folder.checkpoints)
-    policy = open_policy(config)
-    policy.learner.load_state_dict(state["learner"])
+    with phase("reading the run's checkpoint"):
+        step, state = load_checkpoint(folder.checkpoints)
+    with phase("loading the model"):
+        policy = open_policy(config)
+        policy.learner.load_state_dict(state["learner"])
     note = export_note(run, config, step, output, policy.folder)
-    written = export_checkpoint(policy.model, policy.folder, output, note)
-    write_card(output)
+    with phase("writing the deployable checkpoint"):
+        written = export_checkpoint(policy.model, policy.folder, output, note)
+        write_card(output)
     bound = config.sync.canary_bound or policy.model.plan.bound
-    with open_engine(output, config.rollout, config.dtype) as engine:
+    with phase("verifying it in a fresh engine"), open_engine(output, config.rollout, config.dtype) as engine:
         canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
     return Exported(step=step, digest=written.hexdigest(), tensors=written.tensors, bytes=written.bytes, canary=canary)
