@@ -7,8 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,10 @@ from quant.layers.context import LayerContext
 from quant.model.add_lora import add_adapters
 from quant.model.low_bit_model import LowBitModel
 from quant.schemes import get_scheme
+from rollout.servers.start import free_ports
+from tests.support.forks import ROOT, Fork
 from tests.support.learners import batch_of, make_learner, masters_of, random_model
 from tests.support.moe_models import CONFIGS, random_moe
-from tests.support.runs import ROOT
 from tests.support.zero_worker import SHAPES, gradient_of
 
 BATCHES = 10
@@ -109,13 +108,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     for name in ("intact", "damaged"):
         jobs += [{"read": str(written_by_two(folder / name, name)), "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [*launch, "-m", "tests.support.zero_worker", str(folder / "jobs.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=800,
-    )
+    log, port = folder / "log.txt", str(free_ports(1)[0])
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **group}
+    processes = [
+        Fork("zero", [str(folder / "jobs.json")], ROOT, {**environment, "RANK": rank, "LOCAL_RANK": rank}, log, log)
+        for rank in ("0", "1")
+    ]
+    assert [process.wait() for process in processes] == [0, 0], log.read_text()
     found = {path.stem: torch.load(path) for path in folder.glob("*.pt") if path.stem not in ("half", "muon")}
     return {**found, "folder": folder}  # type: ignore[dict-item]
 

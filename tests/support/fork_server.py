@@ -6,8 +6,8 @@ being files to append to, and is answered with two lines: "begun", with the chil
 and the exit status as `subprocess` gives it. Commands of several connections run at once. A child is a whole process,
 less what a fork cannot show: the cost of imports, another hash seed, the interpreter's end.
 
-Kinds: "qarl", the command; "compressor", what `qarl.ptq.compressor` starts, served by a fork of the server that has
-imported llmcompressor, which no other kind is to have in its process.
+Kinds: "qarl", the command; "zero", a process of `tests.support.zero_worker`; "compressor", what `qarl.ptq.compressor`
+starts, served by a fork of the server that has imported llmcompressor, which no other kind is to have in its process.
 """
 
 import atexit
@@ -43,7 +43,7 @@ def _run(kind: str, request: dict[str, Any]) -> int:
         os.dup2(os.open(name, flags, 0o600), descriptor)
     sys.argv = [kind, *request["arguments"]]
     try:
-        status = _qarl(request["arguments"]) if kind == "qarl" else _compressor()
+        status = _MAINS[kind](request["arguments"])
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -64,12 +64,22 @@ def _qarl(arguments: list[str]) -> int:
     return main(arguments)
 
 
-def _compressor() -> int:
+def _zero(_arguments: list[str]) -> int:
+    from tests.support import zero_worker
+
+    zero_worker.main()
+    return 0
+
+
+def _compressor(_arguments: list[str]) -> int:
     from qarl.ptq import compressor
 
     compressor._restore_granite_experts = lambda: None  # `_import_llmcompressor` did
     compressor._main()
     return 0
+
+
+_MAINS = {"qarl": _qarl, "zero": _zero, "compressor": _compressor}
 
 
 def _import_llmcompressor() -> None:

@@ -1,4 +1,4 @@
-"""One process of `tests/learner/test_zero.py`: python -m torch.distributed.run -m tests.support.zero_worker JOB.json.
+"""One process of `tests/learner/test_zero.py`, forked in the environment that torchrun gives: zero JOB.json.
 
 A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`.
 """
@@ -134,7 +134,3 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         (step_pieces if "cut" in job else read if "read" in job else run)(job, processes)
     leave_processes()
-
-
-if __name__ == "__main__":
-    main()
