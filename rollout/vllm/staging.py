@@ -178,9 +178,9 @@ def _tied_heads(
     pairs = []
     heads = [(head, twin) for head, twin in twins.items() if isinstance(head, ParallelLMHead)]
     for live in touched:
-        weight = live._parameters.get("weight")
+        weight = live._parameters.get("weight")  # None where a kernel keeps it, as oneDNN's for int8
         for head, twin in heads:
-            if head is not live and head._parameters.get("weight") is weight:
+            if weight is not None and head is not live and head._parameters.get("weight") is weight:
                 before = dict(twin.__dict__)
                 twin._parameters["weight"] = twins[live]._parameters["weight"]
                 dispatch_cpu_unquantized_gemm(twin, remove_weight=False)

@@ -23,15 +23,16 @@ PARTS = ("layers.1.self_attn.k_proj", "layernorm", "embed_tokens", "layers.0.mlp
 """Masters that change, by what is in their names: one of three that vLLM stacks, norms, the tied embedding, one alone,
 all."""
 
-SCHEMES = ("w4a16", "bf16", "w4a16-channel", "w8a8", "w4a8", "fp8")
+SCHEMES = ("w4a16", "bf16", "w4a16-channel", "w8a8", "w4a8", "fp8", "w8a8 and its head")
 
 
 @pytest.fixture(params=[scheme for scheme in SCHEMES if scheme == "w4a16" or thorough()])
 def running(
     request: pytest.FixtureRequest, random_policy: Callable[[bool], Path], tmp_path: Path
 ) -> Iterator[tuple[LowBitModel, VllmEngine]]:
-    folder = random_policy(request.param != "fp8")
-    model = make_model(folder, request.param, "bfloat16")
+    scheme, _, head = request.param.partition(" and its ")
+    folder = random_policy(scheme != "fp8" and not head)
+    model = make_model(folder, scheme, "bfloat16", layers=f"lm_head={scheme}" if head else "[]")
     engine = start_engine(model, folder, tmp_path / "start")
     yield model, engine
     if VllmEngine._open:
@@ -94,6 +95,19 @@ def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
     fresh = start_engine(model, folder, tmp_path / "fresh")
     assert fresh.logprobs(SEQUENCES) == answers
     fresh.close()
+
+
+def test_a_head_whose_weight_a_kernel_keeps_is_tied_to_none():
+    """Contract: layers that gave their weights to a kernel, as W8A8's do to oneDNN, share none."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from rollout.vllm.staging import _tied_heads
+
+    head, layer = object.__new__(ParallelLMHead), object.__new__(ParallelLMHead)
+    for module in (head, layer):
+        torch.nn.Module.__init__(module)
+        module.register_parameter("weight", None)
+    assert _tied_heads([layer], {head: head, layer: layer}) == []
 
 
 class Breaking(dict[str, torch.Tensor]):
