@@ -5,6 +5,7 @@ python -m qarl.bench.train.worker '{"model": "tiny-qwen3", …}'     (a run's co
 
 import json
 import sys
+from collections.abc import Sequence
 
 from qarl.bench.train.clock import Clock
 from qarl.bench.train.job import Curve
@@ -18,6 +19,7 @@ def run(tree: dict) -> Curve:
     from configs.load import config_from_tree
     from learner.processes import Processes
     from qarl.report.dashboard import Dashboard
+    from qarl.report.early_warning import EarlyWarning
     from qarl.report.metrics import StepMetrics
     from qarl.report.run_folder import RunFolder
     from qarl.train import train
@@ -37,8 +39,8 @@ def run(tree: dict) -> Curve:
             super().baseline(accuracy)
             clock.evaluated(0, accuracy)
 
-        def stepped(self, metrics: StepMetrics) -> None:
-            super().stepped(metrics)
+        def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
+            super().stepped(metrics, warnings)
             if metrics.accuracy is not None:
                 clock.evaluated(metrics.step, metrics.accuracy)
 
