@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Runs of `qarl train` on two servers, each with a fault: what was noticed, when, and whether anything was lost.
 
-    python scripts/server_faults.py [--runs 100] [--seed 0] [--only TEXT] [--minutes 5] [--keep FILE] [--json FILE]
+    python scripts/server_faults.py [--runs 100] [--seed 0] [--transfer http] [--only TEXT] [--minutes 5] [--keep FILE]
+                                    [--json FILE]
 
 Every fault at every phase once, then drawn ones. Network faults and bad answers come from a proxy before each server;
 servers are killed, stopped, restarted or short of memory themselves, learners killed at a line of a publish or out of
@@ -39,7 +40,7 @@ from qarl.bench.record import record  # noqa: E402
 from rollout.engine import EngineError  # noqa: E402
 from rollout.servers.engine import ServerEngine  # noqa: E402
 from rollout.vllm.options import prepare_environment, vllm_options  # noqa: E402
-from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, Fault  # noqa: E402
+from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  # noqa: E402
 from tests.support.learner_faults import VARIABLE  # noqa: E402
 from tests.support.runs import SMALL, Run, lines  # noqa: E402
 from tests.support.server_farm import KEY, Farm  # noqa: E402
@@ -56,6 +57,8 @@ SERVER_FAULTS = {
     "no memory": ("stage",),
     "second learner": ("stage", "commit", "sample"),
 }
+SENT = [*NETWORK, SENDING, "server killed", "server restarted", "engine killed", "engine stopped", "second learner"]
+"""What happens where versions are sent over HTTP, in that phase."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,13 @@ class Outcome:
     seconds: float
 
 
-def cases(count: int, seed: int) -> list[Case]:
+def cases(count: int, seed: int, transfer: str) -> list[Case]:
     """Every fault at every phase, in an order drawn by `seed`, then drawn ones again."""
     chance = random.Random(seed)
     every = [(kind, phase) for kind in NETWORK for phase in PHASES] + [(kind, "sample") for kind in ANSWERS]
     every += [(kind, phase) for kind, phases in SERVER_FAULTS.items() for phase in phases]
     every += [("learner killed", "publish")] * DYING + [("disk full", "publish")] * 2
+    every += [(kind, "send") for kind in SENT] if transfer == "http" else []
     chance.shuffle(every)
     every += [chance.choice(every) for _ in range(count - len(every))]
     return [
@@ -112,7 +116,7 @@ class Trial:
         """whole: metrics of the run without a fault."""
         begun = time.monotonic()
         os.environ[VARIABLE] = json.dumps({"log": str(self._log), **self._learners_fault()})
-        if self._case.kind in (*NETWORK, *ANSWERS, *SERVER_FAULTS):
+        if self._case.kind in (*NETWORK, *ANSWERS, *SERVER_FAULTS, SENDING):
             self._farm.proxies[self._case.server].reset(self._servers_fault())
         done = self._made("train", *self._options, "--output", str(self._folder))
         ended, struck = time.time(), self._struck()
@@ -241,7 +245,9 @@ def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 @contextlib.contextmanager
-def set_up(folder: Path) -> Iterator[tuple[Farm, Callable[[Case], list[str]], dict[int, Any], dict[str, Any]]]:
+def set_up(
+    folder: Path, transfer: str
+) -> Iterator[tuple[Farm, Callable[[Case], list[str]], dict[int, Any], dict[str, Any]]]:
     """Servers, a run's options, what the runs without a fault come to by staleness, and how many requests of each phase
     and lines of a publish they have."""
     os.environ["QARL_SERVER_KEY"] = KEY
@@ -259,7 +265,7 @@ def set_up(folder: Path) -> Iterator[tuple[Farm, Callable[[Case], list[str]], di
         config = load_config(None, {"rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"})
         options = vllm_options(config.rollout, config.dtype, False)
         farm = Farm(folder / "inside" / "engine-start", options, folder / "servers")
-        served = [*base, "--rollout.servers", farm.urls()]
+        served = [*base, "--rollout.servers", farm.urls(), "--rollout.server_transfer", transfer]
 
         def options_of(case: Case, seconds: float = SECONDS) -> list[str]:
             return [
@@ -304,17 +310,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transfer", choices=["files", "http"], default="files", help="rollout.server_transfer")
     parser.add_argument("--only", default="", help="faults with this text in them")
     parser.add_argument("--minutes", type=float, default=600, help="to stop after; the same command goes on")
     parser.add_argument("--keep", type=Path, help="file of the runs that were made")
     parser.add_argument("--json", type=Path, help="write a record")
     known = parser.parse_args()
-    chosen = [case for case in cases(known.runs, known.seed) if known.only in f"{case.kind} {case.phase}"]
+    chosen = [
+        case for case in cases(known.runs, known.seed, known.transfer) if known.only in f"{case.kind} {case.phase}"
+    ]
     kept = _kept(known.keep)
     begun = time.monotonic()
     left = [case for case in chosen if case.number not in kept]
     if left:
-        with tempfile.TemporaryDirectory(prefix="qarl-faults-") as folder, set_up(Path(folder)) as parts:
+        with (
+            tempfile.TemporaryDirectory(prefix="qarl-faults-") as folder,
+            set_up(Path(folder), known.transfer) as parts,
+        ):
             farm, options_of, whole, counts = parts
             for case in left:
                 outcome = Trial(case, farm, options_of(case), Path(folder), counts).run(whole[case.staleness])
@@ -332,7 +344,9 @@ def main() -> int:
     print(f"{len(outcomes)} of {len(chosen)} runs made")
     if known.json:
         data = {"runs": [asdict(outcome) for outcome in outcomes]}
-        written = record(["--runs", str(known.runs), "--seed", str(known.seed)], data)
+        asked = ["--runs", str(known.runs), "--seed", str(known.seed)]
+        asked += ["--transfer", known.transfer] if known.transfer != "files" else []
+        written = record([*asked, *(["--only", known.only] if known.only else [])], data)
         written["command"] = written["command"].replace("qarl", "python scripts/server_faults.py", 1)
         known.json.write_text(json.dumps(written, indent=2) + "\n")
     return int(any(outcome.result == "FAILED" for outcome in outcomes))
