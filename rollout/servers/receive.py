@@ -17,6 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import parse_qs
@@ -30,6 +31,9 @@ _PATH = re.compile(VERSIONS + r"/([0-9]{1,10})/(manifest\.json|delta|tensors-[0-
 _WRITTEN_AT_ONCE = 1 << 22
 _SILENCE_SECONDS = 60.0
 """Without a byte, after which a sender is taken to be gone."""
+_DISCARDED = 1 << 26
+"""Bytes of a refused file that are still read, so that a sender who reads no answer before its end finds the refusal,
+and no broken connection."""
 
 
 class RefusedError(Exception):
@@ -55,19 +59,41 @@ class ReceiveVersions:
         if path is None or self._folder is None:
             await self._app(scope, receive, send)
             return
-        status, answer = 200, b""
+        status, answer, body = 200, b"", _Body(receive)
         try:
             await _require_the_run(scope)
             building = self._folder / f"version-{path[1]}.part"
-            folder = await _taken(building, path[2], _length(scope), receive)
+            folder = await _taken(building, path[2], _length(scope), body)
             answer = json.dumps({"folder": folder and str(folder)}).encode()
         except RefusedError as error:
             status, answer = error.status, str(error).encode()
         except OSError as error:
             status, answer = 507, f"cannot write to {str(self._folder)!r}: {error}".encode()
+        if status != 200:
+            await body.discard()
         kind = b"application/json" if status == 200 else b"text/plain; charset=utf-8"
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
         await send({"type": "http.response.body", "body": answer})
+
+
+class _Body:
+    """A request's `receive`, which knows whether all of the body came."""
+
+    def __init__(self, receive: Any):
+        self._receive = receive
+        self._ended = False
+
+    async def __call__(self) -> dict[str, Any]:
+        message = await self._receive()
+        self._ended = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Read what is still sent, up to `_DISCARDED` bytes."""
+        left = _DISCARDED
+        with suppress(TimeoutError):
+            while left > 0 and not self._ended:
+                left -= len((await asyncio.wait_for(self(), _SILENCE_SECONDS)).get("body", b""))
 
 
 async def _require_the_run(scope: dict[str, Any]) -> None:
