@@ -271,6 +271,8 @@ def _draw_lines(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
         if few:
             axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
             axes.set_xticks([], minor=True)
+    if axes.get_xscale() == "linear":
+        axes.locator_params(axis="x", nbins=6)  # numbers of six digits would run into one another
     if panel.logarithmic_y:
         _scale_logarithmically(axes, panel)
 
