@@ -82,6 +82,11 @@ def test_options_of_the_correction_hold_for_every_run(tmp_path: Path):
             "bf16-unquantized-tbpo-seed0: .*'geometric', which takes cap; .*options hold for all runs of the grid",
         ),
         ({"overrides": {"eval.problems": "0"}}, "--eval.problems 0"),
+        (
+            {"schemes": ("w4a16", "fp8"), "overrides": {"quantization.scale": "kept"}},
+            "fp8-plain-tbpo-seed0: quantization.scale 'kept' is for integer weights",
+        ),
+        ({"overrides": {"rollout.max_prompt_tokens": "4"}}, "bf16-unquantized-tbpo-seed0: .*max_prompt_tokens"),
         ({"learners": ("aligned",), "schemes": ("nvfp4",), "skip_unsupported": True}, "nothing is left to run"),
     ],
 )

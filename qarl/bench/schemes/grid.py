@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError, SchemeError
+from configs.errors import ConfigError, QarlError, SchemeError
 from configs.load import default_config, load_config
 from configs.schema.run import RunConfig
 from configs.words import did_you_mean
@@ -18,6 +18,7 @@ from qarl.bench.runs import check_seeds, existing_run, overrides_in, refuse_chos
 from qarl.ptq.export import check_request
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.report.run_folder import describe_environment
+from qarl.run.session import check_input
 from quant.schemes import get_scheme
 
 UNQUANTIZED = "bf16"
@@ -148,7 +149,16 @@ def checked(grid: Grid, unsupported: dict[str, str]) -> Grid:
             check_request(config, str(config.output), cell.learner, cell.scheme, None)
         existing_run(config)
         refuse_mixed(grid.record(cell))
+        if cell == cell.trained and cell.seed == grid.seeds[0]:  # what a run itself refuses does not go by its seed
+            _check_run(cell, config)
     return grid
+
+
+def _check_run(cell: Cell, config: RunConfig) -> None:
+    try:
+        check_input(config)
+    except QarlError as error:
+        raise type(error)(f"{cell.name}: {error}") from error
 
 
 def refuse_mixed(record: Path) -> None:
