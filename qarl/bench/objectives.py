@@ -118,7 +118,7 @@ def _config(options: ObjectivesOptions, seed: int, objective: str) -> RunConfig:
     file = default_config(options.overrides.get("model"))
     shared = {
         "steps": str(options.steps),
-        "learner.optimizer.decay_steps": str(options.steps // 3),  # the embedded default's proportion
+        "learner.optimizer.decay_steps": str(2 * options.steps // 3),  # the embedded default's proportion
         "eval.every": str(options.steps),
         **options.overrides,
     }

@@ -36,7 +36,7 @@ def test_objectives_differ_in_the_learner_alone_and_share_the_budget(tmp_path: P
     for name in objectives.OBJECTIVES:
         config = objective_config(tmp_path, name)
         assert config.learner.objective.name == name and config.seed == 3 and config.steps == 60
-        assert config.learner.optimizer.decay_steps == 20 and config.eval.every == 60
+        assert config.learner.optimizer.decay_steps == 40 and config.eval.every == 60
         assert config.learner.mini_batches == (1 if name == "on_policy" else 2)
         data = config.model_dump(exclude={"output"})
         for part in ("objective", "correction", "aggregation", "mini_batches"):

@@ -30,7 +30,7 @@ def test_help_has_the_default_commands_defaults(monkeypatch, capsys):
         "--steps N training steps [150]",
         "--prompts N prompts a step;",
         "price of sampling [128]",
-        "[5e-4]",
+        "[8e-4]",
         "[tiny-qwen3]",
     ):
         assert part in text
