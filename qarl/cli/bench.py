@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import ConfigError
+from configs.scheme_names import check_scheme_name
 from qarl.cli.bench_train import add_train, train
 from qarl.cli.bench_trl import add_trl, trl_settings
 from qarl.cli.options import check_json, dotted_overrides, numbers, refuse_rest, write_json
@@ -46,6 +47,8 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
             refuse_rest(rest)
         overrides = (dotted_overrides(known, rest),) if fields else ()
         check_json(known.json)
+        for name in _names(getattr(known, "schemes", "")):  # a slip is told before torch is imported
+            check_scheme_name(name)
         from qarl.cli.environment import quiet_libraries
 
         quiet_libraries(getattr(known, "compile", False))

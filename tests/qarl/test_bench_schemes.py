@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,16 @@ def test_what_is_refused_before_the_first_run(tmp_path: Path, chosen: dict[str, 
     with pytest.raises(QarlError, match=message):
         checked(grid(tmp_path, **chosen), {"nvfp4": "no kernel"})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mistyped_scheme_costs_no_import():
+    code = (
+        "import sys; from qarl.cli.main import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(status)"
+    )
+    words = [sys.executable, "-c", code, "bench", "schemes", "--schemes", "w8a8,w4a61"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and "'w4a61'" in done.stderr and "did you mean 'w4a16'" in done.stderr
 
 
 def test_records_of_other_code_or_machines_are_not_mixed(tmp_path: Path):
