@@ -143,6 +143,7 @@ def test_the_gap_that_is_closed():
     assert gap_closed({0: 0.70}, {0: 0.60}, {0: 0.72}) == pytest.approx(0.10 / 0.12)
     assert gap_closed({0: 0.7, 1: 0.5}, {0: 0.6}, {0: 0.8, 1: 0.9}) == pytest.approx(0.5), "shared seeds alone"
     assert gap_closed({0: 0.7}, {0: 0.8}, {0: 0.7}) is None, "plain does not trail"
+    assert gap_closed({0: 0.7, 1: 0.7}, {0: 0.6, 1: 0.71}, {0: 0.7, 1: 0.7}) is None, "nor by more than seeds differ"
 
 
 def test_curves():

@@ -6,17 +6,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from qarl.evaluation.statistics import paired
+
 
 def gap_closed(
     values: Mapping[int, float], plain: Mapping[int, float], unquantized: Mapping[int, float]
 ) -> float | None:
     """Share of the gap from plain to unquantized that is closed: of the means over the seeds all three have. None where
-    they share none, or the plain one does not trail."""
+    they share none, or where there is no gap: plain does not trail, or the interval of its distance has 0 in it."""
     shared = sorted(values.keys() & plain.keys() & unquantized.keys())
     if not shared:
         return None
     own, low, high = (float(np.mean([of[seed] for seed in shared])) for of in (values, plain, unquantized))
-    return (own - low) / (high - low) if high > low else None
+    trailing = paired({seed: plain[seed] for seed in shared}, unquantized)
+    assert trailing is not None
+    return None if low >= high or trailing.high >= 0 else (own - low) / (high - low)  # of one seed `high` is NaN
 
 
 def band(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
