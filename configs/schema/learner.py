@@ -41,7 +41,9 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(
         default=0, ge=0, description="first steps, over which the rate rises linearly; for unstable starts"
     )
-    decay_steps: int = Field(default=0, ge=0, description="last steps, over which the rate falls linearly to settle")
+    decay_steps: int = Field(
+        default=0, ge=0, description="last steps, over which the rate falls linearly to settle; all in a shorter run"
+    )
     betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW: decay of its two moving averages")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon: decay of its moving average")
     rounding: Literal["nearest", "stochastic"] | None = Field(

@@ -8,8 +8,8 @@ from configs.schema.learner import OptimizerConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear from lr / warmup up to lr over the first `warmup` steps, linear down to lr / decay over the last `decay`
-    of `steps`; None: a run without an end, which has no decay."""
+    """Linear from lr / warmup up to lr over the first `warmup` steps, linear from lr down to lr / decay over the last
+    `decay` of `steps`, over all where there are fewer; None: a run without an end, which has no decay."""
 
     lr: float
     warmup: int
@@ -18,7 +18,7 @@ class Schedule:
 
     def rate(self, step: int) -> float:
         """Of training step `step`, from 0."""
-        left = 1.0 if self.steps is None else (self.steps - step) / max(self.decay, 1)
+        left = 1.0 if self.steps is None else (self.steps - step) / max(min(self.decay, self.steps), 1)
         return self.lr * min(1.0, (step + 1) / max(self.warmup, 1), left)
 
 
