@@ -29,15 +29,18 @@ CURVES = {
 
 
 def plot(found: Found, file: Path) -> list[Path]:
-    """Write `panels` as SVG and PNG; returns both paths."""
-    return draw(panels(found), file)
+    """Write `panels` as SVG and PNG, a column a scheme where there are several; returns both paths."""
+    return draw(panels(found), file, columns=max(2, len(_schemes(found))))
 
 
 def panels(found: Found) -> list[Panel]:
-    """What is deployed, a point a seed; below it each scheme's curves beside the unquantized runs'."""
-    schemes = list(dict.fromkeys(cell.scheme for cell in found if cell.scheme != UNQUANTIZED)) or [UNQUANTIZED]
-    curves = [_curve(found, scheme, curve) for scheme in schemes for curve in CURVES]
+    """What is deployed, a point a seed; below it each curve, scheme by scheme, beside the unquantized runs'."""
+    curves = [_curve(found, scheme, curve) for curve in CURVES for scheme in _schemes(found)]
     return [_deployed(found), *(panel for panel in curves if panel.lines)]
+
+
+def _schemes(found: Found) -> list[str]:
+    return list(dict.fromkeys(cell.scheme for cell in found if cell.scheme != UNQUANTIZED)) or [UNQUANTIZED]
 
 
 def _deployed(found: Found) -> DotPanel:
