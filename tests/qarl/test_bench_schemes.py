@@ -3,8 +3,12 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +112,32 @@ def test_a_mistyped_scheme_costs_no_import():
     assert done.returncode == 2 and "'w4a61'" in done.stderr and "did you mean 'w4a16'" in done.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_grid_that_is_stopped_leaves_no_child(number: signal.Signals, tmp_path: Path, monkeypatch):
+    """Begun with SIGINT ignored, as a shell begins what is put in the background."""
+    child = tmp_path / "child"
+    child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+
+    def stop() -> None:
+        while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    thread = threading.Thread(target=stop)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            measure(grid(tmp_path / "runs", seeds=(0,)), 1, Console())
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
 def test_records_of_other_code_or_machines_are_not_mixed(tmp_path: Path):
     asked = grid(tmp_path, seeds=(0,))
     file = asked.record(asked.cells()[0])
@@ -201,6 +231,7 @@ def test_the_picture_shows_every_seed_and_where_zeros_are(tmp_path: Path):
         interval = [100 * row["deployed"][name] for name in ("mean", "low", "high")]
         assert [dots.mean, dots.low, dots.high] == pytest.approx(interval)
     shown = {panel.title: panel for panel in curves if isinstance(panel, LinePanel)}
+    assert [*shown][:4] == ["w4a16: reward", "w8a8: reward", "w4a16: entropy", "w8a8: entropy"], "a column a scheme"
     assert [title for title in shown if "w8a8" in title] == [
         f"w8a8: {name}" for name in ("reward", "entropy", "mean |Δ log p|", "error tokens", "KL from the start")
     ]
@@ -209,8 +240,8 @@ def test_the_picture_shows_every_seed_and_where_zeros_are(tmp_path: Path):
     moved = shown["w4a16: KL from the start"].lines[0]
     assert (moved.x, moved.y) == ([1, 9], [0.1, 0.3]), "measured now and then"
     assert [title for title, panel in shown.items() if panel.logarithmic_y] == [
-        "w4a16: mean |Δ log p|",
         "w8a8: entropy",
+        "w4a16: mean |Δ log p|",
     ]
     assert shown["w4a16: mean |Δ log p|"].linear_below == LAST_BITS and shown["w8a8: entropy"].linear_below is None
 

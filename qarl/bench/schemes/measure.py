@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,14 +44,29 @@ def measure(grid: Grid, workers: int, console: Console) -> tuple[dict[Cell, Meas
     missing = [cell for cell in cells if cell not in found]
     console.print(f"{len(cells)} cells, {len(found)} of them measured before, {workers} at a time", highlight=False)
     failed: list[Failed] = []
-    for trained in (True, False):
-        wanted = [cell for cell in missing if (cell.trained == cell) == trained]
-        for cell, outcome in _Children(grid, workers, console).run(wanted):
-            if isinstance(outcome, Failed):
-                failed.append(outcome)
-            else:
-                found[cell] = outcome
+    with _interruptible():
+        for trained in (True, False):
+            wanted = [cell for cell in missing if (cell.trained == cell) == trained]
+            for cell, outcome in _Children(grid, workers, console).run(wanted):
+                if isinstance(outcome, Failed):
+                    failed.append(outcome)
+                else:
+                    found[cell] = outcome
     return {cell: found[cell] for cell in cells if cell in found}, failed
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C, and both count where a shell started this in the background, with SIGINT ignored: no child
+    is left behind."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class _Children:
