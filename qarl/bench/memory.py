@@ -118,7 +118,7 @@ def settings(scheme: str) -> dict[str, str]:
 
 def _peak(overrides: dict[str, str]) -> int:
     """Bytes resident at most in a `qarl train` of its own."""
-    command = [sys.executable, "-m", "qarl.cli", "train", "--config", "tiny-qwen3"]
+    command = [sys.executable, "-m", "qarl", "train", "--config", "tiny-qwen3"]
     command += [word for path, text in overrides.items() for word in (f"--{path}", text)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps much of what is freed
     with tempfile.TemporaryFile("w+") as output:

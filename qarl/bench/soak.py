@@ -36,7 +36,7 @@ def measure(steps: int, prompts: int, samples: int, scheme: str, say: Callable[[
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as temporary:
         folder = Path(temporary) / "run"
         command = [
-            sys.executable, "-m", "qarl.cli", "train", "--scheme", scheme, "--steps", str(steps), "--prompts",
+            sys.executable, "-m", "qarl", "train", "--scheme", scheme, "--steps", str(steps), "--prompts",
             str(prompts), "--samples", str(samples), "--rollout.servers", "1", "--eval.problems", "0",
             "--sync.canary_every", str(_CANARY_EVERY), "--checkpoint-every", str(steps), "--mini-batches", "1",
             "--output", str(folder),

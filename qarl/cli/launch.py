@@ -41,7 +41,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
         "MASTER_PORT": str(_free_port()),
     }
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
-    command = [sys.executable, "-m", "qarl.cli", *arguments]
+    command = [sys.executable, "-m", "qarl", *arguments]
     processes = [
         subprocess.Popen(
             command, env={**os.environ, **place, "OMP_NUM_THREADS": threads, "RANK": str(r), "LOCAL_RANK": str(r)}

@@ -105,7 +105,7 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
 @pytest.mark.slow
 def test_torchrun_starts_the_same(tmp_path: Path):
     """The command is launched by torchrun as it is; input that is wrong is told once, and no run folder is made."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qarl.cli"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qarl"]
     run = tmp_path / "run"
     given = ["train", "--output", str(run), "--steps", "1", *SMALL[2:], "--rollout.prompts"]
     wrong = subprocess.run([*launch, *given, "15"], env=environment(), capture_output=True, text=True, timeout=300)
@@ -133,7 +133,7 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
             [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", rank,
                 "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1",
-                "-m", "qarl.cli", "train", "--output", str(tmp_path / "two"), *given,
+                "-m", "qarl", "train", "--output", str(tmp_path / "two"), *given,
             ],
             env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )

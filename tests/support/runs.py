@@ -18,7 +18,7 @@ SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", 
 
 def command(*arguments: str | Path) -> list[str]:
     """What starts `qarl ARGUMENTS`."""
-    return [sys.executable, "-m", "qarl.cli", *once(list(map(str, arguments)))]
+    return [sys.executable, "-m", "qarl", *once(list(map(str, arguments)))]
 
 
 def once(arguments: list[str]) -> list[str]:
