@@ -193,6 +193,10 @@ def schemes(data: dict[str, Any]) -> str:
             *(f"{last[name]:.1e}" if name in last else "" for name in ("mean |Δ log p|", "mean |log w|")),
         )  # fmt: skip
         lines.append(line(cells))
+    for of in data.get("method", ()):  # not in records of one objective, or older ones
+        closed = "" if of["gap_closed"] is None else f": {of['gap_closed']:.0%} of the gap to bf16 + GRPO"
+        ahead = f"QaRL + TBPO is {points(of['ahead'], '+')} points ahead of plain + GRPO"
+        lines += ["", f"{of['scheme']}: {ahead}{closed}."]
     return "\n".join(lines) + "\n"
 
 

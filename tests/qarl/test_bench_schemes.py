@@ -21,7 +21,7 @@ from qarl.bench.schemes.curves import band, gap_closed, smoothed
 from qarl.bench.schemes.grid import Cell, Grid, checked, stamp
 from qarl.bench.schemes.measure import measure
 from qarl.bench.schemes.plot import LAST_BITS, panels, plot
-from qarl.bench.schemes.table import as_data, from_data, rows, table
+from qarl.bench.schemes.table import as_data, from_data, method, rows, table
 from qarl.evaluation.statistics import estimate, paired
 from qarl.report.plots import DotPanel, LinePanel
 
@@ -205,6 +205,18 @@ def test_the_table_and_the_plots(tmp_path: Path):
     assert "72.5 [70.0, 75.0]" in captured.get() and "-2.5 [-5.0, +0.0]" in captured.get()
     assert [file.suffix for file in plot(found, tmp_path / "plot")] == [".svg", ".png"]
     assert from_data(json.loads(json.dumps(as_data(found)))) == found, "a record draws the same picture"
+
+
+def test_the_whole_method_against_the_usual_practice(tmp_path: Path):
+    """Of a grid with both objectives: aligned TBPO, plain GRPO and bf16 GRPO, whatever the others do."""
+    accuracies = {("unquantized", "grpo"): (0.8, 0.7), ("plain", "grpo"): (0.6, 0.5), ("aligned", "tbpo"): (0.75, 0.7)}
+    asked = grid(tmp_path, objectives=("tbpo", "grpo"))
+    found = {c: measured(accuracies.get((c.learner, c.objective), (0.1, 0.1))[c.seed]) for c in asked.cells()}
+    (of,) = method(found)
+    assert of["scheme"] == "w4a16" and of["ahead"]["mean"] == pytest.approx(0.175)
+    assert of["gap_closed"] == pytest.approx(0.175 / 0.2)
+    assert "ahead of plain + grpo: 87% of the gap to bf16 + grpo" in str(table(found).caption)
+    assert method({cell: one for cell, one in found.items() if cell.objective == "tbpo"}) == []
 
 
 def test_the_picture_shows_every_seed_and_where_zeros_are(tmp_path: Path):
