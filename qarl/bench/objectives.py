@@ -1,7 +1,7 @@
 """`qarl bench objectives`: every objective on one task, with one budget, by what it deploys.
 
 For each seed and objective one run; all runs share model, scheme, problems, completions a step, steps, optimizer and
-learning rate. An objective keeps its own correction and aggregation, and its own options but for `SETTINGS`. Finished
+learning rate. An objective keeps its own correction and aggregation, and its own options but for `settings`. Finished
 runs are used again and broken-off ones continued, so the same command goes on where it stopped. Seeds are the outer
 loop: with the first seed done there is one run of every objective.
 """
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
-from configs.schema.objectives import AnyObjective, OwnConfig
+from configs.schema.objectives import AnyObjective, OwnConfig, TbpoConfig
 from configs.schema.run import RunConfig
 from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
@@ -26,17 +26,7 @@ from qarl.run.session import check_input
 
 OBJECTIVES = tuple(n for section in get_args(AnyObjective) for n in section.names() if section is not OwnConfig)
 
-_BAND = {"learner.objective.clip_low": "0.1", "learner.objective.clip_high": "0.1"}
-SETTINGS: dict[str, dict[str, str]] = {
-    "tbpo": {f"learner.objective.{bound}": "0.1" for bound in ("epsilon_high", "delta_high", "delta_low")},
-    "gspo": _BAND,
-    "gspo_dual_clip": _BAND,
-    "on_policy": {"learner.mini_batches": "1"},
-}
-"""Where an objective's defaults are not taken. The published bounds on a sequence's ratio, 3e-4 to 7e-4, are for models
-of billions of parameters at a rate of 1e-6; here one update moves a three-token answer's mean log ratio by 0.04, so all
-sequence bounds are the embedded default's 0.1. Bounds on a token's ratio are the published ones. `on_policy` is defined
-by one update a batch: as many completions as the others, half as many updates."""
+_BY_SEQUENCE = ("gspo", "gspo_dual_clip")
 
 LAST = 10
 """Steps at the end over which reward and error tokens are averaged."""
@@ -113,6 +103,20 @@ def as_data(trained: list[Trained]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(one) for one in trained]
 
 
+def settings(objective: str, file: Path) -> dict[str, str]:
+    """What an objective is given besides its name, where its defaults are not taken. Published bounds on a sequence's
+    ratio, 3e-4 to 7e-4, are for models of billions of parameters at a rate of 1e-6; so all of those are the bounds that
+    the configuration file has for TBPO. Bounds on a token's ratio are the published ones. `on_policy` is defined by one
+    update a batch: as many completions as the others, half as many updates."""
+    if objective == "on_policy":
+        return {"learner.mini_batches": "1"}
+    band = load_config(file, {}).learner.objective
+    if objective not in _BY_SEQUENCE or not isinstance(band, TbpoConfig):
+        return {}
+    bounds = {"clip_low": band.delta_low, "clip_high": band.epsilon_high}
+    return {f"learner.objective.{name}": str(bound) for name, bound in bounds.items()}
+
+
 def _config(options: ObjectivesOptions, seed: int, objective: str) -> RunConfig:
     """The configuration of one run, its place among the runs included."""
     file = default_config(options.overrides.get("model"))
@@ -122,7 +126,7 @@ def _config(options: ObjectivesOptions, seed: int, objective: str) -> RunConfig:
         "eval.every": str(options.steps),
         **options.overrides,
     }
-    own = {"seed": str(seed), "learner.objective.name": objective, **SETTINGS.get(objective, {})}
+    own = {"seed": str(seed), "learner.objective.name": objective, **settings(objective, file)}
     config = load_config(file, {**shared, **own})
     output = options.runs / f"{Path(config.model).name}-{config.scheme}-{objective}-seed{seed}"
     return config.model_copy(update={"output": str(output), "export": True})

@@ -12,7 +12,7 @@ from configs.errors import ConfigError, QarlError, SchemeError
 from configs.load import default_config, load_config
 from configs.schema.run import RunConfig
 from configs.words import did_you_mean
-from qarl.bench.objectives import OBJECTIVES, SETTINGS
+from qarl.bench.objectives import OBJECTIVES, settings
 from qarl.bench.record import device_name
 from qarl.bench.runs import check_seeds, existing_run, overrides_in, refuse_chosen
 from qarl.ptq.export import check_request
@@ -89,16 +89,15 @@ class Grid:
         """Of the run a cell comes from, its place among the runs included."""
         run = cell.trained
         objective, _, weight = run.objective.partition("+")
+        file = default_config(self.overrides.get("model"))
         chosen = {"scheme": run.scheme, "seed": str(run.seed), "learner.objective.name": objective}
         if weight:
             chosen["learner.correction.name"] = weight
         if run.learner == "plain":
             chosen["learner.aligned"] = "false"
-        if objective != "tbpo":  # whose bounds the configuration file has
-            chosen |= SETTINGS.get(objective, {})
         shared = overrides_in(run.scheme, self.overrides)
         try:
-            config = load_config(default_config(self.overrides.get("model")), {**shared, **chosen})
+            config = load_config(file, {**shared, **chosen, **settings(objective, file)})
         except ConfigError as error:
             raise ConfigError(f"{cell.name}: {error}; options hold for all runs of the grid") from error
         return config.model_copy(update={"output": str(self.runs / run.name), "export": True})
