@@ -194,9 +194,8 @@ def schemes(data: dict[str, Any]) -> str:
         )  # fmt: skip
         lines.append(line(cells))
     for of in data.get("method", ()):  # not in records of one objective, or older ones
-        closed = "" if of["gap_closed"] is None else f": {of['gap_closed']:.0%} of the gap to bf16 + GRPO"
-        ahead = f"QaRL + TBPO is {points(of['ahead'], '+')} points ahead of plain + GRPO"
-        lines += ["", f"{of['scheme']}: {ahead}{closed}."]
+        closed = "" if of["gap_closed"] is None else f", {of['gap_closed']:.0%} of the gap to bf16 + GRPO"
+        lines += ["", f"{of['scheme']}: QaRL + TBPO against plain + GRPO: {points(of['ahead'], '+')} points{closed}."]
     return "\n".join(lines) + "\n"
 
 

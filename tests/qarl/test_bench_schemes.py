@@ -217,7 +217,7 @@ def test_the_whole_method_against_the_usual_practice(tmp_path: Path):
     (of,) = method(found)
     assert of["scheme"] == "w4a16" and of["ahead"]["mean"] == pytest.approx(0.175)
     assert of["gap_closed"] == pytest.approx(0.175 / 0.2)
-    assert "ahead of plain + grpo: 87% of the gap to bf16 + grpo" in str(table(found).caption)
+    assert "plain + grpo: +17.5 [+15.0, +20.0] points, 87% of the gap to bf16 + grpo" in str(table(found).caption)
     assert method({cell: one for cell, one in found.items() if cell.objective == "tbpo"}) == []
 
 

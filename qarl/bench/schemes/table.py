@@ -28,8 +28,8 @@ def table(found: Found) -> PlainTable:
     )  # fmt: skip
     title = "held-out accuracy of the deployed checkpoint in a fresh engine: means over seeds [95 % bootstrap interval]"
     caption = "\n".join(
-        f"{of['scheme']}: aligned + tbpo is {_points(of['ahead'], '+')} points ahead of plain + grpo"
-        + ("" if of["gap_closed"] is None else f": {of['gap_closed']:.0%} of the gap to bf16 + grpo")
+        f"{of['scheme']}: aligned + tbpo against plain + grpo: {_points(of['ahead'], '+')} points"
+        + ("" if of["gap_closed"] is None else f", {of['gap_closed']:.0%} of the gap to bf16 + grpo")
         for of in method(found)
     )
     shown = PlainTable("scheme", "learner", "objective", *figures, figures=figures, title=title, caption=caption)
