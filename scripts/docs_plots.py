@@ -12,7 +12,11 @@ from qarl.bench.schemes.plot import plot
 from qarl.bench.schemes.table import from_data
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURES = {"results-short": "schemes-default", "results-long": "schemes-long-kept"}
+PICTURES = {
+    "results-short": "schemes-default",
+    "results-objectives": "schemes-objectives",
+    "results-long": "schemes-long-kept",
+}
 """NAME → RECORD."""
 
 
