@@ -31,6 +31,7 @@ from qarl.bench.speed.roofline import measure_machine, synchronize
 from quant.checkpoint.load import load_masters
 from quant.layers.context import LayerContext
 from quant.model.low_bit_model import LowBitModel
+from quant.operators.decoder import why_not
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 from rollout.engine import Engine
 from rollout.open import open_engine
@@ -83,7 +84,9 @@ def _model(job: Job, kind: str) -> LowBitModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     masters = load_masters(Path(job.model), torch.float32, device)
     context = LayerContext(COMPUTE_DTYPES[job.dtype], job.kernel, aligned=kind != "plain")
-    return LowBitModel(masters, get_scheme(job.scheme), context)
+    # A plain run takes transformers' operators, which are slower; here it is to differ in what it multiplies alone.
+    operators = "transformers" if why_not(masters) else "engine"
+    return LowBitModel(masters, get_scheme(job.scheme), context, operators)
 
 
 def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> list[Prompt]:
