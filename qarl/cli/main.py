@@ -228,8 +228,14 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
 
 
 def _nothing_left(config: RunConfig, folder: Any) -> bool:
-    """Whether a run to be continued has all its steps, and its export where it has one."""
-    return config.steps in folder.steps() and (folder.export.is_dir() or not config.export)
+    """Whether a run to be continued has all its steps, and, where it is to have one, their export, proven to be what
+    was sampled from."""
+    from qarl.run.export_note import read_note
+
+    if config.steps not in folder.steps():
+        return False
+    note = read_note(folder.export) if config.export else {}
+    return not config.export or (note.get("step") == config.steps and note.get("verified", False))
 
 
 def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:

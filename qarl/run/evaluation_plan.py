@@ -133,7 +133,8 @@ def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, A
                 f"--dtype {dtype}: run {target!r} computes in {config.dtype}; leave it out, or evaluate the folder "
                 f"{str(folder.export)!r} itself in another dtype"
             )
-        return folder.export, export_note(path, config, max(folder.steps(), default=0), folder.export)
+        step = read_note(folder.export).get("step", max(folder.steps(), default=0))
+        return folder.export, export_note(path, config, step, folder.export)
     if path.is_dir():
         return path, read_note(path)
     if "/" in target and path.parent.is_dir():

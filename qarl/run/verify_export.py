@@ -81,6 +81,7 @@ def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, s
             problems = len(result.questions)
             add_to_note(folder.export, heldout_accuracy=accuracy, heldout_interval=interval, heldout_problems=problems)
     write_card(folder.export)
+    add_to_note(folder.export, verified=True)  # the last of all: a resumed run that finds it has nothing left to do
     return Outcome(at.step, folder.export, at.first_accuracy, accuracy)
 
 

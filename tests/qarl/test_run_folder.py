@@ -15,17 +15,20 @@ from configs.load import load_config
 from qarl.cli.main import main
 from qarl.report.run_folder import RunFolder
 from qarl.run.check import check_new_folder
+from qarl.run.export_note import export_note
 
 
-def new_run(path: Path, *steps: int, export: bool = False) -> RunFolder:
-    """A run folder with (empty) checkpoints of these steps."""
-    run = RunFolder.create(load_config(None, {"output": str(path), "steps": "8"}))
+def new_run(path: Path, *steps: int, **noted: Any) -> RunFolder:
+    """A run folder with (empty) checkpoints of these steps. noted: of an export; without it there is none."""
+    config = load_config(None, {"output": str(path), "steps": "8"})
+    run = RunFolder.create(config)
     for step in steps:
         checkpoint = run.checkpoints / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "sha256": {}}))
-    if export:
+    if noted:
         run.export.mkdir()
+        (run.export / "qarl.json").write_text(json.dumps(export_note(path, config, 8, run.export) | noted))
     return run
 
 
@@ -93,12 +96,30 @@ def test_a_step_or_a_checkpoint_is_a_beginning(tmp_path: Path):
 def test_what_a_finished_run_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
 ):
-    run = new_run(tmp_path / "run", 4, 8, export=True)
+    run = new_run(tmp_path / "run", 4, 8, verified=True)
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", "--resume", str(run.path), *arguments]) == status
     printed = capsys.readouterr()
     assert said.format(run=run.path) in printed.out + printed.err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("noted", [{"digest": "d1ce"}, {"verified": True, "step": 4}], ids=["unproven", "earlier"])
+def test_a_run_whose_export_is_not_proven_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    noted: dict[str, Any],
+):
+    """Contract: it exports and proves again, whether the proof was missing or failed, or is of fewer steps."""
+    run = new_run(tmp_path / "run", 4, 8, **noted)
+
+    def goes_on(*_: Any) -> None:
+        raise ConfigError("its start is planned")
+
+    monkeypatch.setattr("qarl.cli.main.planned", goes_on)
+    assert main(["train", "--resume", str(run.path)]) == 2
+    assert "its start is planned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
