@@ -39,7 +39,7 @@ def train(
         trained = [f"learner multiplies with {session.multiplies}", *trained_part(policy, config)]
         dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
         published = session.publisher.publish(at.version)
-        if at.first_accuracy is None and config.eval.problems:
+        if not resume and config.eval.problems:
             with phase("evaluating before step 1"):
                 at.first_accuracy = _accuracy(session, config)
             dashboard.baseline(at.first_accuracy)
