@@ -94,12 +94,26 @@ class _Recorded:
 
 
 def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> None:
-    """Let a complete checkpoint have its name, and drop the oldest."""
-    (building / "manifest.json").write_text(json.dumps(manifest) + "\n")
+    """Let a complete checkpoint have its name, and, once both are on the disk, drop the oldest."""
+    with (building / "manifest.json").open("w") as stream:
+        stream.write(json.dumps(manifest) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    _flush_folder(building)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(building, target)
+    _flush_folder(target.parent)
     for old in list_checkpoints(target.parent)[:-keep]:
         shutil.rmtree(old)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Have the names in it on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -118,10 +132,10 @@ def load_checkpoint(
     without it the newest one decides.
     Raises `ConfigError` where there is none, `CheckpointError` where the bytes are not those that were written.
     """
-    found = list_checkpoints(folder)
+    together = processes or Processes()
+    found = together.first_does(lambda: list_checkpoints(folder))  # before any is set aside
     if not found:
         raise ConfigError(f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output")
-    together = processes or Processes()
     for index, newest in reversed(list(enumerate(found))):
         fault = _fault(newest, together)
         if fault is None:
@@ -138,15 +152,22 @@ def load_checkpoint(
 
 def _fault(checkpoint: Path, together: Processes) -> str | None:
     """What is wrong with a checkpoint's bytes; None where they are those that were written."""
-    try:
-        digests = dict(_manifest(checkpoint)["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    digests = together.first_does(lambda: _digests(checkpoint))
+    if digests is None:
         return "its manifest.json cannot be read"
     names = sorted(digests)
     damaged = together.concatenated(
         [name for name in together.share(names) if not _intact(checkpoint / name, digests[name])]
     )
     return f"the SHA-256 of {damaged[0]} differs from its manifest" if damaged else None
+
+
+def _digests(checkpoint: Path) -> dict[str, str] | None:
+    """Of a checkpoint's files by name; None where its manifest does not say."""
+    try:
+        return dict(_manifest(checkpoint)["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def intact_checkpoint(folder: Path) -> Path | None:

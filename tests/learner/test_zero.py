@@ -65,13 +65,16 @@ def trained(batches: int, muon: bool = False) -> tuple[dict[str, torch.Tensor], 
 
 
 def written_by_two(folder: Path, name: str) -> Path:
-    """A checkpoint of two files, the second of them with a flipped bit where the name says so."""
+    """A checkpoint of two files, "damaged": the second of them with a flipped bit, or "followed": by a checkpoint whose
+    manifest is empty."""
     target = save_checkpoint(folder, 7, {"learner": {"masters": {}, "optimizer": {"masters": {}}}}, keep=1)
     files = [target / "state-00000.pt", target / "state-00001.pt"]
     content = files[0].read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    files[1].write_bytes(content if name == "intact" else content[:-1] + bytes([content[-1] ^ 1]))
+    files[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name == "damaged" else content)
     (target / "manifest.json").write_text(json.dumps({"step": 7, "sha256": {file.name: digest for file in files}}))
+    if name == "followed":
+        (save_checkpoint(folder, 8, {}, keep=2) / "manifest.json").write_text("")
     return folder
 
 
@@ -105,8 +108,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     ]
     jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
     jobs += [job("bfloat16 stage 3", 3, learner={**MUON, **BFLOAT16}, last=1)]
-    for name in ("intact", "damaged"):
-        jobs += [{"read": str(written_by_two(folder / name, name)), "save": str(folder / f"{name}.pt")}]
+    for name in ("intact", "damaged", "followed"):
+        read = {"read": str(written_by_two(folder / name, name)), "step_over": name == "followed"}
+        jobs += [{**read, "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     log, port = folder / "log.txt", str(free_ports(1)[0])
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -329,6 +333,12 @@ def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: dict[str, d
     assert done["intact"]["said"] == ["step 7"] * 2  # type: ignore[comparison-overlap]
     first, second = done["damaged"]["said"]
     assert first == second and "the SHA-256 of state-00001.pt differs from its manifest" in first
+
+
+@pytest.mark.slow
+def test_all_step_over_a_checkpoint_whose_manifest_is_damaged(done: dict[str, dict[str, Any]]):
+    """Contract: all go on from the one before it, also those that come when the first has set it aside."""
+    assert done["followed"]["said"] == ["step 7"] * 2  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,13 @@ def step_pieces(job: dict[str, Any], processes: Processes) -> None:
 
 
 def read(job: dict[str, Any], processes: Processes) -> None:
-    """Read the checkpoint in `folder` together and save what each process said of it."""
+    """Read the checkpoint in the folder `read` together, the first process ahead of the other, and save what each said
+    of it. step_over: whether to go on from an older one."""
+    if not processes.first:
+        time.sleep(0.5)  # so that it comes when what the first one sets aside is gone
     try:
-        said = f"step {load_checkpoint(Path(job['read']), processes)[0]}"
+        step_over = (lambda _: None) if job["step_over"] else None
+        said = f"step {load_checkpoint(Path(job['read']), processes, step_over)[0]}"
     except CheckpointError as error:
         said = str(error)
     told = processes.gathered(said)
