@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from configs.errors import QarlError
@@ -55,9 +56,10 @@ def write_checkpoint(
             if (source / name).is_file():
                 shutil.copyfile(source / name, building / name)
         os.replace(building, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors' own is what a full disk raises while it writes
         shutil.rmtree(building, ignore_errors=True)
-        raise ExportError(f"cannot write checkpoint {str(folder)!r}: {error.strerror or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
     return digest
 
 

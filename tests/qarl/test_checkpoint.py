@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from qarl.run.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from quant.types import LowBitTensor
+from sync.checkpoint_folder import ExportError, write_checkpoint
 
 
 def test_newest_are_kept_and_read_back(tmp_path: Path):
@@ -62,6 +65,19 @@ except CheckpointError as error:
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "refused 1 ['step-000001']", out.stderr
+
+
+def test_a_file_size_limit_leaves_no_part_of_an_export(tmp_path: Path):
+    """Contract: it says why, though safetensors' error is no `OSError`, and frees what it wrote."""
+    stream = [LowBitTensor(name, torch.ones(1_000_000)) for name in ("a.weight", "b.weight")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ExportError, match=r"cannot write checkpoint '.*export': .*File too large"):
+            write_checkpoint(stream, {}, tmp_path, tmp_path / "export")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_damage_is_noticed(tmp_path: Path):
