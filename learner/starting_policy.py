@@ -58,13 +58,15 @@ class StartingPolicy:
             self._add_logprobs(found, self._model, torch.arange(len(sample.tokens)))
         return found.values
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The sample, for a checkpoint; empty without one."""
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """The sample, for a checkpoint; empty without one, None before the first update."""
+        if not self._started:
+            return None
         return {} if self._sample is None else {name: getattr(self._sample, name) for name in _KEPT}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over a `state_dict`, of a run that has begun: without a sample there it stays without one."""
-        self._started = True
+    def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
+        """Take over a `state_dict`: a run that has begun without a sample stays without one."""
+        self._started = state is not None
         self._sample = None
         if state:
             kept = {name: tensor.clone() for name, tensor in state.items()}

@@ -228,6 +228,9 @@ def test_distance_from_the_start(aligned: bool):
     assert late == pytest.approx(float((difference.exp() - 1 - difference).mean()), rel=1e-3)
     assert early is not None and late is not None and 0 < early < late
     assert resumed.learn(batch_of(1), 1).kl_from_start == late
+    begun, before_all = new(1), new(1)
+    begun.load_state_dict(before_all.state_dict())
+    assert begun.learn(first, 0).kl_from_start == early, "a checkpoint of before the first update is none of a start"
     unmeasured = new(0)
     assert unmeasured.learn(first, 0).kl_from_start is None
     resumed.load_state_dict(unmeasured.state_dict())
