@@ -98,8 +98,8 @@ class RolloutConfig(Section):
     )
     server_folder: Text | None = Field(
         default=None,
-        description="folder where weight versions are written, and servers read them under the same path; without it "
-        "in the run's folder",
+        description="folder where weight versions are written, in one of the run's own, and servers read them under "
+        "the same path; without it in the run's folder",
     )
     server_transfer: Literal["files", "http"] = Field(
         default="files",

@@ -42,13 +42,14 @@ _log = logging.getLogger(__name__)
 class ServerEngine:
     """Servers that run already.
 
-    urls: where. key: that they ask for, or None. folder: where weight versions are written, on a file system that they
-    see under the same path, unless `over_http`: then they are sent the files. checkpoint: whose tokenizer makes texts
-    of tokens. learner: the run's name, which no other run's servers have. publishes: whether this process is the one of
-    its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so many versions
-    one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its weights; without it
-    they end first. at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a server that
-    does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another run.
+    urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are written, on a file
+    system that they see under the same path, unless `over_http`: then they are sent the files. checkpoint: whose
+    tokenizer makes texts of tokens. learner: the run's name, which no other run's servers have. publishes: whether this
+    process is the one of its run that publishes; the others count on it. seconds: that an answer may take. full_every:
+    of so many versions one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its
+    weights; without it they end first. at_end: done after `close`. sent: what the last publish took. Raises
+    `EngineError` for a server that does not answer, refuses the key, lacks an endpoint, has other settings than
+    `options`, or belongs to another run.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ServerEngine:
         self.weight_version = 0
         self.sent: Sent | None = None
         self._labels: dict[str, int] = {}
+        self._claims: set[Server] = set()
         self._settled = asyncio.Event()
         self._in_flight = in_flight
         self._sender = VersionSender(folder, full_every)
@@ -151,6 +153,8 @@ class ServerEngine:
             self._wait(self._leave())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+        if self._publishes:
+            self._sender.remove()
         self._at_end()
 
     def _with_text(self, prompt: Prompt, completion: Completion) -> Completion:
@@ -221,13 +225,13 @@ class ServerEngine:
     async def _claimed(self, server: Server) -> None:
         if self._publishes:
             await server.post("/init_weight_transfer_engine", {"init_info": {"learner": self._learner}})
+            self._claims.add(server)
 
     async def _leave(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        if self._publishes and self._labels:
-            leaving = (self._left(server) for server in self._replicas.present())
-            await asyncio.gather(*leaving, return_exceptions=True)
+        leaving = (self._left(server) for server in self._replicas.present() if server in self._claims)
+        await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
 
     async def _left(self, server: Server) -> None:
@@ -262,7 +266,11 @@ class ServerEngine:
 
     async def _settle(self, settled: bool) -> None:
         """Whether what is sampled now is of the version published last; in the requests' own thread."""
-        (self._settled.set if settled else self._settled.clear)()
+        if settled:
+            self._replicas.all_are_current()
+            self._settled.set()
+        else:
+            self._settled.clear()
 
     @property
     def _salt(self) -> str:

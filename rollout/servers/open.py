@@ -1,6 +1,7 @@
 """From a run's `rollout` section to its servers: started with the run, or those that run already."""
 
 import gc
+import hashlib
 import os
 import secrets
 import socket
@@ -22,8 +23,8 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     assert servers is not None
     seconds, full_every, in_flight = rollout.server_seconds, rollout.server_full_every, rollout.max_staleness > 1
     over_http = rollout.server_transfer == "http"
-    folder = Path(rollout.server_folder) if rollout.server_folder else run / "versions"
     learner, publishes = run_name(run), not options.several or _is_first()
+    folder = Path(rollout.server_folder) / _folder_name(run, learner) if rollout.server_folder else run / "versions"
     # Answers are many small objects, which have garbage collected at each call: it need not walk all that was loaded.
     gc.collect()
     gc.freeze()
@@ -54,6 +55,11 @@ def run_name(run: Path) -> str:
             os.link(drawn, file)
         drawn.unlink()
     return file.read_text()
+
+
+def _folder_name(run: Path, learner: str) -> str:
+    """Of a run's own folder in one that runs share."""
+    return f"{run.name}-{hashlib.sha256(learner.encode()).hexdigest()[:8]}"
 
 
 def refuse_shared_devices(servers: int) -> None:

@@ -30,6 +30,7 @@ class Replicas:
         self._servers = list(servers)
         self._free = {server: asyncio.Semaphore(in_flight) for server in servers}
         self._lost: dict[Server, str] = {}
+        self._behind: set[Server] = set()
         self._noticed: set[str] = set()
 
     def allow_pauses(self, seconds: float) -> None:
@@ -106,7 +107,8 @@ class Replicas:
         return answers
 
     async def take_back(self, *steps: Callable[[Server], Awaitable[None]]) -> None:
-        """Have those that were left out and go through all steps without an `EngineError`."""
+        """Have those that were left out and go through all steps without an `EngineError`, for the publish that comes:
+        until `all_are_current` they are asked for no tokens."""
 
         async def back(server: Server) -> None:
             try:
@@ -116,9 +118,14 @@ class Replicas:
                 self._lost[server] = str(error)
                 return
             del self._lost[server]
+            self._behind.add(server)
             _log.warning("the server at %s answers again, and takes part in this publish", server.url)
 
         await all_of(back(server) for server in list(self._lost))
+
+    def all_are_current(self) -> None:
+        """All that are present have the version published last."""
+        self._behind.clear()
 
     def _some(self) -> list[Server]:
         servers = self.present()
@@ -127,8 +134,10 @@ class Replicas:
         return servers
 
     def _turn(self, number: int) -> Server:
-        """Server `number` modulo their number, or the next one that is present."""
+        """Server `number` modulo their number, or the next one that is present and, while a version is published to
+        those that were left out, was not."""
         present = set(self._some())
+        present = present - self._behind or present
         turns = (self._servers[(number + i) % len(self._servers)] for i in range(len(self._servers)))
         return next(server for server in turns if server in present)
 

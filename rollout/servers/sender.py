@@ -1,6 +1,7 @@
 """The run's side of a version's way: written whole, or as its difference from the version sent before."""
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from quant.delta import HeldVersion
@@ -52,3 +53,9 @@ class VersionSender:
     def sent(self, version: int) -> None:
         """All servers have that version: the files of others go."""
         remove_versions(self._folder, but=version)
+
+    def remove(self) -> None:
+        """No server reads any more: the files go, and the folder where nothing else is in it."""
+        remove_versions(self._folder)
+        with suppress(OSError):
+            self._folder.rmdir()

@@ -331,9 +331,11 @@ def test_a_server_is_refused_for_what_it_is(served: Served, tmp_path: Path):
     with pytest.raises(EngineError, match="takes its weights from one"):
         joined(served, tmp_path, learner="two")
     one.close()
-    two = joined(served, tmp_path, learner="two")
-    two.load(model.low_bit_tensors(), 1)
-    two.close()
+    joined(served, tmp_path, learner="two").close()  # also a run that ends before it publishes lets go
+    three = joined(served, tmp_path / "three", learner="three")
+    three.load(model.low_bit_tensors(), 1)
+    three.close()
+    assert not (tmp_path / "three").exists(), "the files of versions went with the run"
 
 
 def asked(url: str, key: str | None, method: str = "GET", body: Any = None) -> tuple[int, bytes]:

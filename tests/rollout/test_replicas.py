@@ -226,6 +226,29 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
     assert sum("answers again" in line for line in caplog.messages) == 1
 
 
+def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():
+    """Contract: requests that other servers fail meanwhile do not go to it, for it has weights of long ago."""
+
+    async def go(network: Network) -> list[int]:
+        async with network as servers:
+            first, second = servers.present()
+
+            async def lost(server: Server) -> None:
+                if server is second:
+                    raise LostServerError(f"no {server.url}")
+
+            await servers.on_all(lost)
+            await servers.take_back()
+            assert servers.present() == [first, second]
+            await servers.asked([(number, {}) for number in range(4)], read)
+            before = list(network.asked)
+            servers.all_are_current()
+            await servers.asked([(number, {}) for number in range(4)], read)
+            return before + network.asked
+
+    assert asyncio.run(go(Network([sound], [sound]))) == [4, 0, 6, 2]
+
+
 def test_a_server_far_slower_than_the_others_is_named(caplog: pytest.LogCaptureFixture):
     async def go() -> None:
         async with Network([sound], [sound]) as servers:

@@ -19,7 +19,7 @@ from quant.types import LowBitTensor
 from rollout.engine import EngineError
 from rollout.servers.access import RequireKey, server_key
 from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
-from rollout.servers.open import run_name
+from rollout.servers.open import _folder_name, run_name
 from rollout.servers.sender import VersionSender
 from rollout.servers.start import replica_command, replica_environment, visible_devices
 from rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_version
@@ -164,6 +164,13 @@ def test_servers_are_a_number_or_addresses():
     for name, value in (("server_folder", "/x"), ("server_transfer", "http")):
         with pytest.raises(ConfigError, match=rf"rollout\.{name} {value} is for sampling on servers"):
             load_config(None, {f"rollout.{name}": value})
+
+
+def test_runs_that_share_a_folder_have_their_own_in_it(tmp_path: Path):
+    """Two seeds of one configuration, and two runs of one name."""
+    runs = [tmp_path / name for name in ("a/seed0", "a/seed1", "b/seed0")]
+    names = {_folder_name(run, run_name(run)) for run in runs}
+    assert len(names) == 3 and names == {_folder_name(run, run_name(run)) for run in runs}
 
 
 def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
