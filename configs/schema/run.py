@@ -38,7 +38,8 @@ class RolloutConfig(Section):
         default=1024,
         ge=1,
         le=_LONGEST,
-        description="tokens a prompt may have; a longer one is an error, so raise it for long questions",
+        description="tokens a prompt may have; longer questions of a file or data set are left out, and of a built-in "
+        "task an error",
     )
     max_new_tokens: int = Field(
         default=1024, ge=1, le=_LONGEST, description="tokens a completion may have; raise it where many are truncated"

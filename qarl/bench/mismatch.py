@@ -87,6 +87,9 @@ def run(
     for dtype in dtypes:
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
+    for option, value, least in (("prompts", prompts, 1), ("tokens", tokens, 1), ("seed", seed, 0)):
+        if value < least:
+            raise ConfigError(f"--{option} {value} must be at least {least}")
     peak = peak or (12.0 if model in NAMES else 1.0)
     quantized = tuple(s for s in schemes if s != "bf16")
     with random_policy(model, seed) if model in NAMES else nullcontext(model_folder(model)) as folder:

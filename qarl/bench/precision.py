@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from configs.errors import ConfigError
+from configs.load import load_config
 from configs.schema.learner import LearnerConfig
 from learner.backends.single import SingleProcess
 from learner.batching import Batch, make_batch
@@ -129,6 +130,7 @@ def _check(options: PrecisionOptions) -> None:
         raise ConfigError(f"unknown dtype {options.dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
     if options.steps < 2:
         raise ConfigError(f"--steps {options.steps}: give 2 or more, as every second step is measured")
+    load_config(None, {"learner.optimizer.lr": str(options.lr)})  # refuses what is no learning rate
     require_support(get_scheme(options.scheme), COMPUTE_DTYPES[options.dtype], options.kernel)
 
 

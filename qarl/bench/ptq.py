@@ -159,7 +159,7 @@ def _export_accuracy(run: RunFolder) -> float:
 
 
 def _accuracy(engine: Engine, checkpoint: Path, config: RunConfig) -> float:
-    prompter = open_prompter(checkpoint, config)
+    prompter = open_prompter(checkpoint, config.rollout, config.task)
     task = load_task(config.task).shortened(prompter.fits)
     asking = EvalConfig(problems=config.eval.problems)
     return answered(engine, task, prompter, asking, config.rollout).accuracy

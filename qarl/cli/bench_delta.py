@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import ConfigError
+from configs.load import load_config
 from qarl.report.tables import PlainTable
 
 
@@ -40,6 +41,9 @@ def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, A
 
 def _rates(text: str) -> list[float]:
     try:
-        return [float(rate) for rate in text.split(",")]
+        rates = [float(rate) for rate in text.split(",")]
     except ValueError:
         raise ConfigError(f"--lrs {text!r} must be learning rates with commas between, such as 1e-6,3e-6") from None
+    for rate in rates:
+        load_config(None, {"learner.optimizer.lr": str(rate)})  # refuses what is no learning rate
+    return rates

@@ -70,9 +70,13 @@ def _perfectible(known: argparse.Namespace, rest: list[str], console: Console) -
         f"{found.below} were solved less often, {found.above} more often",
         soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
+    if not found.kept:
+        console.print("none is left to train on: ask more (--problems), or widen --low and --high", highlight=False)
+        return 1
     run = (Path(known.target) / "config.yaml").is_file()
     model = RunFolder.open(Path(known.target)).config().model if run else known.target
-    command = f"qarl train --model {shlex.quote(model)} --task {shlex.quote(str(file))} --eval.problems 0"
+    check = " --reward math --task.correct math" if plan.task.name == "math" else ""  # not what a file's default is
+    command = f"qarl train --model {shlex.quote(model)} --task {shlex.quote(str(file))}{check} --eval.problems 0"
     console.print(f"train on them: {command}", soft_wrap=True, markup=False, highlight=False)
     return 0
 
@@ -82,6 +86,8 @@ def _check(known: argparse.Namespace, file: Path) -> None:
     if not file.name.endswith(PERFECTIBLE):
         raise ConfigError(f"--output {known.output}: the name must end in {PERFECTIBLE}, by which a report knows it")
     check_new_folder(file, "file", "--output")
+    if known.problems < 1:
+        raise ConfigError(f"--problems {known.problems} must be at least 1")
     if not 0 <= known.low <= known.high <= 1:
         raise ConfigError(f"--low {known.low:g} and --high {known.high:g} must rise, from 0 to 1")
     if known.seed < 0:

@@ -52,7 +52,11 @@ def add_eval(commands: Any) -> None:
         help="others are left out (default: the run's, else 448, of a suite 2048)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of problems and sampling (default 0)")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="default: the run's, else the checkpoint's, and bfloat16 for float32",
+    )
     add("--json", metavar="FILE", help="write all figures, and every question's answers, too")
     evaluate.set_defaults(run=_eval)
 

@@ -152,15 +152,17 @@ def _choice(path: str, width: int) -> Iterator[str]:
             default = f"{chosen}"
         else:
             having = [part for part in parts if leaf in part.model_fields]
-            default = ", ".join(f"{'/'.join(p.names())} {written(_default(p, leaf)) or 'none'}" for p in having)
+            default = ", ".join(f"{'/'.join(p.names())} {_written(p, leaf)}" for p in having)
             if chosen in (name for part in having for name in part.names()):
                 default = f"{written(defaults[f'{path}.{leaf}'])}; {default}"
         option = f"{path}.{leaf}"
         yield from _field(option, metavar(option, info), default, info.description, width)
 
 
-def _default(part: type[Choice], leaf: str) -> Any:
-    return part.model_fields[leaf].get_default(call_default_factory=True)
+def _written(part: type[Choice], leaf: str) -> str:
+    """A field's default."""
+    field = part.model_fields[leaf]
+    return "required" if field.is_required() else written(field.get_default(call_default_factory=True)) or "none"
 
 
 def _heading(path: str, sections: Any, width: int) -> Iterator[str]:

@@ -20,8 +20,11 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
     items = iter(rest)
     for item in items:
         if not item.startswith("--"):
-            raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE")
+            file = f"; a configuration is --config {item}" if item.endswith((".yaml", ".yml")) else ""
+            raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE{file}")
         name, equals, value = item[2:].partition("=")
+        if name == "config":
+            raise ConfigError("this command takes a configuration without --config: give the file or name alone")
         name = FLAGS.get(name, name)
         if not equals:
             value = next(items, None)

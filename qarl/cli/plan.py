@@ -50,9 +50,9 @@ def _plan(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     config = load_config(file, overrides)
     check_schemes(config)
     machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
+    if known.processes is not None and known.processes < 1:
+        raise ConfigError(f"--processes {known.processes} must be at least 1")
     processes = known.processes or (machine.count if known.gpus else 1)
-    if processes < 1:
-        raise ConfigError(f"--processes {processes} must be at least 1")
     plan = make_plan(config, *sizes_of(config.model), machine, processes)
     lines = table(plan) if plan.fits else [*table(plan), *remedies(plan, overrides, known.config)]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

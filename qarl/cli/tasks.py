@@ -13,6 +13,7 @@ from rich.console import Console
 
 from qarl.cli.options import refuse_rest
 from qarl.tasks import DEFAULT_OPTIONS, ReasoningGymTask, TaskError
+from qarl.tasks.load import MATH
 from qarl.tasks.procedural import OWN_OPTIONS, dataset_of, reasoning_gym_datasets
 
 _NARROWEST, _WIDEST = 50, 120
@@ -30,6 +31,8 @@ _SUMMARIES = {
     "survo": "Fill a table so that rows and columns have the given sums",
 }
 """Of the datasets without a docstring of their own."""
+
+_MATH = "math: answers in a box, judged by math-verify; the paper's data, or --task.data"
 
 _FILLER = re.compile(
     r"^(?:Procedurally |Dataset that |A dataset for )?(?:[Gg]enerates )?(?:an? )?"
@@ -72,11 +75,14 @@ def _all(width: int) -> Iterator[str]:
         for name in sorted(names):
             yield f"  {name:<{column}}{textwrap.shorten(_summary(name), width - column - 2, placeholder=' …')}"
     yield f"{len(datasets)} tasks; options and an example of one: qarl tasks NAME"
-    yield "math: answers in a box, judged by math-verify; the paper's data, or --task.data"
+    yield _MATH
 
 
 def _one(name: str, width: int) -> Iterator[str]:
     """What a task asks, its options with their defaults, and an example. Raises `TaskError` for an unknown name."""
+    if name == MATH:
+        yield f"{_MATH} (docs/tasks.md); it has no other options, and its questions are not read here"
+        return
     _, config = dataset_of(name)
     yield f"{name}: {_summary(name)}"
     yield ""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from configs.errors import ConfigError
 from qarl.cli.options import refuse_rest
 from qarl.report.run_folder import RunFolder
 
@@ -52,7 +53,14 @@ def _watch(known: argparse.Namespace, rest: list[str], console: Console) -> int:
                 running = folder.is_held()  # asked first: what is written until then is read
                 for line in lines.read():
                     done = line["step"]
-                    dashboard.stepped(restored_step(line), signs.add(line))
+                    try:
+                        step = restored_step(line)
+                    except TypeError as error:
+                        raise ConfigError(
+                            f"{str(folder.metrics)!r}, step {done}: another version of qarl wrote it ({error}); watch "
+                            "it with that one"
+                        ) from error
+                    dashboard.stepped(step, signs.add(line))
                     dashboard.entered("a step")
                 if not running or done >= config.steps:
                     break

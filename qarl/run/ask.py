@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from qarl.run.evaluation_plan import Plan
-from qarl.run.prompts import Prompter
+from qarl.run.prompts import open_prompter
 from qarl.tasks import Problem
 from qarl.tasks.base import Message
 from rollout.open import open_engine
@@ -20,7 +20,7 @@ def open_policy_to_ask(plan: Plan) -> Iterator[Answer]:
 
     Raises what `Prompter.prompt` does for a conversation that is too long, or that the model has no template for.
     """
-    prompter, asking = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens, plan.task.template), plan.asking
+    prompter, asking = open_prompter(plan.checkpoint, plan.rollout, plan.task), plan.asking
     system = () if plan.task.system is None else ({"role": "system", "content": plan.task.system},)
     with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
 

@@ -9,7 +9,7 @@ from learner.processes import Processes
 from qarl.evaluation.results import Evaluation, Question, Result, final_answer
 from qarl.report.startup import phase, say
 from qarl.run.evaluation_plan import Plan
-from qarl.run.prompts import Prompter
+from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Split, Task
 from rollout.engine import Engine
 from rollout.open import open_engine
@@ -90,7 +90,7 @@ def _question(problem: Problem, completions: list[Completion], verdicts: list[bo
 def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
     """Each task's answers, by name, from one fresh engine. seed: of the problems and of sampling. The reward a run
     trained with plays no part: accuracy is the task's own verdict."""
-    prompter = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens, plan.task.template)
+    prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     fitting = {name: task.shortened(prompter.fits) for name, task in tasks.items()}
     for task in fitting.values():
         if described := task.describe():

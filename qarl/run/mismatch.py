@@ -91,7 +91,10 @@ class Investigation:
 def investigate(config: RunConfig) -> Investigation:
     """Sample `rollout.prompts` prompts of the configuration's task, `rollout.samples` completions each, and score
     them."""
-    folder, prompter = model_folder(config.model), open_prompter(model_folder(config.model), config)
+    folder, prompter = (
+        model_folder(config.model),
+        open_prompter(model_folder(config.model), config.rollout, config.task),
+    )
     masters = load_masters(folder, torch.float32, Processes().device)
     models = {name: _learner(config, masters, kind) for name, kind in LEARNERS.items()}
     task = load_task(config.task).shortened(prompter.fits)

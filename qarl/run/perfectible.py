@@ -15,7 +15,7 @@ from qarl.evaluation.results import Result
 from qarl.report.startup import phase
 from qarl.run.evaluate import answered, problems_once
 from qarl.run.evaluation_plan import Plan
-from qarl.run.prompts import Prompter
+from qarl.run.prompts import open_prompter
 from qarl.tasks import Problem
 from rollout.open import open_engine
 
@@ -34,7 +34,7 @@ def write_perfectible(plan: Plan, seed: int, low: float, high: float, file: Path
     """Ask the training questions of `plan`'s task, and write those of which a share from `low` to `high` of the answers
     is right, as a file of questions. Raises `TaskError` where the task has none."""
     (task,) = plan.tasks().values()
-    prompter = Prompter(plan.checkpoint, plan.rollout.max_prompt_tokens, plan.task.template)
+    prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     task = task.shortened(prompter.fits)
     problems = problems_once(task, "train", plan.asking.problems, seed)
     with ExitStack() as stack:

@@ -44,7 +44,7 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
 
     Raises what a run would: `ModelError`, `ConfigError`, `TaskError`, `RewardError`.
     """
-    prompter = open_prompter(folder, config)
+    prompter = open_prompter(folder, config.rollout, config.task)
     task = task.shortened(prompter.fits)
     asked = task.problems("train", 0, _LOOKED_AT, config.seed)
     problems = list({problem.id: problem for problem in asked}.values())  # a small table comes round again

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from configs.errors import ConfigError, ModelError
-from configs.schema.run import RunConfig
+from configs.schema.run import RolloutConfig
+from configs.schema.task import TaskConfig
 from configs.words import did_you_mean
 from qarl.tasks import Problem, Response, Task
 from rollout.types import Completion, Group, Prompt
@@ -96,10 +97,10 @@ class Prompter:
                 )
 
 
-def open_prompter(model_folder: Path, config: RunConfig) -> Prompter:
-    """A run's. Raises `ModelError` for a tokenizer that cannot be loaded."""
+def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) -> Prompter:
+    """By a run's limits and template. Raises `ModelError` for a tokenizer that cannot be loaded."""
     try:
-        return Prompter(model_folder, config.rollout.max_prompt_tokens, config.task.template)
+        return Prompter(model_folder, rollout.max_prompt_tokens, task.template)
     except ConfigError:
         raise
     except Exception as error:  # whatever the tokenizer's files make transformers raise

@@ -126,7 +126,7 @@ def check_prompts(config: RunConfig) -> str | None:
     """
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-    prompter = open_prompter(folder, config)
+    prompter = open_prompter(folder, config.rollout, config.task)
     problems_alone = config.task.model_copy(update={"reward": None, "correct": None})  # `check_files` tries those
     task = load_task(problems_alone).shortened(prompter.fits)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)
@@ -158,7 +158,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     folder = model_folder(config.model)
     dtype = COMPUTE_DTYPES[config.dtype]
     compute = MASTER_DTYPES[config.learner.compute_dtype] if config.learner.compute_dtype else None
-    prompter = open_prompter(folder, config)
+    prompter = open_prompter(folder, config.rollout, config.task)
     task = load_task(config.task).shortened(prompter.fits)
     together = processes or Processes()
     alone = {"zero_stage": None, "deepspeed": None, "compile": False}

@@ -31,6 +31,8 @@ def test_one_task_shows_options_defaults_and_an_example(capsys):
 def test_a_task_that_needs_options_says_so(capsys):
     assert main(["tasks", "composite"]) == 0
     assert "no example without options" in capsys.readouterr().out
+    assert main(["tasks", "math"]) == 0
+    assert "the paper's data, or --task.data" in capsys.readouterr().out
 
 
 def test_an_unknown_task_is_refused_with_the_nearest(capsys):

@@ -126,6 +126,9 @@ def test_a_run_is_watched_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["watch", str(run.path)]) == 0
     assert "continue it" not in capsys.readouterr().out
     assert main(["watch", str(tmp_path)]) == 2
+    run.metrics.write_text('{"step": 1}\n')
+    assert main(["watch", str(run.path)]) == 2
+    assert "metrics.jsonl', step 1: another version of qarl wrote it" in capsys.readouterr().err
 
 
 def test_lines_are_read_once_and_whole(tmp_path: Path):

@@ -47,6 +47,7 @@ def test_questions_solved_now_and_then_are_kept(
     [
         ("-o some.jsonl", "--output some.jsonl: the name must end in perfectible.jsonl"),
         ("--low 0.9", "--low 0.9 and --high 0.8 must rise, from 0 to 1"),
+        ("--problems 0", "--problems 0 must be at least 1"),
         ("--samples 0", "eval.samples 0 must be a whole number, at least 1"),
         ("--temperature 0", "greedy answers are all the same"),
         ("--learner.lora.name lora", "unknown option --learner.lora.name of qarl data perfectible"),

@@ -96,7 +96,7 @@ def run(job: Job, console: Console) -> Measured:
 def _accuracies(checkpoint: Path, folder: RunFolder, grid: Grid) -> tuple[float, float | None]:
     """Greedy and sampled, of a checkpoint in a fresh engine, on the held-out problems of the run's task."""
     config = folder.config()
-    prompter = open_prompter(checkpoint, config)
+    prompter = open_prompter(checkpoint, config.rollout, config.task)
     task = load_task(config.task).shortened(prompter.fits)
     with open_engine(checkpoint, config.rollout, config.dtype) as engine:
         asking = EvalConfig(problems=config.eval.problems)
