@@ -216,6 +216,7 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
                 "apply: leave it out"
             )
     folder = RunFolder.open(Path(known.resume))
+    folder.require_checkpoint()
     started = folder.config()
     config = resumed_config(started, load_config(folder.path / "config.yaml", overrides))
     done = max(folder.steps(), default=0)
@@ -299,13 +300,15 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
     from qarl.report.run_folder import RunFolder
 
     check_new_folder(Path(known.output), "folder", "--output")
-    RunFolder.open(Path(known.folder)).config()
+    folder = RunFolder.open(Path(known.folder))
+    folder.config()
     quiet_libraries()
     if known.ptq:
         return _export_ptq(known, console)
     for option in ("scheme", "calibration"):
         if getattr(known, option) is not None:
             raise ConfigError(f"--{option} goes with --ptq; without it a run is exported in the scheme it has")
+    folder.require_checkpoint()
     from qarl.run.export import export_run
 
     with told_to(Console(stderr=True), after=_LONG_PHASE):

@@ -84,6 +84,7 @@ def find_served(target: Path) -> Served:
     run = (target / "config.yaml").is_file()
     folder = RunFolder(target).export if run else target
     if run and not folder.is_dir():
+        RunFolder(target).require_checkpoint()
         quoted = shlex.quote(str(target))
         raise ServeError(
             f"run {str(target)!r} has no export yet; finish it (qarl train --resume {quoted}), or write one of its "

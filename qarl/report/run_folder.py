@@ -146,6 +146,16 @@ class RunFolder:
         """Steps of the complete checkpoints, oldest first."""
         return sorted(int(file.parent.name[5:]) for file in self.checkpoints.glob("step-[0-9]*/manifest.json"))
 
+    def require_checkpoint(self) -> None:
+        """Raises `ConfigError` for a run without a checkpoint: there is nothing of it to export or go on from."""
+        if not self.steps():
+            config = self.config()
+            first = min(config.checkpoint.every, config.steps)
+            raise ConfigError(
+                f"run {str(self.path)!r} holds no checkpoint yet, the first of which is of step {first}: wait for it, "
+                "or start the run again with another --output"
+            )
+
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """An existing run. Raises `ConfigError` where there is none."""

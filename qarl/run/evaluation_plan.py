@@ -127,6 +127,7 @@ def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, A
         folder = RunFolder.open(path)
         config = folder.config()
         if not folder.export.is_dir():
+            folder.require_checkpoint()
             raise ConfigError(f"run {target!r} has no export yet; finish it, or: qarl export {target} -o DIR")
         if dtype not in (None, config.dtype):
             raise ConfigError(

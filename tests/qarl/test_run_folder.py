@@ -123,6 +123,17 @@ def test_a_run_whose_export_is_not_proven_goes_on(
 
 
 @pytest.mark.parametrize(
+    "arguments", ["train --resume {run}", "export {run} -o {run}-out", "serve {run}", "eval {run}"]
+)
+def test_a_run_without_a_checkpoint_has_nothing_to_go_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str
+):
+    run = new_run(tmp_path / "run")
+    assert main(arguments.format(run=run.path).split()) == 2
+    assert "holds no checkpoint yet, the first of which is of step 8: wait for it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("steps: [\n", "is not YAML"),
