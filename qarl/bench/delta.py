@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from configs.errors import ConfigError
 from configs.schema.learner import OptimizerConfig
 from learner.optim.master_step import MasterStep
 from qarl.bench.learner.batch import MODELS
@@ -82,10 +81,6 @@ def measure(
 ) -> list[Change]:
     """Every combination, of the first step and of the last of `STEPS`, with scales of every version's extremes and,
     where codes are integers, with kept ones. Raises before anything is measured."""
-    for option, names, known in (("shapes", shapes, SHAPES), ("optimizers", optimizers, ("adamw", "muon"))):
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ConfigError(f"--{option} {unknown[0]!r}: known are {', '.join(known)}")
     found = [get_scheme(name) for name in schemes]
     configs = [OptimizerConfig.model_validate({"name": name, "lr": lr}) for name in optimizers for lr in rates]
     changes = []

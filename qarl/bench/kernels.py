@@ -7,7 +7,7 @@ Axes: N tokens, O output rows, I input columns.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,6 @@ from quant.kernels.base import KernelFactory, LowBitMatmul
 from quant.kernels.supported import why_not
 from quant.materialize import materialize
 from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
-
-MODEL_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
-    "qwen2.5-1.5b": ((1536, 1536), (8960, 1536), (1536, 8960)),
-    "qwen2.5-7b": ((3584, 3584), (18944, 3584), (3584, 18944)),
-    "qwen3-30b-a3b": ((4096, 2048), (2048, 4096), (1536, 2048), (2048, 768)),
-}
-"""(O, I): attention's projections, gate or up, down; of the mixture one expert's gate with up, and down."""
 
 _LONGEST_ROUND_SECONDS = 2.0
 """A product slower than this is timed once."""
@@ -46,11 +39,10 @@ class KernelRow:
 
 
 def measure(
-    schemes: list[str], shapes: list[tuple[int, int]], tokens: list[int], dtype: str, family: str, repeats: int
-) -> list[KernelRow]:
+    schemes: Sequence[str], shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: str, family: str,
+    repeats: int,
+) -> list[KernelRow]:  # fmt: skip
     """Rows by shape, then scheme, then tokens; schemes empty: all. Raises `ConfigError` for unusable values."""
-    if dtype not in COMPUTE_DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats} must be at least 1")
     found = [get_scheme(name) for name in schemes or SCHEMES if name != "bf16"]
@@ -76,29 +68,6 @@ def measure(
             else:
                 rows += [_row(scheme, shape, n, product, plain, compute, repeats) for n in tokens]
     return rows
-
-
-def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """Names of `MODEL_SHAPES` and OxI pairs, with commas between. Raises `ConfigError` for anything else."""
-    shapes: list[tuple[int, int]] = []
-    for word in text.split(","):
-        rows, times, columns = word.partition("x")
-        if word in MODEL_SHAPES:
-            shapes += MODEL_SHAPES[word]
-        elif times and rows.isdigit() and columns.isdigit() and int(rows) and int(columns):
-            shapes.append((int(rows), int(columns)))
-        else:
-            raise ConfigError(
-                f"unknown shape {word!r}: give rows and columns as 4096x2048, or {', '.join(MODEL_SHAPES)}"
-            )
-    return shapes
-
-
-def parse_tokens(text: str) -> list[int]:
-    """Counts with commas between. Raises `ConfigError` for anything else."""
-    if not all(word.isdigit() and int(word) for word in text.split(",")):
-        raise ConfigError(f"--tokens {text!r} must be positive numbers with commas between, such as 1,64,4096")
-    return [int(word) for word in text.split(",")]
 
 
 def table(rows: list[KernelRow], dtype: str) -> PlainTable:

@@ -31,9 +31,6 @@ from qarl.report.tables import PlainTable
 from quant.kernels.supported import kept_support, require_support
 from quant.schemes import COMPUTE_DTYPES, get_scheme
 
-MODELS = ("40m", "150m", "70m-moe", "1b-moe")
-"""Random Qwen3s, one of 16 experts of which 4 a token, and one of layers as in Qwen3-30B-A3B (`publish.moe_config`)."""
-
 _MOE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "tie_word_embeddings", "num_experts", "num_experts_per_tok",
@@ -73,9 +70,6 @@ def measure(
 ) -> list[Row]:
     """Rows by model. say: gets a line before each run. fields: of the configuration, by dotted path. Raises
     `ConfigError` and `SchemeError` for what cannot be measured, before anything is; `WorkerError` where a run fails."""
-    for model in models:
-        if model not in MODELS:
-            raise ConfigError(f"unknown model {model!r}: known are {', '.join(MODELS)}")
     for scheme in schemes:
         require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"], "auto", ask=kept_support)
     if torch.cuda.is_available():

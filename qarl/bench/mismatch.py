@@ -84,9 +84,6 @@ def run(
     by 12."""
     for scheme in schemes:
         get_scheme(scheme)
-    for dtype in dtypes:
-        if dtype not in COMPUTE_DTYPES:
-            raise ConfigError(f"unknown dtype {dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
     for option, value, least in (("prompts", prompts, 1), ("tokens", tokens, 1), ("seed", seed, 0)):
         if value < least:
             raise ConfigError(f"--{option} {value} must be at least {least}")

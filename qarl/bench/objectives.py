@@ -10,21 +10,20 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
-from configs.schema.objectives import AnyObjective, OwnConfig, TbpoConfig
+from configs.schema.objectives import TbpoConfig
 from configs.schema.run import RunConfig
-from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
+from qarl.bench.names import OBJECTIVES
+from qarl.bench.runs import existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
 from qarl.run.session import check_input
-
-OBJECTIVES = tuple(n for section in get_args(AnyObjective) for n in section.names() if section is not OwnConfig)
 
 _BY_SEQUENCE = ("gspo", "gspo_dual_clip")
 
@@ -135,13 +134,9 @@ def _config(options: ObjectivesOptions, seed: int, objective: str) -> RunConfig:
 def _checked(options: ObjectivesOptions) -> ObjectivesOptions:
     """The options with their objectives spelled out, once they, the model and the runs found on disk go together."""
     refuse_chosen(options.overrides, ("learner.objective", "seed", "output", "export"))
-    check_seeds(options.seeds)
-    for objective in options.objectives:
-        if objective not in OBJECTIVES:
-            raise ConfigError(f"--objectives {objective!r} is none of {', '.join(OBJECTIVES)}")
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: give at least 1")
-    options = dataclasses.replace(options, objectives=tuple(dict.fromkeys(options.objectives)) or OBJECTIVES)
+    options = dataclasses.replace(options, objectives=options.objectives or OBJECTIVES)
     configs = [_config(options, seed, objective) for seed in options.seeds for objective in options.objectives]
     check_input(configs[0])
     for config in configs:

@@ -126,8 +126,6 @@ def as_data(rows: list[PrecisionRow]) -> list[dict[str, Any]]:
 
 
 def _check(options: PrecisionOptions) -> None:
-    if options.dtype not in COMPUTE_DTYPES:
-        raise ConfigError(f"unknown dtype {options.dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
     if options.steps < 2:
         raise ConfigError(f"--steps {options.steps}: give 2 or more, as every second step is measured")
     load_config(None, {"learner.optimizer.lr": str(options.lr)})  # refuses what is no learning rate

@@ -14,16 +14,14 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
 from configs.load import config_file, load_config
 from configs.schema.run import RunConfig
 from qarl.bench.rounded_policy import rounded_policy
-from qarl.bench.runs import check_seeds, existing_run, finished_run, refuse_chosen
+from qarl.bench.runs import existing_run, finished_run, refuse_chosen
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
 from qarl.run.session import check_input, model_folder
-from quant.schemes import get_scheme
 
 _UNALIGNED = {"scheme": "w4a16", "learner.aligned": "false"}
 PAIRINGS: dict[str, dict[str, str]] = {
@@ -187,14 +185,7 @@ def _checked(options: GapOptions) -> GapOptions:
     chosen = {path for pairing in PAIRINGS.values() for path in pairing}
     chosen |= {"learner.optimizer.lr"} if options.lrs else set()
     refuse_chosen(options.overrides, (*sorted(chosen), "seed", "output", "export"))
-    check_seeds(options.seeds)
-    for pairing in options.pairings:
-        if pairing not in PAIRINGS:
-            raise ConfigError(f"--pairings {pairing!r} is none of {', '.join(PAIRINGS)}")
-    options = dataclasses.replace(options, pairings=tuple(dict.fromkeys(options.pairings)) or tuple(PAIRINGS))
-    options = dataclasses.replace(options, lrs=tuple(dict.fromkeys(options.lrs)))
-    if options.rounded is not None:
-        get_scheme(options.rounded)
+    options = dataclasses.replace(options, pairings=options.pairings or tuple(PAIRINGS))
     configs = [_config(options, *cell) for cell in _cells(options)]
     for config in configs:
         check_input(config)

@@ -16,7 +16,7 @@ from rich.console import Console
 from configs.errors import ConfigError
 from configs.load import default_config, load_config
 from configs.schema.run import EvalConfig, RunConfig
-from qarl.bench.runs import check_seeds, existing_run, finished_run, overrides_in, refuse_chosen
+from qarl.bench.runs import existing_run, finished_run, overrides_in, refuse_chosen
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.ptq.source import open_source
@@ -117,7 +117,6 @@ def _config(options: PtqOptions, seed: int, scheme: str) -> RunConfig:
 def _checked(options: PtqOptions) -> PtqOptions:
     """The options with their methods spelled out, once they, the model and the runs found on disk go together."""
     refuse_chosen(options.overrides, _CHOSEN_HERE)
-    check_seeds(options.seeds)
     methods = options.methods or methods_for(get_scheme(options.scheme)) or ("rtn",)
     for seed in options.seeds:
         for scheme in (UNQUANTIZED, options.scheme):

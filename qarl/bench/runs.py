@@ -23,12 +23,6 @@ _PLANNED = {
 """Fields that `qarl.plan` decides where they have this value; `qarl train` records what it decided."""
 
 
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Raise `ConfigError` where there are none, or one twice."""
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {list(seeds)}: give one or more different numbers")
-
-
 def refuse_chosen(overrides: Mapping[str, str], chosen: Sequence[str]) -> None:
     """Raise `ConfigError` for an override of a field, or of a section's fields, that the benchmark itself sets."""
     for key in overrides:

@@ -7,11 +7,24 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.scheme_names import check_scheme_name
+from configs.scheme_names import SCHEME_NAMES
+from qarl.bench.names import LEARNER_MODELS, METHODS, OBJECTIVES, OPTIMIZERS, PAIRINGS, PRODUCT_SHAPES
+from qarl.cli.bench_schemes import add_schemes, schemes
 from qarl.cli.bench_train import add_train, train
 from qarl.cli.bench_trl import add_trl, trl_settings
-from qarl.cli.options import check_json, dotted_overrides, numbers, refuse_rest, write_json
+from qarl.cli.options import (
+    DTYPES,
+    KERNELS,
+    check_json,
+    dotted_overrides,
+    numbers,
+    refuse_rest,
+    scheme_names,
+    seeds,
+    split,
+    words,
+    write_json,
+)
 from qarl.report.tables import PlainTable
 
 _Shown = PlainTable | Sequence[PlainTable]
@@ -47,8 +60,6 @@ def _runs(parser: argparse.ArgumentParser, measure: Callable[..., _Measured], fi
             refuse_rest(rest)
         overrides = (dotted_overrides(known, rest),) if fields else ()
         check_json(known.json)
-        for name in _names(getattr(known, "schemes", "")):  # a slip is told before torch is imported
-            check_scheme_name(name)
         from qarl.cli.environment import quiet_libraries
 
         quiet_libraries(getattr(known, "compile", False))
@@ -72,8 +83,8 @@ def _add_mismatch(names: Any) -> None:
         help="folder, hub id, embedded name, or a tiny untrained model with a peaky output head: random-qwen3 "
         "(default), random-qwen3-moe, random-llama, random-mistral (windows) or random-gemma3",
     )
-    mismatch.add_argument("--schemes", default="w4a16,w8a8,fp8", help="comma-separated")
-    mismatch.add_argument("--dtypes", default="bfloat16,float16", help="comma-separated")
+    mismatch.add_argument("--schemes", type=scheme_names, default="w4a16,w8a8,fp8", help="comma-separated")
+    mismatch.add_argument("--dtypes", type=words(DTYPES), default="bfloat16,float16", help="comma-separated")
     mismatch.add_argument("--prompts", type=int, default=32)
     mismatch.add_argument("--tokens", type=int, default=64, help="sampled tokens a prompt")
     mismatch.add_argument(
@@ -86,10 +97,7 @@ def _add_mismatch(names: Any) -> None:
 def _mismatch(known: argparse.Namespace, _console: Console) -> _Measured:
     from qarl.bench import mismatch
 
-    rows = mismatch.run(
-        known.model, tuple(known.schemes.split(",")), tuple(known.dtypes.split(",")), known.prompts, known.tokens,
-        known.peak, known.seed,
-    )  # fmt: skip
+    rows = mismatch.run(known.model, known.schemes, known.dtypes, known.prompts, known.tokens, known.peak, known.seed)
     return mismatch.table(rows), mismatch.rows_as_data(rows)
 
 
@@ -104,9 +112,14 @@ def _add_ptq(names: Any) -> None:
         ),
         allow_abbrev=False,
     )
-    ptq.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
-    ptq.add_argument("--scheme", default="w4a16", help="low-bit scheme (default w4a16)")
-    ptq.add_argument("--methods", help="comma-separated (default: all that are for the scheme)")
+    ptq.add_argument("--seeds", type=seeds, default="0,1,2", help="comma-separated (default 0,1,2)")
+    ptq.add_argument(
+        "--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="low-bit scheme (default w4a16)"
+    )
+    ptq.add_argument(
+        "--methods", type=words(METHODS), default="", help="comma-separated (default: all that are for the "
+        "scheme)",
+    )  # fmt: skip
     ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
     ptq.add_argument("--runs", default="runs/bench-ptq", metavar="FOLDER", help="of the runs (default runs/bench-ptq)")
     _runs(ptq, _ptq, fields=True)
@@ -115,14 +128,9 @@ def _add_ptq(names: Any) -> None:
 def _ptq(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
     from qarl.bench import ptq
 
-    methods = tuple(known.methods.split(",")) if known.methods else ()
-    options = ptq.PtqOptions(Path(known.runs), _seeds(known.seeds), known.scheme, methods, known.calibration, overrides)
+    options = ptq.PtqOptions(Path(known.runs), known.seeds, known.scheme, known.methods, known.calibration, overrides)
     deployed = ptq.measure(options, console)
     return ptq.table(deployed), ptq.as_data(deployed)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    return numbers("seeds", text)
 
 
 def _add_objectives(names: Any) -> None:
@@ -136,8 +144,8 @@ def _add_objectives(names: Any) -> None:
         ),
         allow_abbrev=False,
     )
-    objectives.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
-    objectives.add_argument("--objectives", help="comma-separated (default: all)")
+    objectives.add_argument("--seeds", type=seeds, default="0,1,2", help="comma-separated (default 0,1,2)")
+    objectives.add_argument("--objectives", type=words(OBJECTIVES), default="", help="comma-separated (default: all)")
     objectives.add_argument("--steps", type=int, default=60, help="training steps of each run (default 60)")
     objectives.add_argument(
         "--runs", default="runs/bench-objectives", metavar="FOLDER", help="of the runs (default runs/bench-objectives)"
@@ -148,8 +156,7 @@ def _add_objectives(names: Any) -> None:
 def _objectives(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
     from qarl.bench import objectives
 
-    names = tuple(known.objectives.split(",")) if known.objectives else ()
-    options = objectives.ObjectivesOptions(Path(known.runs), _seeds(known.seeds), names, known.steps, overrides)
+    options = objectives.ObjectivesOptions(Path(known.runs), known.seeds, known.objectives, known.steps, overrides)
     trained = objectives.measure(options, console)
     return objectives.table(trained), objectives.as_data(trained)
 
@@ -165,10 +172,14 @@ def _add_precision_gap(names: Any) -> None:
         ),
         allow_abbrev=False,
     )
-    gap.add_argument("--seeds", default="0", help="comma-separated (default 0)")
-    gap.add_argument("--pairings", help="comma-separated (default: all)")
-    gap.add_argument("--lrs", help="comma-separated learning rates (default: the configuration's)")
-    gap.add_argument("--rounded", metavar="SCHEME", help="start from weights rounded to this scheme's codes")
+    gap.add_argument("--seeds", type=seeds, default="0", help="comma-separated (default 0)")
+    gap.add_argument("--pairings", type=words(PAIRINGS), default="", help="comma-separated (default: all)")
+    gap.add_argument(
+        "--lrs", type=split, default="", help="comma-separated learning rates (default: the configuration's)"
+    )
+    gap.add_argument(
+        "--rounded", choices=SCHEME_NAMES, metavar="SCHEME", help="start from weights rounded to this scheme's codes"
+    )
     gap.add_argument("--threshold", type=float, default=-0.5, help="mean reward that counts as learned (default -0.5)")
     gap.add_argument(
         "--runs", default="runs/bench-precision", metavar="FOLDER", help="of the runs (default runs/bench-precision)"
@@ -179,10 +190,9 @@ def _add_precision_gap(names: Any) -> None:
 def _precision_gap(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
     from qarl.bench import precision_gap
 
-    names = tuple(known.pairings.split(",")) if known.pairings else ()
-    lrs = tuple(known.lrs.split(",")) if known.lrs else ()
-    runs, seeds = Path(known.runs), _seeds(known.seeds)
-    options = precision_gap.GapOptions(runs, seeds, names, known.threshold, overrides, lrs, known.rounded)
+    options = precision_gap.GapOptions(
+        Path(known.runs), known.seeds, known.pairings, known.threshold, overrides, known.lrs, known.rounded
+    )
     gaps = precision_gap.measure(options, console)
     return precision_gap.table(gaps, known.threshold), precision_gap.as_data(gaps)
 
@@ -191,12 +201,12 @@ def _add_precision(names: Any) -> None:
     precision = names.add_parser(
         "precision", help="what masters of each precision keep of updates at a small learning rate"
     )
-    precision.add_argument("--scheme", default="w4a16", help="default w4a16")
-    precision.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+    precision.add_argument("--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="default w4a16")
+    precision.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
     precision.add_argument("--steps", type=int, default=14, help="of two updates each (default 14)")
     precision.add_argument("--lr", type=float, default=1e-6, help="learning rate (default 1e-6)")
-    precision.add_argument("--optimizer", default="muon", choices=("muon", "adamw"), help="default muon")
-    precision.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    precision.add_argument("--optimizer", default="muon", choices=OPTIMIZERS, help="default muon")
+    precision.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
     precision.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
     _runs(precision, _precision)
 
@@ -213,10 +223,10 @@ def _precision(known: argparse.Namespace, _console: Console) -> _Measured:
 
 def _add_publish(names: Any) -> None:
     publish = names.add_parser("publish", help="materializing and publishing against memory-copy bandwidth, and memory")
-    publish.add_argument("--scheme", default="w4a16", help="default w4a16")
+    publish.add_argument("--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="default w4a16")
     publish.add_argument("--parameters", type=float, default=1e9, help="of the random Qwen3-MoE (default 1e9)")
-    publish.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
-    publish.add_argument("--master-dtype", default="bfloat16", help="bfloat16 (default) or float32")
+    publish.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
+    publish.add_argument("--master-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     publish.add_argument("--repeats", type=int, default=7, help="rounds; medians are shown (default 7)")
     _runs(publish, _publish)
 
@@ -230,16 +240,35 @@ def _publish(known: argparse.Namespace, _console: Console) -> _Measured:
 
 def _add_kernels(names: Any) -> None:
     kernels = names.add_parser("kernels", help="the learner's low-bit products against its bf16 product")
-    kernels.add_argument("--schemes", default="", help="comma-separated (default: all)")
+    kernels.add_argument("--schemes", type=scheme_names, default="", help="comma-separated (default: all)")
     kernels.add_argument(
-        "--shapes", default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x columns), or of a model: "
-        "qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",
+        "--shapes", type=_product_shapes, default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x "
+        "columns), or of a model: qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",
     )  # fmt: skip
-    kernels.add_argument("--tokens", help="comma-separated (default: 1,16,256; on GPUs 1 to 32768)")
-    kernels.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
-    kernels.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    kernels.add_argument(
+        "--tokens", type=numbers("1,64,4096", 1), help="comma-separated (default: 1,16,256; on GPUs 1 to "
+        "32768)",
+    )  # fmt: skip
+    kernels.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
+    kernels.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
     kernels.add_argument("--repeats", type=int, default=5, help="rounds; medians are shown (default 5)")
     _runs(kernels, _kernels)
+
+
+def _product_shapes(text: str) -> list[tuple[int, int]]:
+    """Names of `PRODUCT_SHAPES` and OxI pairs, with commas between."""
+    shapes: list[tuple[int, int]] = []
+    for word in text.split(","):
+        rows, times, columns = word.partition("x")
+        if word in PRODUCT_SHAPES:
+            shapes += PRODUCT_SHAPES[word]
+        elif times and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns):
+            shapes.append((int(rows), int(columns)))
+        else:
+            raise argparse.ArgumentTypeError(
+                f"{word!r} is no shape: give rows and columns as 4096x2048, or {', '.join(PRODUCT_SHAPES)}"
+            )
+    return shapes
 
 
 def _kernels(known: argparse.Namespace, _console: Console) -> _Measured:
@@ -247,10 +276,10 @@ def _kernels(known: argparse.Namespace, _console: Console) -> _Measured:
 
     from qarl.bench import kernels
 
-    default = "1,16,256,4096,32768" if torch.cuda.is_available() else "1,16,256"
-    shapes, tokens = kernels.parse_shapes(known.shapes), kernels.parse_tokens(known.tokens or default)
-    schemes = [name for name in known.schemes.split(",") if name]
-    rows = kernels.measure(schemes, shapes, tokens, known.dtype, known.kernel, known.repeats)
+    default = (1, 16, 256, 4096, 32768) if torch.cuda.is_available() else (1, 16, 256)
+    rows = kernels.measure(
+        known.schemes, known.shapes, known.tokens or default, known.dtype, known.kernel, known.repeats
+    )
     return kernels.table(rows, known.dtype), kernels.rows_as_data(rows)
 
 
@@ -258,11 +287,16 @@ def _add_learner(names: Any) -> None:
     learner = names.add_parser(
         "learner", help="a learner step per scheme: time, its split and memory, against bf16 and against TRL"
     )
-    learner.add_argument("--models", default="tiny", help="comma-separated: tiny (default), 150m")
     learner.add_argument(
-        "--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes first"
+        "--models", type=words(LEARNER_MODELS), default="tiny", help="comma-separated: tiny (default), 150m"
     )
-    learner.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16); masters are float32")
+    learner.add_argument(
+        "--schemes", type=scheme_names, default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8); bf16 comes "
+        "first",
+    )  # fmt: skip
+    learner.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16); masters are float32"
+    )
     add_trl(learner, "default,no-checkpointing")
     learner.add_argument("--updates", type=int, default=2, help="optimizer steps a batch (default 2)")
     learner.add_argument("--tokens", type=int, help="of the median completion (default: the model's)")
@@ -273,7 +307,7 @@ def _add_learner(names: Any) -> None:
         "--checkpointing", action="store_true", help="QaRL's schemes with learner.gradient_checkpointing, too"
     )
     learner.add_argument("--compile", action="store_true", help="QaRL's schemes with learner.compile, too")
-    learner.add_argument("--kernel", default="auto", help="the learner's kernel family: auto, vllm, torch, reference")
+    learner.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
     learner.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
     _runs(learner, _learner)
 
@@ -284,87 +318,21 @@ def _learner(known: argparse.Namespace, console: Console) -> _Measured:
 
     settings, python = trl_settings(known)
     options = learner.Options(
-        models=tuple(known.models.split(",")), schemes=tuple(s for s in known.schemes.split(",") if s),
-        dtype=known.dtype, trl=settings, trl_python=python, updates=known.updates, steps=known.steps,
-        rounds=known.rounds, tokens=known.tokens, micro_batch_tokens=known.micro_batch_tokens, kernel=known.kernel,
-        seed=known.seed, variants=tuple(variant for variant in learner.VARIANTS if getattr(known, variant)),
+        models=known.models, schemes=known.schemes, dtype=known.dtype, trl=settings, trl_python=python,
+        updates=known.updates, steps=known.steps, rounds=known.rounds, tokens=known.tokens,
+        micro_batch_tokens=known.micro_batch_tokens, kernel=known.kernel, seed=known.seed,
+        variants=tuple(variant for variant in learner.VARIANTS if getattr(known, variant)),
     )  # fmt: skip
     rows = learner.measure(options, lambda line: console.print(line, highlight=False))
     return learner_table.table(rows, known.dtype), learner.as_data(rows)
 
 
 def _add_schemes(names: Any) -> None:
-    schemes = names.add_parser(
-        "schemes",
-        help="what is deployed per scheme, learner (unquantized, plain, aligned), objective and seed",
-        description=(
-            "Train every combination, deploy it, and compare held-out accuracy in a fresh engine, and training. "
-            "Each run is a process of its own and is kept: the same command goes on where it stopped. A run that fails "
-            "is shown, the rest goes on, and the exit status is 1. Every field of the configuration is an option by "
-            "its dotted name, as in qarl train."
-        ),
-        allow_abbrev=False,
-    )
-    schemes.add_argument("--schemes", default="w4a16,w8a8", help="comma-separated low-bit schemes (default w4a16,w8a8)")
-    schemes.add_argument(
-        "--learners", default="unquantized,plain,aligned", help="comma-separated (default all three): unquantized, in "
-        "bf16; plain, a 16-bit learner with a quantized sampler; aligned, QaRL",
-    )  # fmt: skip
-    schemes.add_argument(
-        "--objectives", default="tbpo,grpo", help="comma-separated, each NAME or NAME+CORRECTION (default tbpo,grpo)"
-    )
-    schemes.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
-    schemes.add_argument("--ptq", default="", help="comma-separated methods that quantize the unquantized "
-                         "runs, such as rtn,gptq (default none)")  # fmt: skip
-    schemes.add_argument("--avg", type=int, default=4, metavar="K", help="answers a problem for the sampled "
-                         "accuracy, avg@K (default 4; 0 leaves it out)")  # fmt: skip
-    schemes.add_argument("--temperature", type=float, default=0.6, help="of those answers (default 0.6, the paper's)")
-    schemes.add_argument("--workers", type=int, default=1, help="runs at a time, a CPU core or a GPU each (default 1)")
-    schemes.add_argument(
-        "--skip-unsupported", action="store_true", help="leave out schemes this machine cannot run, which are refused "
-        "otherwise",
-    )  # fmt: skip
-    schemes.add_argument(
-        "--runs", default="runs/bench-schemes", metavar="FOLDER", help="of the runs (default runs/bench-schemes)"
-    )
-    schemes.add_argument("--plot", metavar="NAME", help="draw accuracies and curves as NAME.svg and NAME.png")
-    _runs(schemes, _schemes, fields=True)
-
-
-def _schemes(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
-    from qarl.report.plots import plot_stem
-
-    picture = plot_stem("--plot", known.plot) if known.plot else None
-    for name, least in (("workers", 1), ("avg", 0)):
-        if getattr(known, name) < least:
-            raise ConfigError(f"--{name} {getattr(known, name)}: give {least} or more")
-    from qarl.bench.schemes.command import run
-    from qarl.bench.schemes.grid import Grid
-
-    grid = Grid(
-        runs=Path(known.runs), schemes=_names(known.schemes), learners=_names(known.learners),
-        objectives=_names(known.objectives), seeds=_seeds(known.seeds), methods=_names(known.ptq), samples=known.avg,
-        temperature=known.temperature, skip_unsupported=known.skip_unsupported, overrides=overrides,
-    )  # fmt: skip
-    from qarl.cli.schemes import scheme_rows
-
-    rows = scheme_rows(overrides.get("model", "tiny-qwen3"), overrides.get("dtype", "bfloat16"))
-    reasons = {row.name: row.shape_reason or row.engine_reason or row.learner_reason for row in rows}
-    unsupported = {name: reason for name, reason in reasons.items() if reason}
-    return run(grid, unsupported, known.workers, picture, console)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Of a comma-separated list, each once."""
-    return tuple(dict.fromkeys(name for name in text.split(",") if name))
+    _runs(add_schemes(names), schemes, fields=True)
 
 
 def _add_train(names: Any) -> None:
-    _runs(add_train(names), _train, fields=True)
-
-
-def _train(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
-    return train(known, _names(known.schemes), _seeds(known.seeds), overrides, console)
+    _runs(add_train(names), train, fields=True)
 
 
 def _add_speed(names: Any) -> None:

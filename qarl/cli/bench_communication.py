@@ -5,7 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.cli.options import numbers
+from qarl.bench.names import OPTIMIZERS
+from qarl.cli.options import numbers, scheme_names, words
 from qarl.report.tables import PlainTable
 
 
@@ -19,11 +20,18 @@ def add_options(names: Any) -> argparse.ArgumentParser:
             "the bytes of the fp32 masters (docs/processes.md)."
         ),
     )
-    parser.add_argument("--processes", default="2,4", help="comma-separated (default 2,4)")
-    parser.add_argument("--stages", default="0,1,2,3", help="of ZeRO, comma-separated (default 0,1,2,3)")
-    parser.add_argument("--schemes", default="w4a16", help="comma-separated (default w4a16)")
-    parser.add_argument("--optimizers", default="adamw,muon", help="comma-separated: adamw, muon (default both)")
+    parser.add_argument("--processes", type=numbers("2,4", 2), default="2,4", help="comma-separated (default 2,4)")
+    parser.add_argument("--stages", type=_stages, default="0,1,2,3", help="of ZeRO, comma-separated (default 0,1,2,3)")
+    parser.add_argument("--schemes", type=scheme_names, default="w4a16", help="comma-separated (default w4a16)")
+    parser.add_argument(
+        "--optimizers", type=words(OPTIMIZERS), default="adamw,muon", help="comma-separated: adamw, muon "
+        "(default both)",
+    )  # fmt: skip
     return parser
+
+
+def _stages(text: str) -> tuple[int, ...]:
+    return tuple(map(int, words(("0", "1", "2", "3"))(text)))
 
 
 def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, Any]:
@@ -31,10 +39,10 @@ def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, An
     from qarl.bench import communication
 
     rows = communication.measure(
-        schemes=known.schemes.split(","),
-        stages=numbers("stages", known.stages),
-        processes=numbers("processes", known.processes),
-        optimizers=known.optimizers.split(","),
+        schemes=known.schemes,
+        stages=known.stages,
+        processes=known.processes,
+        optimizers=known.optimizers,
         say=lambda line: console.print(line, highlight=False),
     )
     return communication.table(rows), communication.as_data(rows)

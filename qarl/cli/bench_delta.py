@@ -7,6 +7,8 @@ from rich.console import Console
 
 from configs.errors import ConfigError
 from configs.load import load_config
+from qarl.bench.names import DELTA_SHAPES, OPTIMIZERS
+from qarl.cli.options import scheme_names, split, words
 from qarl.report.tables import PlainTable
 
 
@@ -20,13 +22,19 @@ def add_options(names: Any) -> argparse.ArgumentParser:
             "(docs/publish.md#deltas)."
         ),
     )
-    parser.add_argument("--shapes", default="150m,1b-moe", help="comma-separated: 150m, 1b-moe (default both)")
     parser.add_argument(
-        "--schemes", default="w4a16,w4a16-channel,w8a8,fp8", help="comma-separated (default "
+        "--shapes", type=words(DELTA_SHAPES), default="150m,1b-moe", help="comma-separated: 150m, 1b-moe "
+        "(default both)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--schemes", type=scheme_names, default="w4a16,w4a16-channel,w8a8,fp8", help="comma-separated (default "
         "w4a16,w4a16-channel,w8a8,fp8)",
     )  # fmt: skip
-    parser.add_argument("--optimizers", default="adamw,muon", help="comma-separated: adamw, muon (default both)")
-    parser.add_argument("--lrs", default="1e-6,3e-6,1e-5", help="comma-separated (default 1e-6,3e-6,1e-5)")
+    parser.add_argument(
+        "--optimizers", type=words(OPTIMIZERS), default="adamw,muon", help="comma-separated: adamw, muon "
+        "(default both)",
+    )  # fmt: skip
+    parser.add_argument("--lrs", type=_rates, default="1e-6,3e-6,1e-5", help="comma-separated (default 1e-6,3e-6,1e-5)")
     return parser
 
 
@@ -34,16 +42,19 @@ def measure(known: argparse.Namespace, _console: Console) -> tuple[PlainTable, A
     """What `known` asks for, as a table and JSON-ready."""
     from qarl.bench import delta
 
-    shapes, schemes, optimizers = (getattr(known, name).split(",") for name in ("shapes", "schemes", "optimizers"))
-    changes = delta.measure(shapes, schemes, optimizers, _rates(known.lrs))
+    changes = delta.measure(known.shapes, known.schemes, known.optimizers, known.lrs)
     return delta.table(changes), delta.as_data(changes)
 
 
 def _rates(text: str) -> list[float]:
     try:
-        rates = [float(rate) for rate in text.split(",")]
+        rates = [float(rate) for rate in split(text)]
+        for rate in rates:
+            load_config(None, {"learner.optimizer.lr": str(rate)})  # refuses what is no learning rate
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     except ValueError:
-        raise ConfigError(f"--lrs {text!r} must be learning rates with commas between, such as 1e-6,3e-6") from None
-    for rate in rates:
-        load_config(None, {"learner.optimizer.lr": str(rate)})  # refuses what is no learning rate
+        rates = []
+    if not rates:
+        raise argparse.ArgumentTypeError(f"{text!r} must be learning rates with commas between, such as 1e-6,3e-6")
     return rates

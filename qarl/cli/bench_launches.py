@@ -5,6 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
+from qarl.bench.names import LAUNCHES_MODELS
+from qarl.cli.options import scheme_names, words
 from qarl.report.tables import PlainTable
 
 
@@ -19,9 +21,12 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--models", default="qwen3-1.7b,qwen3-30b-a3b", help="comma-separated: qwen3-1.7b, qwen3-30b-a3b (default both)"
+        "--models", type=words(LAUNCHES_MODELS), default="qwen3-1.7b,qwen3-30b-a3b", help="comma-separated: "
+        "qwen3-1.7b, qwen3-30b-a3b (default both)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--schemes", type=scheme_names, default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8)"
     )
-    parser.add_argument("--schemes", default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8)")
     return parser
 
 
@@ -29,5 +34,5 @@ def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, An
     """What `known` asks for, as a table and JSON-ready."""
     from qarl.bench.launches import measure as launches
 
-    rows = launches.measure(known.models.split(","), known.schemes.split(","))
+    rows = launches.measure(known.models, known.schemes)
     return launches.table(rows), launches.as_data(rows)

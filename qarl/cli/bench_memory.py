@@ -6,6 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
+from qarl.bench.names import MEMORY_MODELS
+from qarl.cli.options import scheme_names, words
 from qarl.report.tables import PlainTable
 
 
@@ -20,9 +22,12 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--models", default="40m,150m,70m-moe", help="comma-separated, also 1b-moe (default 40m,150m,70m-moe)"
+        "--models", type=words(MEMORY_MODELS), default="40m,150m,70m-moe", help="comma-separated, also "
+        "1b-moe (default 40m,150m,70m-moe)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--schemes", type=scheme_names, default="bf16,w4a16,w8a8", help="comma-separated (default bf16,w4a16,w8a8)"
     )
-    parser.add_argument("--schemes", default="bf16,w4a16,w8a8", help="comma-separated (default bf16,w4a16,w8a8)")
     return parser
 
 
@@ -30,6 +35,5 @@ def measure(known: argparse.Namespace, console: Console, fields: dict[str, str])
     """What `known` asks for, as a table and JSON-ready. fields: of the configuration, by dotted path."""
     from qarl.bench import memory
 
-    models, schemes = (tuple(text.split(",")) for text in (known.models, known.schemes))
-    rows = memory.measure(models, schemes, partial(console.print, highlight=False), fields)
+    rows = memory.measure(known.models, known.schemes, partial(console.print, highlight=False), fields)
     return memory.table(rows), memory.as_data(rows)

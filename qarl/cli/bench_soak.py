@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from configs.scheme_names import SCHEME_NAMES
 from qarl.report.tables import PlainTable
 
 
@@ -18,7 +19,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=500, help="of the run, each with a publish (default 500)")
     parser.add_argument("--prompts", type=int, default=8, help="of a step (default 8)")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt (default 4)")
-    parser.add_argument("--scheme", default="w4a16", help="default w4a16")
+    parser.add_argument("--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="default w4a16")
     return parser
 
 

@@ -6,11 +6,13 @@ from typing import Any
 from rich.console import Console
 
 from configs.errors import ConfigError
+from qarl.bench.names import OPTIMIZERS
+from qarl.cli.options import DTYPES, KERNELS, numbers, scheme_names
 from qarl.report.plots import plot_stem
 from qarl.report.tables import PlainTable
 
 _MEASURED = {
-    "model": "150m", "batches": "1,4,16,64", "contexts": None, "decode_tokens": 16, "steps": 2, "rounds": 3,
+    "model": "150m", "batches": (1, 4, 16, 64), "contexts": None, "decode_tokens": 16, "steps": 2, "rounds": 3,
     "kernel": "auto", "seed": 0, "clock": "wall",
 }  # fmt: skip
 """Options of measuring alone, by name, with their defaults; contexts depend on the machine."""
@@ -29,28 +31,32 @@ def add_options(speed: argparse.ArgumentParser) -> None:
     """All of them. Defaults are filled in by `measure`, which refuses what would be ignored."""
     step = {name: f"default {_STEP[name]}, with --plan {_PLANNED_STEP[name]}" for name in _STEP}
     speed.add_argument(
-        "--schemes", default="", help="comma-separated (default: all that run on this machine); bf16 comes first"
-    )
-    speed.add_argument("--dtype", default="bfloat16", help="compute dtype (default bfloat16)")
+        "--schemes", type=scheme_names, default="", help="comma-separated (default: all that run on this machine); "
+        "bf16 comes first",
+    )  # fmt: skip
+    speed.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
     speed.add_argument("--prompts", type=int, help=f"of a training step ({step['prompts']})")
     speed.add_argument("--samples", type=int, help=f"completions a prompt ({step['samples']})")
     speed.add_argument("--prompt-tokens", type=int, help=f"of each prompt ({step['prompt_tokens']})")
     speed.add_argument("--tokens", type=int, help=f"of each completion ({step['tokens']})")
     speed.add_argument("--updates", type=int, help=f"optimizer steps a batch ({step['updates']})")
-    speed.add_argument("--optimizer", choices=("adamw", "muon"), help=step["optimizer"])
+    speed.add_argument("--optimizer", choices=OPTIMIZERS, help=step["optimizer"])
     speed.add_argument("--plot", metavar="NAME", help="draw the figures too, as NAME.svg and NAME.png")
     measured = speed.add_argument_group("measuring on this machine")
     measured.add_argument(
         "--model", help="150m (default) or tiny, with random weights; an embedded name, a folder or a hub id"
     )
-    measured.add_argument("--batches", help="sequences at once, comma-separated (default 1,4,16,64)")
     measured.add_argument(
-        "--contexts", help="tokens before what is timed, comma-separated (default 64,256; on GPUs 512,4096)"
+        "--batches", type=numbers("1,16", 1), help="sequences at once, comma-separated (default 1,4,16,64)"
     )
+    measured.add_argument(
+        "--contexts", type=numbers("64,256", 1), help="tokens before what is timed, comma-separated "
+        "(default 64,256; on GPUs 512,4096)",
+    )  # fmt: skip
     measured.add_argument("--decode-tokens", type=int, help="decoded a sequence and cell (default 16)")
     measured.add_argument("--steps", type=int, help="timed training steps a process and learner (default 2)")
     measured.add_argument("--rounds", type=int, help="of all processes; medians are shown (default 3)")
-    measured.add_argument("--kernel", help="the learner's kernel family: auto (default), vllm, torch, reference")
+    measured.add_argument("--kernel", choices=KERNELS, help="the learner's kernel family (default auto)")
     measured.add_argument("--seed", type=int, help="of weights and prompts (default 0)")
     measured.add_argument(
         "--clock", choices=("wall", "cpu"), help="seconds of the wall's (default), or on CPUs of the process's "
@@ -71,24 +77,23 @@ def add_options(speed: argparse.ArgumentParser) -> None:
 def measure(known: argparse.Namespace, console: Console) -> tuple[list[PlainTable], Any]:
     """Measure, or predict with --plan. Raises `ConfigError` for options the other of the two would take."""
     stem = plot_stem("--plot", known.plot) if known.plot else None
-    schemes = tuple(name for name in known.schemes.split(",") if name)
     _refuse_other(known, _MEASURED if known.plan else _PLANNED)
     defaults = {**(_PLANNED if known.plan else _MEASURED), **(_PLANNED_STEP if known.plan else _STEP)}
     options: dict[str, Any] = {
         name: default if getattr(known, name) is None else getattr(known, name) for name, default in defaults.items()
     }
     if known.plan:
-        return _plan(known.plan, schemes, known.dtype, options, stem)
+        return _plan(known.plan, known.schemes, known.dtype, options, stem)
     import torch
 
     from qarl.bench.speed import measure as speed
     from qarl.bench.speed.plot import draw_figures
     from qarl.bench.speed.table import tables
 
-    options["batches"] = _counts("--batches", options["batches"])
-    options["contexts"] = _counts("--contexts", options["contexts"] or _contexts(torch.cuda.is_available()))
+    options["contexts"] = options["contexts"] or ((512, 4096) if torch.cuda.is_available() else (64, 256))
     figures = speed.measure(
-        speed.Options(schemes=schemes, dtype=known.dtype, **options), lambda line: console.print(line, highlight=False)
+        speed.Options(schemes=known.schemes, dtype=known.dtype, **options),
+        lambda line: console.print(line, highlight=False),
     )
     if stem:
         draw_figures(figures, stem)
@@ -115,16 +120,6 @@ def _refuse_other(known: argparse.Namespace, others: dict[str, Any]) -> None:
     for name in others:
         if getattr(known, name) is not None:
             option, value = f"--{name.replace('_', '-')}", getattr(known, name)
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             why = f"goes with measuring, not with --plan {known.plan}" if known.plan else "goes with --plan MODEL"
             raise ConfigError(f"{option} {value} {why}; leave it out")
-
-
-def _contexts(cuda: bool) -> str:
-    return "512,4096" if cuda else "64,256"
-
-
-def _counts(option: str, text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.isdigit() and int(word) for word in words) or len(set(words)) < len(words):
-        raise ConfigError(f"{option} {text!r} must be different positive numbers with commas between, such as 1,16")
-    return tuple(map(int, words))

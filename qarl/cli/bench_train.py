@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
 from qarl.cli.bench_trl import add_trl, trl_settings
+from qarl.cli.options import scheme_names, seeds, split
 from qarl.report.tables import PlainTable
 
 
@@ -22,23 +22,21 @@ def add_train(names: Any) -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("--schemes", default="bf16,w4a16", help="comma-separated (default bf16,w4a16)")
-    parser.add_argument("--seeds", default="0", help="comma-separated (default 0)")
+    parser.add_argument(
+        "--schemes", type=scheme_names, default="bf16,w4a16", help="comma-separated (default bf16,w4a16)"
+    )
+    parser.add_argument("--seeds", type=seeds, default="0", help="comma-separated (default 0)")
     add_trl(parser, "default,fp32")
     parser.add_argument("--trl-lr", type=float, metavar="RATE", help="learning rate of TRL's AdamW (default 2e-4)")
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations (default 5)")
-    parser.add_argument("--targets", default="50,60,70", help="held-out accuracies, percent (default 50,60,70)")
+    parser.add_argument(
+        "--targets", type=_targets, default="50,60,70", help="held-out accuracies, percent (default 50,60,70)"
+    )
     parser.add_argument("--plot", metavar="NAME", help="draw the curves of the first seed as NAME.svg and NAME.png")
     return parser
 
 
-def train(
-    known: argparse.Namespace,
-    schemes: tuple[str, ...],
-    seeds: tuple[int, ...],
-    overrides: dict[str, str],
-    console: Console,
-) -> tuple[PlainTable, Any]:
+def train(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> tuple[PlainTable, Any]:
     """Train, draw the curves where asked for, and return the table and the same JSON-ready."""
     settings, python = trl_settings(known, "trl_lr")
     from qarl.bench.train import measure
@@ -46,8 +44,8 @@ def train(
     from qarl.report.plots import plot_stem
 
     options = measure.TrainOptions(
-        schemes=schemes, seeds=seeds, trl=settings, trl_python=python,
-        trl_lr=2e-4 if known.trl_lr is None else known.trl_lr, every=known.every, targets=_targets(known.targets),
+        schemes=known.schemes, seeds=known.seeds, trl=settings, trl_python=python,
+        trl_lr=2e-4 if known.trl_lr is None else known.trl_lr, every=known.every, targets=known.targets,
         overrides=overrides,
     )  # fmt: skip
     picture = plot_stem("--plot", known.plot) if known.plot else None
@@ -59,6 +57,11 @@ def train(
 
 def _targets(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(target) / 100 for target in text.split(","))
+        targets = tuple(float(target) / 100 for target in split(text))
     except ValueError:
-        raise ConfigError(f"--targets {text!r} must be percentages with commas between, such as 50,60,70") from None
+        targets = ()
+    if not targets or not all(0 < target < 1 for target in targets):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be percentages between 0 and 100 with commas between, such as 50,60,70"
+        )
+    return targets

@@ -4,14 +4,16 @@ import argparse
 from pathlib import Path
 
 from configs.errors import ConfigError
+from qarl.bench.names import TRL_SETTINGS
+from qarl.cli.options import split, words
 
 
 def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
     """Add `--against` and what goes with it. settings: TRL's, measured unless others are named."""
     parser.add_argument("--against", choices=("trl",), help="measure TRL's GRPOTrainer too, doing the same")
     parser.add_argument(
-        "--trl-settings", metavar="NAMES", help="comma-separated: default (of TRL), no-checkpointing, fp32 "
-        f"(no-checkpointing in float32) (default {settings})",
+        "--trl-settings", type=words(TRL_SETTINGS), metavar="NAMES", help="comma-separated: default (of TRL), "
+        f"no-checkpointing, fp32 (no-checkpointing in float32) (default {settings})",
     )  # fmt: skip
     parser.add_argument("--trl-python", metavar="PATH", help="default .venv-trl/bin/python, made by `make trl-env`")
     parser.set_defaults(trl_default=settings)
@@ -23,7 +25,9 @@ def trl_settings(known: argparse.Namespace, *others: str) -> tuple[tuple[str, ..
     from qarl.bench.learner.process import TRL_PYTHON
 
     for name in ("trl_settings", "trl_python", *others):
-        if not known.against and getattr(known, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(known, name)} goes with --against trl")
-    settings = (known.trl_settings or known.trl_default).split(",") if known.against else ()
-    return tuple(settings), Path(known.trl_python or TRL_PYTHON)
+        given = getattr(known, name)
+        if not known.against and given is not None:
+            value = ",".join(given) if isinstance(given, tuple) else given
+            raise ConfigError(f"--{name.replace('_', '-')} {value} goes with --against trl")
+    settings = (known.trl_settings or split(known.trl_default)) if known.against else ()
+    return settings, Path(known.trl_python or TRL_PYTHON)

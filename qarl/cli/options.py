@@ -3,12 +3,21 @@
 import argparse
 import json
 import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from configs.errors import ConfigError
 from configs.flags import FLAGS
 from configs.load import field_paths, nearest_option
+from configs.schema.base import Dtype
+from configs.schema.learner import LearnerConfig
+from configs.scheme_names import SCHEME_NAMES
+from configs.words import did_you_mean
+
+DTYPES = get_args(Dtype)
+KERNELS = get_args(LearnerConfig.model_fields["kernel"].annotation)
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
@@ -67,9 +76,41 @@ def write_json(file: str | None, data: Any) -> None:
         Path(file).write_text(json.dumps(data, indent=2) + "\n")
 
 
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Of a comma-separated option. Raises `ConfigError` for anything else."""
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--{option} {text!r} must be numbers with commas between, such as 0,1,2") from None
+def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """The `type` of an option that takes words of `known` with commas between, each once. As those below it refuses
+    other words while the command line is read, before anything heavy is imported."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        for word in split(text):
+            if word not in known:
+                raise ArgumentTypeError(f"{word!r} must be one of {', '.join(known)}{did_you_mean(word, known)}")
+        return split(text)
+
+    return parse
+
+
+def split(text: str) -> tuple[str, ...]:
+    """Words with commas between, each once."""
+    return tuple(dict.fromkeys(word for word in text.split(",") if word))
+
+
+scheme_names = words(SCHEME_NAMES)
+"""The `type` of `--schemes`."""
+
+
+def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:
+    """The `type` of an option that takes different whole numbers from `least` up, with commas between."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        items = text.split(",")
+        if not all(item.isdecimal() and int(item) >= least for item in items) or len(set(items)) < len(items):
+            raise ArgumentTypeError(
+                f"{text!r} must be different whole numbers from {least} up with commas between, such as {example}"
+            )
+        return tuple(map(int, items))
+
+    return parse
+
+
+seeds = numbers("0,1,2")
+"""The `type` of `--seeds`."""

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
             words = [word.strip().strip("'") for word in choice[2].split(",")]
             near = did_you_mean(choice[1].strip("'"), words)
             return f"{argument} {choice[1]} must be one of {', '.join(words)}{near}"
-        return message
+        return f"{argument} {fault}" if fault else message
 
 
 class _Once(argparse.Action):

@@ -27,7 +27,7 @@ def test_ratios_are_of_what_they_say():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"shape": "7b"}, "'7b'.*0.6b"), ({"rounds": 0}, "--rounds 0"), ({"folder": "no/such"}, "'no/such' is no folder")],
+    [({"rounds": 0}, "--rounds 0"), ({"folder": "no/such"}, "'no/such' is no folder")],
 )
 def test_unusable_values_are_refused_before_anything_is_built(changes: dict, message: str):
     options = {"shape": "tiny", "schemes": ["w4a16"], "lr": 1e-6, "rounds": 1, "folder": None, "transfer": "http"}

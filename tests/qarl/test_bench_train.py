@@ -128,7 +128,6 @@ def test_trl_gets_as_many_rows_as_the_budget_holds():
     [
         ({"trl": ("fp32",), "trl_python": Path("gone")}, ConfigError, "no interpreter 'gone' for TRL; make its "
          "environment with `make trl-env`"),
-        ({"trl": ("fast",), "trl_python": Path("/bin/sh")}, ConfigError, "'fast': known are default, no-ch"),
         ({"trl": ("fp32",), "trl_python": Path("/bin/sh"), "trl_lr": 0.0}, ConfigError, "--trl-lr 0 must be above 0"),
         ({"trl": ("fp32",), "trl_python": Path("/bin/sh"), "overrides": {"rollout.dynamic_sampling": "2"}}, ConfigError,
          "--rollout.dynamic_sampling 2: TRL has none"),
@@ -138,8 +137,6 @@ def test_trl_gets_as_many_rows_as_the_budget_holds():
          "needs a reward that TRL can call"),
         ({"schemes": ()}, ConfigError, "--schemes is empty"),
         ({"schemes": ("w3",)}, SchemeError, "w3"),
-        ({"seeds": (0, 0)}, ConfigError, "--seeds [0, 0]"),
-        ({"targets": (5.0,)}, ConfigError, "--targets 500"),
         ({"every": 0}, ConfigError, "--every 0 must be at least 1"),
         ({"overrides": {"seed": "1"}}, ConfigError, "--seed is chosen by the benchmark"),
         ({"overrides": {"eval.problems": "0"}}, ConfigError, "--eval.problems 0"),

@@ -335,7 +335,6 @@ def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
     ("change", "overrides", "message"),
     [
         ({}, {"seed": "3"}, "--seed is chosen by the benchmark"),
-        ({"seeds": (1, 1)}, {}, r"--seeds \[1, 1\]: give one or more different numbers"),
         ({"methods": ("awq",), "scheme": "w8a8"}, {}, "methods for 'w8a8': rtn, gptq, smoothquant"),
         ({"scheme": "bf16"}, {}, "method 'rtn' is for any low-bit scheme, not for 'bf16'"),
         ({"calibration": 0}, {}, "--calibration 0: an empty set"),

@@ -17,7 +17,6 @@ from configs.errors import ConfigError
 from qarl.bench.learner.batch import MODELS, BenchModel, digest, draw_sequences, write_model
 from qarl.bench.learner.job import Job, Steps
 from qarl.bench.learner.process import WorkerError, require_trl, run_worker
-from qarl.bench.learner.trl_worker import SETTINGS
 from quant.kernels.supported import require_support
 from quant.runtime.compile import compiler_missing
 from quant.schemes import COMPUTE_DTYPES, get_scheme
@@ -86,13 +85,6 @@ class Row:
 
 def check(options: Options) -> None:
     """Raise `ConfigError`, `SchemeError` or `KernelError` for what could not be measured, before anything is."""
-    for word, known, what in (
-        *((m, MODELS, "model") for m in options.models),
-        *((s, SETTINGS, "TRL setting") for s in options.trl),
-        (options.dtype, COMPUTE_DTYPES, "dtype"),
-    ):
-        if word not in known:
-            raise ConfigError(f"unknown {what} {word!r}: known are {', '.join(known)}")
     for name in ("updates", "steps", "rounds", "micro_batch_tokens"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")

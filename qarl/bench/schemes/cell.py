@@ -19,8 +19,9 @@ from rich.console import Console
 
 from configs.errors import QarlError
 from configs.schema.run import EvalConfig
+from qarl.bench.names import LEARNERS
 from qarl.bench.runs import finished_run
-from qarl.bench.schemes.grid import LEARNERS, Cell, Grid, refuse_mixed, stamp
+from qarl.bench.schemes.grid import Cell, Grid, refuse_mixed, stamp
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.run.evaluate import answered

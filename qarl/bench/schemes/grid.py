@@ -11,10 +11,10 @@ from typing import Any
 from configs.errors import ConfigError, QarlError, SchemeError
 from configs.load import default_config, load_config
 from configs.schema.run import RunConfig
-from configs.words import did_you_mean
-from qarl.bench.objectives import OBJECTIVES, settings
+from qarl.bench.names import LEARNERS
+from qarl.bench.objectives import settings
 from qarl.bench.record import device_name
-from qarl.bench.runs import check_seeds, existing_run, overrides_in, refuse_chosen
+from qarl.bench.runs import existing_run, overrides_in, refuse_chosen
 from qarl.ptq.export import check_request
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.report.run_folder import describe_environment
@@ -22,9 +22,6 @@ from qarl.run.session import check_input
 from quant.schemes import get_scheme
 
 UNQUANTIZED = "bf16"
-LEARNERS = ("unquantized", "plain", "aligned")
-"""unquantized: learner and sampler in the compute dtype; plain: a 16-bit learner whose sampler is quantized; aligned:
-the learner multiplies the sampler's codes (QaRL)."""
 _CHOSEN_HERE = ("scheme", "seed", "output", "export", "learner.aligned", "learner.objective")
 _COMPUTES = ("configs", "quant", "rollout", "learner", "sync", "qarl/run", "qarl/tasks", "qarl/embedded", "qarl/ptq")
 _ROOT = Path(__file__).resolve().parents[3]
@@ -113,20 +110,16 @@ def checked(grid: Grid, unsupported: dict[str, str]) -> Grid:
     Raises `ConfigError` or the error of the part that is wrong, before anything is trained.
     """
     refuse_chosen(grid.overrides, _CHOSEN_HERE)
-    check_seeds(grid.seeds)
     for scheme in grid.schemes:
         get_scheme(scheme)
         if scheme == UNQUANTIZED:
             raise SchemeError("--schemes bf16: the unquantized run is --learners unquantized; name low-bit schemes")
-    _check_names("--learners", grid.learners, LEARNERS)
-    _check_names("--objectives", [objective.partition("+")[0] for objective in grid.objectives], OBJECTIVES)
     named, correction = [o for o in grid.objectives if "+" in o], grid.overrides.get("learner.correction.name")
     if named and correction is not None:
         raise ConfigError(
             f"--learner.correction.name {correction} and --objectives {named[0]} both choose a correction; name it in "
             "--objectives alone, NAME+CORRECTION, or give the option alone for all of them"
         )
-    _check_names("--ptq", grid.methods, tuple(METHODS))
     if grid.methods and "unquantized" not in grid.learners:
         raise ConfigError(
             f"--ptq {','.join(grid.methods)} quantizes the unquantized runs; add unquantized to --learners"
@@ -182,9 +175,3 @@ def stamp() -> dict[str, Any]:
             sources.update(str(file.relative_to(_ROOT)).encode() + file.read_bytes())
     versions = {key: value for key, value in describe_environment().items() if key not in ("device", "threads", "qarl")}
     return {"code": sources.hexdigest()[:16], "device": device_name(), **versions}
-
-
-def _check_names(option: str, given: Any, allowed: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in allowed:
-            raise ConfigError(f"{option} {name!r}: allowed are {', '.join(allowed)}{did_you_mean(name, allowed)}")

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from qarl.bench.names import LEARNERS
 from qarl.bench.schemes.cell import Measured
 from qarl.bench.schemes.curves import band, smoothed
-from qarl.bench.schemes.grid import LEARNERS, UNQUANTIZED, Cell
+from qarl.bench.schemes.grid import UNQUANTIZED, Cell
 from qarl.bench.schemes.table import Found, Variant, variants
 from qarl.evaluation.statistics import estimate
 from qarl.report.plots import DotPanel, Dots, Line, LinePanel, Panel, draw

@@ -5,9 +5,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qarl.bench.names import LEARNERS
 from qarl.bench.schemes.cell import Measured
 from qarl.bench.schemes.curves import gap_closed
-from qarl.bench.schemes.grid import LEARNERS, Cell
+from qarl.bench.schemes.grid import Cell
 from qarl.evaluation.statistics import estimate, paired
 from qarl.report.tables import PlainTable
 

@@ -73,8 +73,6 @@ class Figures:
 
 def check(options: Options) -> None:
     """Raise `ConfigError` for values that cannot be measured, before anything is looked at."""
-    if options.dtype not in COMPUTE_DTYPES:
-        raise ConfigError(f"unknown dtype {options.dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
     if options.decode_tokens < 4:
         raise ConfigError(f"--decode-tokens {options.decode_tokens} must be at least 4: their median is taken")
     for name in ("prompts", "prompt_tokens", "tokens", "updates", "steps", "rounds"):

@@ -88,8 +88,6 @@ class Plan:
 
 def plan(options: PlanOptions) -> Plan:
     """Predict. Raises `ConfigError`, `ModelError` or `SchemeError` for what cannot be: a model, a cluster, a scheme."""
-    if options.dtype not in COMPUTE_DTYPES:
-        raise ConfigError(f"unknown dtype {options.dtype!r}: known are {', '.join(COMPUTE_DTYPES)}")
     for name in ("prompts", "samples", "prompt_tokens", "tokens", "updates"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")

@@ -18,8 +18,7 @@ from configs.errors import ConfigError
 from configs.load import default_config, load_config
 from configs.schema.run import RunConfig
 from qarl.bench.learner.process import require_trl, run_worker
-from qarl.bench.learner.trl_worker import SETTINGS
-from qarl.bench.runs import check_seeds, refuse_chosen
+from qarl.bench.runs import refuse_chosen
 from qarl.bench.train.job import Curve, Point, TrlJob, reached, write_problems
 from qarl.run.evaluate import problems_once
 from qarl.run.session import check_input, model_folder
@@ -94,12 +93,8 @@ def measure(options: TrainOptions, say: Callable[[str], None]) -> list[Training]
 def check(options: TrainOptions) -> None:
     """Raise for what could not be measured."""
     refuse_chosen(options.overrides, ("scheme", "seed", "output", "export", "eval.every"))
-    check_seeds(options.seeds)
     if not options.schemes:
         raise ConfigError("--schemes is empty; give at least one, such as bf16")
-    for target in options.targets:
-        if not 0 < target < 1:
-            raise ConfigError(f"--targets {100 * target:g}: accuracies are percentages between 0 and 100")
     if options.every < 1:
         raise ConfigError(f"--every {options.every} must be at least 1")
     if options.trl:
@@ -110,9 +105,6 @@ def check(options: TrainOptions) -> None:
 
 def _check_trl(options: TrainOptions) -> None:
     require_trl(options.trl_python)
-    for setting in options.trl:
-        if setting not in SETTINGS:
-            raise ConfigError(f"unknown TRL setting {setting!r}: known are {', '.join(SETTINGS)}")
     if options.trl_lr <= 0:
         raise ConfigError(f"--trl-lr {options.trl_lr:g} must be above 0")
     config = config_of(options, options.schemes[0], options.seeds[0])

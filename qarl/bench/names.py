@@ -1,0 +1,41 @@
+"""What benchmarks compare, by name. Importing this imports neither torch nor vLLM, so that a slip in an option is told
+at once; what a name means is said where it is measured, and a test holds the two together."""
+
+from typing import get_args
+
+from configs.schema.objectives import AnyObjective, OwnConfig
+
+OBJECTIVES = tuple(n for section in get_args(AnyObjective) for n in section.names() if section is not OwnConfig)
+
+LEARNERS = ("unquantized", "plain", "aligned")
+"""unquantized: learner and sampler in the compute dtype; plain: a 16-bit learner whose sampler is quantized; aligned:
+the learner multiplies the sampler's codes (QaRL)."""
+
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+"""Of post-training quantization (`qarl.ptq.methods`)."""
+
+PAIRINGS = (
+    "bf16", "bf16-transformers", "bf16-fp32", "bf16-masters", "fp16", "fp32", "w4a16-aligned", "w4a16-unaligned",
+    "w4a16-fp32", "w4a16-shadow_forward",
+)  # fmt: skip
+"""Of learner and sampler (`qarl.bench.precision_gap`)."""
+
+TRL_SETTINGS = ("default", "no-checkpointing", "fp32")
+"""Of `qarl.bench.learner.trl`."""
+
+OPTIMIZERS = ("adamw", "muon")
+
+LEARNER_MODELS = ("tiny", "150m")
+LAUNCHES_MODELS = ("qwen3-1.7b", "qwen3-30b-a3b")
+DELIVERY_SHAPES = ("0.6b", "1b-moe", "tiny")
+DELTA_SHAPES = ("150m", "1b-moe")
+MEMORY_MODELS = ("40m", "150m", "70m-moe", "1b-moe")
+"""Random Qwen3s, one of 16 experts of which 4 a token, and one of layers as in Qwen3-30B-A3B
+(`qarl.bench.publish.moe_config`)."""
+
+PRODUCT_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
+    "qwen2.5-1.5b": ((1536, 1536), (8960, 1536), (1536, 8960)),
+    "qwen2.5-7b": ((3584, 3584), (18944, 3584), (3584, 18944)),
+    "qwen3-30b-a3b": ((4096, 2048), (2048, 4096), (1536, 2048), (2048, 768)),
+}
+"""(O, I): attention's projections, gate or up, down; of the mixture one expert's gate with up, and down."""

@@ -1,0 +1,61 @@
+"""Options of the benchmarks: slips are told as the command line is read."""
+
+import subprocess
+import sys
+
+from qarl.bench import delta, names, precision_gap
+from qarl.bench.launches.measure import MODELS as LAUNCHES_MODELS
+from qarl.bench.learner.batch import MODELS as LEARNER_MODELS
+from qarl.bench.learner.trl_worker import SETTINGS
+from qarl.ptq.methods import METHODS
+
+SLIPS = {
+    "schemes --schemes w8a8,w4a61": "--schemes 'w4a61' must be one of bf16, w4a16",
+    "schemes --learners algned": "--learners 'algned' must be one of unquantized, plain, aligned; did you mean",
+    "schemes --objectives tpbo": "--objectives 'tpbo' must be one of tbpo, grpo",
+    "schemes --objectives tbpo+geometrc": "--objectives 'geometrc' must be one of none, token_tis",
+    "schemes --ptq gtpq": "--ptq 'gtpq' must be one of rtn, gptq",
+    "schemes --seeds 1,1": "--seeds '1,1' must be different whole numbers from 0 up",
+    "objectives --objectives ppo": "--objectives 'ppo' must be one of tbpo, grpo",
+    "objectives --seeds a": "--seeds 'a' must be different whole numbers",
+    "ptq --methods qptq": "--methods 'qptq' must be one of rtn, gptq, awq, smoothquant",
+    "precision-gap --pairings fp64": "--pairings 'fp64' must be one of bf16, bf16-transformers",
+    "precision-gap --rounded w3": "--rounded 'w3' must be one of bf16, w4a16",
+    "precision --dtype float8": "--dtype 'float8' must be one of bfloat16, float16, float32",
+    "publish --master-dtype float64": "--master-dtype 'float64' must be one of bfloat16, float32",
+    "kernels --tokens 1,,2": "--tokens '1,,2' must be different whole numbers from 1 up",
+    "kernels --shapes 64x32,0x4": "--shapes '0x4' is no shape",
+    "learner --models 7b": "--models '7b' must be one of tiny, 150m",
+    "learner --trl-settings fast": "--trl-settings 'fast' must be one of default, no-checkpointing, fp32",
+    "train --targets 500": "--targets '500' must be percentages between 0 and 100",
+    "speed --batches 1,,4": "--batches '1,,4' must be different whole numbers from 1 up",
+    "speed --contexts 64,64": "--contexts '64,64' must be different",
+    "memory --models 7b": "--models '7b' must be one of 40m, 150m, 70m-moe, 1b-moe",
+    "delta --lrs fast": "--lrs 'fast' must be learning rates",
+    "delivery --shape 7b": "--shape '7b' must be one of 0.6b, 1b-moe, tiny",
+    "communication --processes 1": "--processes '1' must be different whole numbers from 2 up",
+    "communication --stages 4": "--stages '4' must be one of 0, 1, 2, 3",
+}
+
+
+def test_a_slip_is_told_before_anything_heavy_is_imported():
+    """All in one process, which at its end has imported neither torch nor vLLM."""
+    code = (
+        "import sys; from qarl.cli.main import main\n"
+        "for slip in sys.argv[1:]:\n"
+        "    assert main(['bench', *slip.split()]) == 2\n"
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *SLIPS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = done.stderr.replace("\n", " ")
+    assert not [message for message in SLIPS.values() if message not in told]
+
+
+def test_names_are_those_of_what_is_measured():
+    assert tuple(METHODS) == names.METHODS
+    assert tuple(precision_gap.PAIRINGS) == names.PAIRINGS
+    assert tuple(SETTINGS) == names.TRL_SETTINGS
+    assert tuple(LEARNER_MODELS) == names.LEARNER_MODELS
+    assert tuple(LAUNCHES_MODELS) == names.LAUNCHES_MODELS
+    assert tuple(delta.SHAPES) == names.DELTA_SHAPES
