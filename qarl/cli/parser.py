@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse would print its usage and exit, and for an option that is given twice."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **settings)
+        super().__init__(*arguments, **{"formatter_class": _Formatter, **settings})
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
 
@@ -49,6 +50,16 @@ class Parser(argparse.ArgumentParser):
             near = did_you_mean(choice[1].strip("'"), words)
             return f"{argument} {choice[1]} must be one of {', '.join(words)}{near}"
         return f"{argument} {fault}" if fault else message
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps between words alone: argparse would part `--max-model-len` at a hyphen."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
 
 
 class _Once(argparse.Action):
