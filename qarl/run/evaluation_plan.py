@@ -138,8 +138,8 @@ def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, A
         return folder.export, export_note(path, config, step, folder.export)
     if path.is_dir():
         return path, read_note(path)
-    if "/" in target and path.parent.is_dir():
-        there = sorted(found.name for found in path.parent.iterdir() if found.is_dir())
+    if "/" in target and (path.parent.is_dir() or path.parts[0] == "runs"):  # where runs are, and no owner on the hub
+        there = sorted(found.name for found in path.parent.glob("*") if found.is_dir())
         near = did_you_mean(path.name, there)
         raise ConfigError(f"there is no folder {target!r} in {str(path.parent)!r}{near}")
     return None, {}

@@ -157,6 +157,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("eval taken --json no/such/x.json", "--json no/such/x.json: 'no/such' is no folder that can be written to"),
         ("eval taken --task.options 5", "task.options 5 must be a mapping"),
         ("eval ./nope", "there is no folder './nope' in '.'"),
+        ("eval runs/nope", "there is no folder 'runs/nope' in 'runs'"),
         ("eval taken", "'taken' has no config.json"),
         ("schemes --json taken", "--json taken: is a folder"),
         ("train --resume nope", "there is no folder 'nope'"),
