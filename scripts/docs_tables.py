@@ -5,7 +5,6 @@ which a benchmark's --json wrote. --check changes nothing and exits with 1 where
 """
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -174,7 +173,7 @@ def schemes(data: dict[str, Any]) -> str:
 
     def points(of: dict[str, float], sign: str = "") -> str:
         mean = f"{100 * of['mean']:{sign}.1f}"
-        if math.isnan(of["low"]):  # one seed
+        if of["low"] is None:  # one seed
             return mean
         return f"{mean} [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
 

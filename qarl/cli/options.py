@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
@@ -71,9 +72,17 @@ def check_json(file: str | None) -> None:
 
 
 def write_json(file: str | None, data: Any) -> None:
-    """Write `data` to `file`, if one was asked for."""
+    """Write `data` to `file`, if one was asked for; NaN and infinities, which JSON has not, as null."""
     if file:
-        Path(file).write_text(json.dumps(data, indent=2) + "\n")
+        Path(file).write_text(json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    return [_finite(item) for item in data] if isinstance(data, list | tuple) else data
 
 
 def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:

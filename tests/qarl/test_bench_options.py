@@ -1,12 +1,16 @@
 """Options of the benchmarks: slips are told as the command line is read."""
 
+import json
 import subprocess
 import sys
+from math import inf, nan
+from pathlib import Path
 
 from qarl.bench import delta, names, precision_gap
 from qarl.bench.launches.measure import MODELS as LAUNCHES_MODELS
 from qarl.bench.learner.batch import MODELS as LEARNER_MODELS
 from qarl.bench.learner.trl_worker import SETTINGS
+from qarl.cli.options import write_json
 from qarl.ptq.methods import METHODS
 
 SLIPS = {
@@ -50,6 +54,11 @@ def test_a_slip_is_told_before_anything_heavy_is_imported():
     assert done.returncode == 0, done.stderr
     told = done.stderr.replace("\n", " ")
     assert not [message for message in SLIPS.values() if message not in told]
+
+
+def test_json_holds_no_nan(tmp_path: Path):
+    write_json(str(tmp_path / "x.json"), {"low": nan, "rounds": [(1.0, inf)], "count": 1})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"low": None, "rounds": [[1.0, None]], "count": 1}
 
 
 def test_names_are_those_of_what_is_measured():
