@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.errors import ConfigError
 from qarl.report.tables import PlainTable
 from quant.kernels import KernelError, make_factory
 from quant.kernels.base import KernelFactory, LowBitMatmul
@@ -43,8 +42,6 @@ def measure(
     repeats: int,
 ) -> list[KernelRow]:  # fmt: skip
     """Rows by shape, then scheme, then tokens; schemes empty: all. Raises `ConfigError` for unusable values."""
-    if repeats < 1:
-        raise ConfigError(f"--repeats {repeats} must be at least 1")
     found = [get_scheme(name) for name in schemes or SCHEMES if name != "bf16"]
     compute = COMPUTE_DTYPES[dtype]
     factory = make_factory(family, compute)

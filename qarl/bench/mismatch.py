@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from configs.errors import ConfigError
 from configs.schema.run import RolloutConfig
 from learner.batching import make_batch
 from learner.mismatch import Mismatch, measure_mismatch
@@ -84,9 +83,6 @@ def run(
     by 12."""
     for scheme in schemes:
         get_scheme(scheme)
-    for option, value, least in (("prompts", prompts, 1), ("tokens", tokens, 1), ("seed", seed, 0)):
-        if value < least:
-            raise ConfigError(f"--{option} {value} must be at least {least}")
     peak = peak or (12.0 if model in NAMES else 1.0)
     quantized = tuple(s for s in schemes if s != "bf16")
     with random_policy(model, seed) if model in NAMES else nullcontext(model_folder(model)) as folder:

@@ -134,8 +134,6 @@ def _config(options: ObjectivesOptions, seed: int, objective: str) -> RunConfig:
 def _checked(options: ObjectivesOptions) -> ObjectivesOptions:
     """The options with their objectives spelled out, once they, the model and the runs found on disk go together."""
     refuse_chosen(options.overrides, ("learner.objective", "seed", "output", "export"))
-    if options.steps < 1:
-        raise ConfigError(f"--steps {options.steps}: give at least 1")
     options = dataclasses.replace(options, objectives=options.objectives or OBJECTIVES)
     configs = [_config(options, seed, objective) for seed in options.seeds for objective in options.objectives]
     check_input(configs[0])

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema.learner import LearnerConfig
 from learner.backends.single import SingleProcess
@@ -126,8 +125,6 @@ def as_data(rows: list[PrecisionRow]) -> list[dict[str, Any]]:
 
 
 def _check(options: PrecisionOptions) -> None:
-    if options.steps < 2:
-        raise ConfigError(f"--steps {options.steps}: give 2 or more, as every second step is measured")
     load_config(None, {"learner.optimizer.lr": str(options.lr)})  # refuses what is no learning rate
     require_support(get_scheme(options.scheme), COMPUTE_DTYPES[options.dtype], options.kernel)
 

@@ -22,6 +22,7 @@ from qarl.cli.options import (
     scheme_names,
     seeds,
     split,
+    whole,
     words,
     write_json,
 )
@@ -85,12 +86,12 @@ def _add_mismatch(names: Any) -> None:
     )
     mismatch.add_argument("--schemes", type=scheme_names, default="w4a16,w8a8,fp8", help="comma-separated")
     mismatch.add_argument("--dtypes", type=words(DTYPES), default="bfloat16,float16", help="comma-separated")
-    mismatch.add_argument("--prompts", type=int, default=32)
-    mismatch.add_argument("--tokens", type=int, default=64, help="sampled tokens a prompt")
+    mismatch.add_argument("--prompts", type=whole(1), default=32)
+    mismatch.add_argument("--tokens", type=whole(1), default=64, help="sampled tokens a prompt")
     mismatch.add_argument(
         "--peak", type=float, help="factor on the output head (default 12 for the untrained models, else 1)"
     )
-    mismatch.add_argument("--seed", type=int, default=0)
+    mismatch.add_argument("--seed", type=whole(0), default=0)
     _runs(mismatch, _mismatch)
 
 
@@ -120,7 +121,7 @@ def _add_ptq(names: Any) -> None:
         "--methods", type=words(METHODS), default="", help="comma-separated (default: all that are for the "
         "scheme)",
     )  # fmt: skip
-    ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")
+    ptq.add_argument("--calibration", type=whole(1), metavar="N", help="calibration sequences to sample (default 256)")
     ptq.add_argument("--runs", default="runs/bench-ptq", metavar="FOLDER", help="of the runs (default runs/bench-ptq)")
     _runs(ptq, _ptq, fields=True)
 
@@ -146,7 +147,7 @@ def _add_objectives(names: Any) -> None:
     )
     objectives.add_argument("--seeds", type=seeds, default="0,1,2", help="comma-separated (default 0,1,2)")
     objectives.add_argument("--objectives", type=words(OBJECTIVES), default="", help="comma-separated (default: all)")
-    objectives.add_argument("--steps", type=int, default=60, help="training steps of each run (default 60)")
+    objectives.add_argument("--steps", type=whole(1), default=60, help="training steps of each run (default 60)")
     objectives.add_argument(
         "--runs", default="runs/bench-objectives", metavar="FOLDER", help="of the runs (default runs/bench-objectives)"
     )
@@ -203,11 +204,11 @@ def _add_precision(names: Any) -> None:
     )
     precision.add_argument("--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="default w4a16")
     precision.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
-    precision.add_argument("--steps", type=int, default=14, help="of two updates each (default 14)")
+    precision.add_argument("--steps", type=whole(2), default=14, help="of two updates each (default 14)")
     precision.add_argument("--lr", type=float, default=1e-6, help="learning rate (default 1e-6)")
     precision.add_argument("--optimizer", default="muon", choices=OPTIMIZERS, help="default muon")
     precision.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
-    precision.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    precision.add_argument("--seed", type=whole(0), default=0, help="of weights and batches (default 0)")
     _runs(precision, _precision)
 
 
@@ -227,7 +228,7 @@ def _add_publish(names: Any) -> None:
     publish.add_argument("--parameters", type=float, default=1e9, help="of the random Qwen3-MoE (default 1e9)")
     publish.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
     publish.add_argument("--master-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
-    publish.add_argument("--repeats", type=int, default=7, help="rounds; medians are shown (default 7)")
+    publish.add_argument("--repeats", type=whole(1), default=7, help="rounds; medians are shown (default 7)")
     _runs(publish, _publish)
 
 
@@ -251,7 +252,7 @@ def _add_kernels(names: Any) -> None:
     )  # fmt: skip
     kernels.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
     kernels.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
-    kernels.add_argument("--repeats", type=int, default=5, help="rounds; medians are shown (default 5)")
+    kernels.add_argument("--repeats", type=whole(1), default=5, help="rounds; medians are shown (default 5)")
     _runs(kernels, _kernels)
 
 
@@ -298,17 +299,19 @@ def _add_learner(names: Any) -> None:
         "--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16); masters are float32"
     )
     add_trl(learner, "default,no-checkpointing")
-    learner.add_argument("--updates", type=int, default=2, help="optimizer steps a batch (default 2)")
-    learner.add_argument("--tokens", type=int, help="of the median completion (default: the model's)")
-    learner.add_argument("--micro-batch-tokens", type=int, default=4096, help="padded tokens a forward (default 4096)")
-    learner.add_argument("--steps", type=int, default=2, help="timed steps a process (default 2)")
-    learner.add_argument("--rounds", type=int, default=3, help="of all processes; medians are shown (default 3)")
+    learner.add_argument("--updates", type=whole(1), default=2, help="optimizer steps a batch (default 2)")
+    learner.add_argument("--tokens", type=whole(2), help="of the median completion (default: the model's)")
+    learner.add_argument(
+        "--micro-batch-tokens", type=whole(1), default=4096, help="padded tokens a forward (default 4096)"
+    )
+    learner.add_argument("--steps", type=whole(1), default=2, help="timed steps a process (default 2)")
+    learner.add_argument("--rounds", type=whole(1), default=3, help="of all processes; medians are shown (default 3)")
     learner.add_argument(
         "--checkpointing", action="store_true", help="QaRL's schemes with learner.gradient_checkpointing, too"
     )
     learner.add_argument("--compile", action="store_true", help="QaRL's schemes with learner.compile, too")
     learner.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
-    learner.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
+    learner.add_argument("--seed", type=whole(0), default=0, help="of weights and batch (default 0)")
     _runs(learner, _learner)
 
 

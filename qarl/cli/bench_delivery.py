@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.bench.names import DELIVERY_SHAPES
-from qarl.cli.options import scheme_names
+from qarl.cli.options import scheme_names, whole
 from qarl.report.tables import PlainTable
 
 
@@ -22,7 +22,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "--schemes", type=scheme_names, default="w4a16,w8a8", help="comma-separated (default w4a16,w8a8)"
     )
     parser.add_argument("--lr", type=float, default=1e-6, help="of the step between two versions (default 1e-6)")
-    parser.add_argument("--rounds", type=int, default=5, help="of a publish each way (default 5)")
+    parser.add_argument("--rounds", type=whole(1), default=5, help="of a publish each way (default 5)")
     parser.add_argument("--transfer", default="files", choices=("files", "http"), help="as rollout.server_transfer")
     parser.add_argument("--folder", help="where versions are written (default: memory, /dev/shm)")
     return parser

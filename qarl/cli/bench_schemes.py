@@ -6,10 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
 from configs.load import choice_sections
 from qarl.bench.names import LEARNERS, METHODS, OBJECTIVES
-from qarl.cli.options import scheme_names, seeds, split, words
+from qarl.cli.options import scheme_names, seeds, split, whole, words
 from qarl.report.plots import plot_stem
 from qarl.report.tables import PlainTable
 
@@ -45,11 +44,13 @@ def add_schemes(names: Any) -> argparse.ArgumentParser:
         "runs, such as rtn,gptq (default none)",
     )  # fmt: skip
     parser.add_argument(
-        "--avg", type=int, default=4, metavar="K", help="answers a problem for the sampled accuracy, avg@K (default 4; "
-        "0 leaves it out)",
+        "--avg", type=whole(0), default=4, metavar="K", help="answers a problem for the sampled accuracy, "
+        "avg@K (default 4; 0 leaves it out)",
     )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.6, help="of those answers (default 0.6, the paper's)")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time, a CPU core or a GPU each (default 1)")
+    parser.add_argument(
+        "--workers", type=whole(1), default=1, help="runs at a time, a CPU core or a GPU each (default 1)"
+    )
     parser.add_argument(
         "--skip-unsupported", action="store_true", help="leave out schemes this machine cannot run, which are refused "
         "otherwise",
@@ -73,9 +74,6 @@ def _objectives(text: str) -> tuple[str, ...]:
 def schemes(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> tuple[PlainTable, Any, int]:
     """Train what is missing, deploy, and return the table, the same JSON-ready and the exit status."""
     picture = plot_stem("--plot", known.plot) if known.plot else None
-    for name, least in (("workers", 1), ("avg", 0)):
-        if getattr(known, name) < least:
-            raise ConfigError(f"--{name} {getattr(known, name)}: give {least} or more")
     from qarl.bench.schemes.command import run
     from qarl.bench.schemes.grid import Grid
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.scheme_names import SCHEME_NAMES
+from qarl.cli.options import whole
 from qarl.report.tables import PlainTable
 
 
@@ -16,9 +17,10 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         help="a long run on a server: does memory grow?",
         description="Memory of learner and server over many steps and publishes (docs/servers.md#what-is-proven).",
     )
-    parser.add_argument("--steps", type=int, default=500, help="of the run, each with a publish (default 500)")
-    parser.add_argument("--prompts", type=int, default=8, help="of a step (default 8)")
-    parser.add_argument("--samples", type=int, default=4, help="of a prompt (default 4)")
+    parser.add_argument("--steps", type=whole(40), default=500, help="of the run, each with a publish; 40 or more, "
+                        "of which 20 parts are compared (default 500)")  # fmt: skip
+    parser.add_argument("--prompts", type=whole(1), default=8, help="of a step (default 8)")
+    parser.add_argument("--samples", type=whole(1), default=4, help="of a prompt (default 4)")
     parser.add_argument("--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="default w4a16")
     return parser
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from configs.errors import ConfigError
 from qarl.bench.names import OPTIMIZERS
-from qarl.cli.options import DTYPES, KERNELS, numbers, scheme_names
+from qarl.cli.options import DTYPES, KERNELS, numbers, scheme_names, whole
 from qarl.report.plots import plot_stem
 from qarl.report.tables import PlainTable
 
@@ -35,11 +35,11 @@ def add_options(speed: argparse.ArgumentParser) -> None:
         "bf16 comes first",
     )  # fmt: skip
     speed.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
-    speed.add_argument("--prompts", type=int, help=f"of a training step ({step['prompts']})")
-    speed.add_argument("--samples", type=int, help=f"completions a prompt ({step['samples']})")
-    speed.add_argument("--prompt-tokens", type=int, help=f"of each prompt ({step['prompt_tokens']})")
-    speed.add_argument("--tokens", type=int, help=f"of each completion ({step['tokens']})")
-    speed.add_argument("--updates", type=int, help=f"optimizer steps a batch ({step['updates']})")
+    speed.add_argument("--prompts", type=whole(1), help=f"of a training step ({step['prompts']})")
+    speed.add_argument("--samples", type=whole(2), help=f"completions a prompt ({step['samples']})")
+    speed.add_argument("--prompt-tokens", type=whole(1), help=f"of each prompt ({step['prompt_tokens']})")
+    speed.add_argument("--tokens", type=whole(1), help=f"of each completion ({step['tokens']})")
+    speed.add_argument("--updates", type=whole(1), help=f"optimizer steps a batch ({step['updates']})")
     speed.add_argument("--optimizer", choices=OPTIMIZERS, help=step["optimizer"])
     speed.add_argument("--plot", metavar="NAME", help="draw the figures too, as NAME.svg and NAME.png")
     measured = speed.add_argument_group("measuring on this machine")
@@ -53,11 +53,11 @@ def add_options(speed: argparse.ArgumentParser) -> None:
         "--contexts", type=numbers("64,256", 1), help="tokens before what is timed, comma-separated "
         "(default 64,256; on GPUs 512,4096)",
     )  # fmt: skip
-    measured.add_argument("--decode-tokens", type=int, help="decoded a sequence and cell (default 16)")
-    measured.add_argument("--steps", type=int, help="timed training steps a process and learner (default 2)")
-    measured.add_argument("--rounds", type=int, help="of all processes; medians are shown (default 3)")
+    measured.add_argument("--decode-tokens", type=whole(4), help="decoded a sequence and cell (default 16)")
+    measured.add_argument("--steps", type=whole(1), help="timed training steps a process and learner (default 2)")
+    measured.add_argument("--rounds", type=whole(1), help="of all processes; medians are shown (default 3)")
     measured.add_argument("--kernel", choices=KERNELS, help="the learner's kernel family (default auto)")
-    measured.add_argument("--seed", type=int, help="of weights and prompts (default 0)")
+    measured.add_argument("--seed", type=whole(0), help="of weights and prompts (default 0)")
     measured.add_argument(
         "--clock", choices=("wall", "cpu"), help="seconds of the wall's (default), or on CPUs of the process's "
         "threads, which other processes disturb less",

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.bench_trl import add_trl, trl_settings
-from qarl.cli.options import scheme_names, seeds, split
+from qarl.cli.options import scheme_names, seeds, split, whole
 from qarl.report.tables import PlainTable
 
 
@@ -28,7 +28,7 @@ def add_train(names: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=seeds, default="0", help="comma-separated (default 0)")
     add_trl(parser, "default,fp32")
     parser.add_argument("--trl-lr", type=float, metavar="RATE", help="learning rate of TRL's AdamW (default 2e-4)")
-    parser.add_argument("--every", type=int, default=5, help="steps between evaluations (default 5)")
+    parser.add_argument("--every", type=whole(1), default=5, help="steps between evaluations (default 5)")
     parser.add_argument(
         "--targets", type=_targets, default="50,60,70", help="held-out accuracies, percent (default 50,60,70)"
     )

@@ -121,5 +121,16 @@ def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:
     return parse
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """The `type` of an option that takes a whole number from `least` up."""
+
+    def parse(text: str) -> int:
+        if not text.removeprefix("+").isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text!r} must be a whole number from {least} up")
+        return int(text)
+
+    return parse
+
+
 seeds = numbers("0,1,2")
 """The `type` of `--seeds`."""

@@ -27,7 +27,7 @@ def test_ratios_are_of_what_they_say():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"rounds": 0}, "--rounds 0"), ({"folder": "no/such"}, "'no/such' is no folder")],
+    [({"lr": 0.0}, "--lr 0 must be above 0"), ({"folder": "no/such"}, "'no/such' is no folder")],
 )
 def test_unusable_values_are_refused_before_anything_is_built(changes: dict, message: str):
     options = {"shape": "tiny", "schemes": ["w4a16"], "lr": 1e-6, "rounds": 1, "folder": None, "transfer": "http"}

@@ -118,8 +118,6 @@ def test_ratios_are_between_processes_of_one_round():
     [
         ({"schemes": ("w3",)}, SchemeError, "w3"),
         ({"updates": 3}, ConfigError, "--updates 3 does not divide the 8 prompts of model 'tiny'"),
-        ({"micro_batch_tokens": 0}, ConfigError, "--micro-batch-tokens 0 must be at least 1"),
-        ({"tokens": 1}, ConfigError, "--tokens 1 must be at least 2"),
         ({"trl": ("default",), "trl_python": Path("gone")}, ConfigError, "make trl-env"),
         ({"trl": ("default",), "dtype": "float16"}, ConfigError, "not in --dtype float16"),
     ],

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from configs.errors import ConfigError
 from qarl.bench.precision import PrecisionOptions, as_data, measure, table
 from quant.schemes import SchemeError
 
@@ -26,7 +25,5 @@ def test_each_precision_keeps_what_it_should():
 
 
 def test_unusable_options_are_refused():
-    with pytest.raises(ConfigError, match="--steps 1: give 2 or more"):
-        measure(PrecisionOptions(steps=1))
     with pytest.raises(SchemeError, match="unknown scheme 'w3'"):
         measure(PrecisionOptions(scheme="w3"))

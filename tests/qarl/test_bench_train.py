@@ -137,7 +137,6 @@ def test_trl_gets_as_many_rows_as_the_budget_holds():
          "needs a reward that TRL can call"),
         ({"schemes": ()}, ConfigError, "--schemes is empty"),
         ({"schemes": ("w3",)}, SchemeError, "w3"),
-        ({"every": 0}, ConfigError, "--every 0 must be at least 1"),
         ({"overrides": {"seed": "1"}}, ConfigError, "--seed is chosen by the benchmark"),
         ({"overrides": {"eval.problems": "0"}}, ConfigError, "--eval.problems 0"),
     ],

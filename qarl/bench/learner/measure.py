@@ -85,11 +85,6 @@ class Row:
 
 def check(options: Options) -> None:
     """Raise `ConfigError`, `SchemeError` or `KernelError` for what could not be measured, before anything is."""
-    for name in ("updates", "steps", "rounds", "micro_batch_tokens"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
-    if options.tokens is not None and options.tokens < 2:
-        raise ConfigError(f"--tokens {options.tokens} must be at least 2")
     for model in options.models:
         if MODELS[model].prompts % options.updates:
             raise ConfigError(

@@ -73,13 +73,6 @@ class Figures:
 
 def check(options: Options) -> None:
     """Raise `ConfigError` for values that cannot be measured, before anything is looked at."""
-    if options.decode_tokens < 4:
-        raise ConfigError(f"--decode-tokens {options.decode_tokens} must be at least 4: their median is taken")
-    for name in ("prompts", "prompt_tokens", "tokens", "updates", "steps", "rounds"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
-    if options.samples < 2:
-        raise ConfigError(f"--samples {options.samples} must be at least 2: a group's rewards are compared")
     if options.prompts % options.updates:
         raise ConfigError(f"--updates {options.updates} does not divide the {options.prompts} prompts of --prompts")
     if options.clock != "wall" and torch.cuda.is_available():

@@ -88,9 +88,6 @@ class Plan:
 
 def plan(options: PlanOptions) -> Plan:
     """Predict. Raises `ConfigError`, `ModelError` or `SchemeError` for what cannot be: a model, a cluster, a scheme."""
-    for name in ("prompts", "samples", "prompt_tokens", "tokens", "updates"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
     assumed = Assumptions()
     cluster, shapes = parse_cluster(options.gpus, options.rates, assumed), model_shapes(options.model)
     if options.prompts % cluster.count:

@@ -95,8 +95,6 @@ def check(options: TrainOptions) -> None:
     refuse_chosen(options.overrides, ("scheme", "seed", "output", "export", "eval.every"))
     if not options.schemes:
         raise ConfigError("--schemes is empty; give at least one, such as bf16")
-    if options.every < 1:
-        raise ConfigError(f"--every {options.every} must be at least 1")
     if options.trl:
         _check_trl(options)
     for scheme in options.schemes:
