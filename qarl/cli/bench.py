@@ -118,7 +118,7 @@ def _add_ptq(names: Any) -> None:
         "--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="low-bit scheme (default w4a16)"
     )
     ptq.add_argument(
-        "--methods", type=words(METHODS), default="", help="comma-separated (default: all that are for the "
+        "--methods", type=words(METHODS), default=(), help="comma-separated (default: all that are for the "
         "scheme)",
     )  # fmt: skip
     ptq.add_argument("--calibration", type=whole(1), metavar="N", help="calibration sequences to sample (default 256)")
@@ -146,7 +146,7 @@ def _add_objectives(names: Any) -> None:
         allow_abbrev=False,
     )
     objectives.add_argument("--seeds", type=seeds, default="0,1,2", help="comma-separated (default 0,1,2)")
-    objectives.add_argument("--objectives", type=words(OBJECTIVES), default="", help="comma-separated (default: all)")
+    objectives.add_argument("--objectives", type=words(OBJECTIVES), default=(), help="comma-separated (default: all)")
     objectives.add_argument("--steps", type=whole(1), default=60, help="training steps of each run (default 60)")
     objectives.add_argument(
         "--runs", default="runs/bench-objectives", metavar="FOLDER", help="of the runs (default runs/bench-objectives)"
@@ -174,9 +174,9 @@ def _add_precision_gap(names: Any) -> None:
         allow_abbrev=False,
     )
     gap.add_argument("--seeds", type=seeds, default="0", help="comma-separated (default 0)")
-    gap.add_argument("--pairings", type=words(PAIRINGS), default="", help="comma-separated (default: all)")
+    gap.add_argument("--pairings", type=words(PAIRINGS), default=(), help="comma-separated (default: all)")
     gap.add_argument(
-        "--lrs", type=split, default="", help="comma-separated learning rates (default: the configuration's)"
+        "--lrs", type=split, default=(), help="comma-separated learning rates (default: the configuration's)"
     )
     gap.add_argument(
         "--rounded", choices=SCHEME_NAMES, metavar="SCHEME", help="start from weights rounded to this scheme's codes"
@@ -241,7 +241,7 @@ def _publish(known: argparse.Namespace, _console: Console) -> _Measured:
 
 def _add_kernels(names: Any) -> None:
     kernels = names.add_parser("kernels", help="the learner's low-bit products against its bf16 product")
-    kernels.add_argument("--schemes", type=scheme_names, default="", help="comma-separated (default: all)")
+    kernels.add_argument("--schemes", type=scheme_names, default=(), help="comma-separated (default: all)")
     kernels.add_argument(
         "--shapes", type=_product_shapes, default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x "
         "columns), or of a model: qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",

@@ -40,7 +40,7 @@ def add_schemes(names: Any) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--seeds", type=seeds, default="0,1,2", help="comma-separated (default 0,1,2)")
     parser.add_argument(
-        "--ptq", type=words(METHODS), default="", help="comma-separated methods that quantize the unquantized "
+        "--ptq", type=words(METHODS), default=(), help="comma-separated methods that quantize the unquantized "
         "runs, such as rtn,gptq (default none)",
     )  # fmt: skip
     parser.add_argument(

@@ -31,7 +31,7 @@ def add_options(speed: argparse.ArgumentParser) -> None:
     """All of them. Defaults are filled in by `measure`, which refuses what would be ignored."""
     step = {name: f"default {_STEP[name]}, with --plan {_PLANNED_STEP[name]}" for name in _STEP}
     speed.add_argument(
-        "--schemes", type=scheme_names, default="", help="comma-separated (default: all that run on this machine); "
+        "--schemes", type=scheme_names, default=(), help="comma-separated (default: all that run on this machine); "
         "bf16 comes first",
     )  # fmt: skip
     speed.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")

@@ -86,11 +86,11 @@ def _finite(data: Any) -> Any:
 
 
 def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """The `type` of an option that takes words of `known` with commas between, each once. As those below it refuses
-    other words while the command line is read, before anything heavy is imported."""
+    """The `type` of an option that takes one or more words of `known` with commas between, each once. As those below it
+    refuses others while the command line is read, before anything heavy is imported."""
 
     def parse(text: str) -> tuple[str, ...]:
-        for word in split(text):
+        for word in split(text) or ("",):
             if word not in known:
                 raise ArgumentTypeError(f"{word!r} must be one of {', '.join(known)}{did_you_mean(word, known)}")
         return split(text)

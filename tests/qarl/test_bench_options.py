@@ -19,6 +19,7 @@ SLIPS = {
     "schemes --objectives tpbo": "--objectives 'tpbo' must be one of tbpo, grpo",
     "schemes --objectives tbpo+geometrc": "--objectives 'geometrc' must be one of none, token_tis",
     "schemes --ptq gtpq": "--ptq 'gtpq' must be one of rtn, gptq",
+    "schemes --learners ,": "--learners '' must be one of unquantized, plain, aligned",
     "schemes --seeds 1,1": "--seeds '1,1' must be different whole numbers from 0 up",
     "objectives --objectives ppo": "--objectives 'ppo' must be one of tbpo, grpo",
     "objectives --seeds a": "--seeds 'a' must be different whole numbers",
