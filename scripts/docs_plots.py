@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = {
     "results-short": "schemes-default",
     "results-objectives": "schemes-objectives",
-    "results-long": "schemes-long-kept",
+    "results-long": "schemes-long-kept-both",
 }
 """NAME → RECORD."""
 
