@@ -1,4 +1,4 @@
 """Shipped run configurations: YAML files only, installed next to the code as package data.
 
-Reached the same way from a checkout and from a wheel: `importlib.resources.files("configs") / "<name>.yaml"`.
+Reached the same way from a checkout and from a wheel: `importlib.resources.files("qarl.configs") / "<name>.yaml"`.
 """

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from configs.flags import shown
-from configs.words import allowed, did_you_mean, literals, quoted
+from qarl.configs.flags import shown
+from qarl.configs.words import allowed, did_you_mean, literals, quoted
 
 _ABSENT = object()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from configs.errors import InputError
-from configs.words import did_you_mean
+from qarl.configs.errors import InputError
+from qarl.configs.words import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from configs.complaints import complaints
-from configs.errors import ConfigError
-from configs.flags import FLAGS
-from configs.schema.base import Choice, Section, Text, alternatives
-from configs.schema.run import RunConfig
-from configs.words import did_you_mean
-from configs.yaml_file import parse_value, read_yaml
+from qarl.configs.complaints import complaints
+from qarl.configs.errors import ConfigError
+from qarl.configs.flags import FLAGS
+from qarl.configs.schema.base import Choice, Section, Text, alternatives
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.words import did_you_mean
+from qarl.configs.yaml_file import parse_value, read_yaml
 
 _EMBEDDED = "tiny-"
 _PAPER = "paper/qwen3-8b-base"
@@ -26,7 +26,7 @@ _LIKELIEST = ("top_p", "top_k", "min_p")
 
 def shipped_names() -> list[str]:
     """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base", "recipes/qwen3-4b-80gb", …"""
-    folders = {"": files("configs")} | {f"{name}/": files("configs") / name for name in ("paper", "recipes")}
+    folders = {"": files("qarl.configs")} | {f"{name}/": files("qarl.configs") / name for name in ("paper", "recipes")}
     found = [f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()]
     return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
 
@@ -36,7 +36,7 @@ def config_file(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     if name in shipped_names():
-        return Path(str(files("configs") / f"{name}.yaml"))
+        return Path(str(files("qarl.configs") / f"{name}.yaml"))
     if Path(name).is_dir():
         raise ConfigError(f"configuration {name!r} is a folder; give a YAML file in it, or --resume {name} for a run")
     raise ConfigError(

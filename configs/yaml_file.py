@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from configs.errors import ConfigError
+from qarl.configs.errors import ConfigError
 
 
 class _OnceLoader(yaml.SafeLoader):

@@ -11,7 +11,7 @@ gradient), `proximal` (the older ones, for a ratio), `weight` (of the correction
 
 import torch
 
-from learner.objectives import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives import ObjectiveInput, ObjectiveResult
 
 
 def objective(given: ObjectiveInput, config) -> ObjectiveResult:

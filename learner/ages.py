@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.batching import Batch
-from learner.processes import Processes
+from qarl.learner.batching import Batch
+from qarl.learner.processes import Processes
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from learner.objectives.advantages import group_advantages
-from quant.operators.packing import Packed, pack
-from rollout.types import Group
+from qarl.learner.objectives.advantages import group_advantages
+from qarl.quant.operators.packing import Packed, pack
+from qarl.rollout.types import Group
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from configs.schema.learner import LearnerConfig
-from configs.schema.objectives import ratio_from
-from learner.batching import Batch
-from learner.objectives import ObjectiveInput, find_objective
-from learner.processes import Processes
-from learner.row_logprobs import RowLogprobs
-from learner.token_log import TokenLog
-from quant.model.low_bit_model import LowBitModel
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.objectives import ratio_from
+from qarl.learner.batching import Batch
+from qarl.learner.objectives import ObjectiveInput, find_objective
+from qarl.learner.processes import Processes
+from qarl.learner.row_logprobs import RowLogprobs
+from qarl.learner.token_log import TokenLog
+from qarl.quant.model.low_bit_model import LowBitModel
 
 SAMPLE_TOKENS = 2048
 """Prompts and responses of the sample, at most; one sequence at least."""

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.schema.learner import LearnerConfig
-from configs.schema.objectives import ratio_from
-from learner.batching import Batch
-from learner.decomposition import clipped_tokens, sample_rows
-from learner.row_logprobs import RowLogprobs
-from quant.model.low_bit_model import LowBitModel
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.objectives import ratio_from
+from qarl.learner.batching import Batch
+from qarl.learner.decomposition import clipped_tokens, sample_rows
+from qarl.learner.row_logprobs import RowLogprobs
+from qarl.quant.model.low_bit_model import LowBitModel
 
 Gradient = dict[str, torch.Tensor]
 _CHUNK = 1 << 22

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from configs.errors import ConfigError
-from quant.layers.straight_through import multiplies_natively
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.compile import compiler_missing
+from qarl.configs.errors import ConfigError
+from qarl.quant.layers.straight_through import multiplies_natively
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.compile import compiler_missing
 
 
 def rounds_weights(model: LowBitModel, asked: Literal["auto", "exact", "compute"]) -> bool:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from learner.ages import MismatchByAge
-from learner.decomposition import Decomposition
-from learner.gradient_passes import GradientErrors
-from learner.loss.metrics import LossMetrics
-from learner.lost_updates import LayerChanges
-from learner.mismatch import Mismatch
+from qarl.learner.ages import MismatchByAge
+from qarl.learner.decomposition import Decomposition
+from qarl.learner.gradient_passes import GradientErrors
+from qarl.learner.loss.metrics import LossMetrics
+from qarl.learner.lost_updates import LayerChanges
+from qarl.learner.mismatch import Mismatch
 
 
 @dataclass(frozen=True, kw_only=True)

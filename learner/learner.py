@@ -10,36 +10,36 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig
-from configs.schema.objectives import KlConfig
-from configs.seeds import step_seed
-from learner.ages import Ages
-from learner.backends import make_backend
-from learner.batching import Batch, micro_batches, mini_batches
-from learner.decomposition import Decomposition, ShadowForwards
-from learner.gradient_passes import GradientErrors, GradientPasses
-from learner.gradients import compiles, rounds_weights
-from learner.learn_stats import LearnStats
-from learner.load_balance import load_balance_coefficient, load_balance_loss
-from learner.logprobs import packs, shares_prompts, token_logprobs
-from learner.loss.aggregation import Totals
-from learner.loss.loss import LossInput, needs_old, policy_loss
-from learner.loss.metrics import LossMetrics, mean
-from learner.lost_updates import Diagnosis, is_due
-from learner.mismatch import Mismatch
-from learner.objectives.ratios import shadowed
-from learner.optim.loss_scale import LossScale
-from learner.optim.schedule import make_schedule
-from learner.overflow import require_finite_logprobs, require_finite_sampler
-from learner.processes import Processes
-from learner.restraint import UNRESTRAINED, Restraint
-from learner.row_logprobs import RowLogprobs
-from learner.starting_policy import StartingPolicy
-from learner.stopwatch import Stopwatch
-from learner.token_log import TokenLog
-from quant.model.kept_scales import load_scales_state, scales_state
-from quant.model.low_bit_model import LowBitModel
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.objectives import KlConfig
+from qarl.configs.seeds import step_seed
+from qarl.learner.ages import Ages
+from qarl.learner.backends import make_backend
+from qarl.learner.batching import Batch, micro_batches, mini_batches
+from qarl.learner.decomposition import Decomposition, ShadowForwards
+from qarl.learner.gradient_passes import GradientErrors, GradientPasses
+from qarl.learner.gradients import compiles, rounds_weights
+from qarl.learner.learn_stats import LearnStats
+from qarl.learner.load_balance import load_balance_coefficient, load_balance_loss
+from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
+from qarl.learner.loss.aggregation import Totals
+from qarl.learner.loss.loss import LossInput, needs_old, policy_loss
+from qarl.learner.loss.metrics import LossMetrics, mean
+from qarl.learner.lost_updates import Diagnosis, is_due
+from qarl.learner.mismatch import Mismatch
+from qarl.learner.objectives.ratios import shadowed
+from qarl.learner.optim.loss_scale import LossScale
+from qarl.learner.optim.schedule import make_schedule
+from qarl.learner.overflow import require_finite_logprobs, require_finite_sampler
+from qarl.learner.processes import Processes
+from qarl.learner.restraint import UNRESTRAINED, Restraint
+from qarl.learner.row_logprobs import RowLogprobs
+from qarl.learner.starting_policy import StartingPolicy
+from qarl.learner.stopwatch import Stopwatch
+from qarl.learner.token_log import TokenLog
+from qarl.quant.model.kept_scales import load_scales_state, scales_state
+from qarl.quant.model.low_bit_model import LowBitModel
 
 
 class Learner:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError
-from quant.model.low_bit_model import LowBitModel
-from quant.operators.packing import Packed
+from qarl.configs.errors import ConfigError
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.packing import Packed
 
 
 def load_balance_coefficient(model: LowBitModel, asked: float | None) -> float:

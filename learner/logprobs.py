@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from configs.errors import ConfigError
-from quant.model.low_bit_model import LowBitModel
-from quant.operators.packing import Packed
-from quant.runtime.cpu_blocks import row_blocks
+from qarl.configs.errors import ConfigError
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.packing import Packed
+from qarl.quant.runtime.cpu_blocks import row_blocks
 
 CHUNK_TOKENS = 512
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from learner.optim.optimizer import Arrived
-from quant.materialize.code_changes import Changed, FlipCount
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.shards import whole_shape
+from qarl.learner.optim.optimizer import Arrived
+from qarl.quant.materialize.code_changes import Changed, FlipCount
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import whole_shape
 
 
 def is_due(every: int, step: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.objectives.ratios import sequence_log_ratio
+from qarl.learner.objectives.ratios import sequence_log_ratio
 
 RARE = 0.01
 """Probability by the sampler below which a token is a rare one."""

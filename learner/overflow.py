@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from learner.batching import Batch
-from learner.logprobs import token_logprobs
-from learner.optim.loss_scale import PrecisionError, short_name
-from quant.model.low_bit_model import LowBitModel
+from qarl.learner.batching import Batch
+from qarl.learner.logprobs import token_logprobs
+from qarl.learner.optim.loss_scale import PrecisionError, short_name
+from qarl.quant.model.low_bit_model import LowBitModel
 
 
 @dataclass(frozen=True)

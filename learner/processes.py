@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from configs.errors import QarlError
+from qarl.configs.errors import QarlError
 
 T = TypeVar("T")
 

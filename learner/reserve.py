@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
-from configs.errors import QarlError
-from configs.schema.learner import LearnerConfig
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.shards import whole_shape
+from qarl.configs.errors import QarlError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import whole_shape
 
 _FP32 = 4
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from configs.schema.learner import LearnerConfig
+from qarl.configs.schema.learner import LearnerConfig
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
 
 import torch
 
-from learner.batching import Batch
-from learner.mismatch import Mismatch, measure_mismatch
-from learner.processes import Processes
+from qarl.learner.batching import Batch
+from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.learner.processes import Processes
 
 
 class RowLogprobs:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from learner.batching import Batch
-from learner.decomposition import sample_rows
-from learner.mismatch import measure_mismatch
-from learner.row_logprobs import RowLogprobs
-from quant.model.low_bit_model import LowBitModel
+from qarl.learner.batching import Batch
+from qarl.learner.decomposition import sample_rows
+from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.row_logprobs import RowLogprobs
+from qarl.quant.model.low_bit_model import LowBitModel
 
 SAMPLE_TOKENS = 1024
 """Prompts and responses of the sample, at most; one sequence at least."""

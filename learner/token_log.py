@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from learner.batching import Batch
-from learner.loss.tokens import LossTokens
-from learner.processes import Processes
-from learner.row_logprobs import RowLogprobs
+from qarl.learner.batching import Batch
+from qarl.learner.loss.tokens import LossTokens
+from qarl.learner.processes import Processes
+from qarl.learner.row_logprobs import RowLogprobs
 
 
 class TokenLog:

@@ -1,10 +1,10 @@
 """The loop: generate → score → advantages → learn → publish → log / checkpoint."""
 
-from configs.schema.run import RunConfig
-from learner.batching import make_batch
-from learner.processes import Processes
-from learner.restraint import Restraint
-from learner.stopwatch import Stopwatch
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.batching import make_batch
+from qarl.learner.processes import Processes
+from qarl.learner.restraint import Restraint
+from qarl.learner.stopwatch import Stopwatch
 from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch

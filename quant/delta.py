@@ -25,10 +25,10 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from configs.errors import QarlError
-from quant.digest import digest_of_parts, tensor_part
-from quant.runtime.thread_pool import in_threads
-from quant.types import LowBitTensor
+from qarl.configs.errors import QarlError
+from qarl.quant.digest import digest_of_parts, tensor_part
+from qarl.quant.runtime.thread_pool import in_threads
+from qarl.quant.types import LowBitTensor
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -15,9 +15,9 @@ import xxhash
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quant.runtime.shards import shard_of, whole_value
-from quant.runtime.thread_pool import in_threads
-from quant.types import LowBitTensor
+from qarl.quant.runtime.shards import shard_of, whole_value
+from qarl.quant.runtime.thread_pool import in_threads
+from qarl.quant.types import LowBitTensor
 
 _PIECE = 1 << 20
 _PIECES_A_THREAD = 4

@@ -22,8 +22,8 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 
-from configs.errors import SchemeError
-from configs.scheme_names import check_scheme_name
+from qarl.configs.errors import SchemeError
+from qarl.configs.scheme_names import check_scheme_name
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from quant.digest import StreamDigest
-from quant.types import LayerReport, LowBitTensor
-from rollout.engine import EngineError, LoadReport
-from rollout.types import Completion, Prompt, Sampling
+from qarl.quant.digest import StreamDigest
+from qarl.quant.types import LayerReport, LowBitTensor
+from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.types import Completion, Prompt, Sampling
 
 
 class AbsentEngine:

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from configs.errors import QarlError
-from quant.types import LayerReport, LowBitTensor
-from rollout.types import Completion, Prompt, Sampling
+from qarl.configs.errors import QarlError
+from qarl.quant.types import LayerReport, LowBitTensor
+from qarl.rollout.types import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:  # which imports torch; the protocol stays light
-    from quant.kernels import KernelFactory
+    from qarl.quant.kernels import KernelFactory
 
 
 class EngineError(QarlError):

@@ -5,12 +5,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.schema.run import RolloutConfig
-from rollout.engine import Engine
-from rollout.types import Served
+from qarl.configs.schema.run import RolloutConfig
+from qarl.rollout.engine import Engine
+from qarl.rollout.types import Served
 
 if TYPE_CHECKING:
-    from rollout.servers.start import Started
+    from qarl.rollout.servers.start import Started
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def open_engine(
 def server_command(served: Served, host: str, port: int, more: list[str]) -> list[str]:
     """The command of an OpenAI-compatible server on a checkpoint, to be started in this process's environment, in which
     it sets what an engine's is. more: options of the server's own, which win."""
-    from rollout.vllm.serve import server_command
+    from qarl.rollout.vllm.serve import server_command
 
     return server_command(served, host, port, more)
 
@@ -56,8 +56,8 @@ def serve_rollouts(
     """Servers that runs of this `rollout` section can sample on, one a port, each with so many GPUs, ended at the end
     of the `with`. key: that they ask for, None for none. more: options of vLLM's, which win. What they print is written
     beside the checkpoint. Raises `EngineError` where one cannot start."""
-    from rollout.servers.start import start_replicas, stop_replicas
-    from rollout.vllm.options import vllm_options
+    from qarl.rollout.servers.start import start_replicas, stop_replicas
+    from qarl.rollout.vllm.options import vllm_options
 
     options, logs = vllm_options(rollout, dtype, False), checkpoint.parent
     replicas = start_replicas(checkpoint, options, ports, key, logs, rollout.server_seconds, host, more, devices)
@@ -68,13 +68,13 @@ def serve_rollouts(
 
 
 def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool, on_servers: bool) -> Engine:
-    from rollout.vllm.options import vllm_options
+    from qarl.rollout.vllm.options import vllm_options
 
     options = vllm_options(rollout, dtype, several)
     if on_servers:
-        from rollout.servers.open import open_servers
+        from qarl.rollout.servers.open import open_servers
 
         return open_servers(checkpoint, rollout, options)
-    from rollout.vllm.engine import VllmEngine
+    from qarl.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(checkpoint, options)

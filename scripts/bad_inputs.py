@@ -21,11 +21,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from configs.flags import FLAGS
-from configs.load import choice_sections, field_paths, shipped_names
-from configs.scheme_names import SCHEME_NAMES
-from configs.words import literals
 from qarl.cli.main import main
+from qarl.configs.flags import FLAGS
+from qarl.configs.load import choice_sections, field_paths, shipped_names
+from qarl.configs.scheme_names import SCHEME_NAMES
+from qarl.configs.words import literals
 
 LONGEST_MESSAGE = 5
 """Lines: a reward's complaint has the problem below it."""

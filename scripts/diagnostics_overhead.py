@@ -13,20 +13,20 @@ from collections.abc import Callable
 
 import torch
 
-from configs.schema.learner import LearnerConfig
-from learner.ages import Ages
-from learner.batching import Batch, make_batch
-from learner.learner import Learner
-from learner.loss.tokens import clip_reasons, clipped_sides
-from learner.mismatch import measure_mismatch
-from learner.processes import Processes
-from learner.token_log import TokenLog
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.ages import Ages
+from qarl.learner.batching import Batch, make_batch
+from qarl.learner.learner import Learner
+from qarl.learner.loss.tokens import clip_reasons, clipped_sides
+from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.processes import Processes
+from qarl.learner.token_log import TokenLog
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import MASTER_DTYPES, get_scheme
+from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.session import model_folder
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import MASTER_DTYPES, get_scheme
-from rollout.types import Completion, Group, Prompt
 
 PROMPTS, SAMPLES, PAIRS = 32, 8, 15
 

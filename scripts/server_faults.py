@@ -34,12 +34,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from configs.load import load_config  # noqa: E402
 from qarl.bench.random_policy import random_policy  # noqa: E402
 from qarl.bench.record import record  # noqa: E402
-from rollout.engine import EngineError  # noqa: E402
-from rollout.servers.engine import ServerEngine  # noqa: E402
-from rollout.vllm.options import prepare_environment, vllm_options  # noqa: E402
+from qarl.configs.load import load_config  # noqa: E402
+from qarl.rollout.engine import EngineError  # noqa: E402
+from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
+from qarl.rollout.vllm.options import prepare_environment, vllm_options  # noqa: E402
 from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  # noqa: E402
 from tests.support.learner_faults import VARIABLE  # noqa: E402
 from tests.support.runs import SMALL, Run, lines  # noqa: E402

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from configs.errors import QarlError
-from quant.runtime.batch_invariance import BATCH_INVARIANT
-from quant.types import LayerReport
+from qarl.configs.errors import QarlError
+from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
+from qarl.quant.types import LayerReport
 
 
 class AuditError(QarlError):

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from configs.errors import QarlError
-from quant.digest import StreamDigest
-from quant.types import LowBitTensor
+from qarl.configs.errors import QarlError
+from qarl.quant.digest import StreamDigest
+from qarl.quant.types import LowBitTensor
 
 _SHARD_BYTES = 4 * 2**30
 _COMPANIONS = (

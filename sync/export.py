@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from quant.digest import StreamDigest
-from quant.model.low_bit_model import LowBitModel
-from sync.checkpoint_folder import write_checkpoint
+from qarl.quant.digest import StreamDigest
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.sync.checkpoint_folder import write_checkpoint
 
 
 def export_checkpoint(

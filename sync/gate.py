@@ -1,7 +1,7 @@
 """The step-0 gate: on the first batch, before any update, learner and sampler must be the same policy."""
 
-from configs.errors import QarlError
-from learner.mismatch import Mismatch
+from qarl.configs.errors import QarlError
+from qarl.learner.mismatch import Mismatch
 
 
 class GateError(QarlError):

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.errors import QarlError
-from learner.logprobs import token_logprobs
-from learner.mismatch import Mismatch, measure_mismatch
-from learner.processes import Processes
-from quant.digest import StreamDigest
-from quant.kernels import KernelError
-from quant.model.low_bit_model import LowBitModel
-from quant.types import LowBitTensor
-from rollout.engine import Engine
+from qarl.configs.errors import QarlError
+from qarl.learner.logprobs import token_logprobs
+from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.learner.processes import Processes
+from qarl.quant.digest import StreamDigest
+from qarl.quant.kernels import KernelError
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import Engine
 
 
 class PublishError(QarlError):

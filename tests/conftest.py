@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
 from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
-from quant.runtime.answers import cache_folder  # noqa: E402
+from qarl.quant.runtime.answers import cache_folder  # noqa: E402
 from tests.support import forks  # noqa: E402
 
 settings.load_profile("ci")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from configs.words import did_you_mean, quoted
+from qarl.configs.words import did_you_mean, quoted
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Text = Annotated[str, Field(min_length=1)]

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import LARGEST_SEED, Dtype, Section, Text
-from configs.schema.lora import LoraChoice, NoLora
-from configs.schema.objectives import (
+from qarl.configs.schema.base import LARGEST_SEED, Dtype, Section, Text
+from qarl.configs.schema.lora import LoraChoice, NoLora
+from qarl.configs.schema.objectives import (
     AggregationChoice,
     AnyObjective,
     CorrectionChoice,

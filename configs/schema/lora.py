@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from configs.schema.base import Choice, chooser, pattern_fault
+from qarl.configs.schema.base import Choice, chooser, pattern_fault
 
 _LORA = "lora: train low-rank adapters over frozen masters (docs/lora.md); none: train the masters"
 

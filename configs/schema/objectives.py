@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from configs.schema.base import Choice, Text, chooser
+from qarl.configs.schema.base import Choice, Text, chooser
 
 _WHAT = "what is maximized; the default is the QaRL paper's tbpo"
 _WEIGHT = "weight for the gap between sampler and learner; the default is the objective's own"

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import Section
-from configs.schema.learner import LearnerConfig
+from qarl.configs.schema.base import Section
+from qarl.configs.schema.learner import LearnerConfig
 
 ScaleRule = Literal["minmax", "kept"]
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault
-from configs.schema.learner import LearnerConfig
-from configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
-from configs.schema.servers import Servers
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.base import LARGEST_SEED, Dtype, Section, Text, pattern_fault
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
+from qarl.configs.schema.servers import Servers
+from qarl.configs.schema.task import TaskConfig
 
 _MOST_PROMPTS, _LONGEST = 10**6, 2**24
 """Prompts, sequences or problems at once, and tokens of a sequence: bounds that only slips of the hand exceed."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from configs.schema.base import Section, Text
+from qarl.configs.schema.base import Section, Text
 
 
 class TaskConfig(Section):

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig
-from learner.backends.zero_config import deepspeed_config
-from learner.optim.optimizer import Step
-from learner.processes import Processes
-from quant.model.low_bit_model import LowBitModel
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends.zero_config import deepspeed_config
+from qarl.learner.optim.optimizer import Step
+from qarl.learner.processes import Processes
+from qarl.quant.model.low_bit_model import LowBitModel
 
 
 class Backend(Protocol):
@@ -67,15 +67,15 @@ def check_backend(config: LearnerConfig, processes: int) -> None:
 
 def make_backend(model: LowBitModel, config: LearnerConfig, processes: Processes) -> Backend:
     """The backend that `learner.zero_stage` asks for. Raises `ConfigError` for settings it cannot honour."""
-    from learner.backends.single import SingleProcess
+    from qarl.learner.backends.single import SingleProcess
 
     check_backend(config, processes.world)
     if config.zero_stage is None and processes.world == 1:
         return SingleProcess(model, config)
     if config.zero_stage == 3:
-        from learner.backends.sharded import Sharded
+        from qarl.learner.backends.sharded import Sharded
 
         return Sharded(model, config, processes)
-    from learner.backends.zero import Zero
+    from qarl.learner.backends.zero import Zero
 
     return Zero(model, config, processes)

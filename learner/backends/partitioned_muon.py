@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from configs.schema.learner import OptimizerConfig
-from learner.optim.master_step import muon
-from learner.optim.optimizer import flat_span, matrices_of
-from learner.optim.row_muon import MOMENTUM
-from learner.processes import Processes
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.optim.master_step import muon
+from qarl.learner.optim.optimizer import flat_span, matrices_of
+from qarl.learner.optim.row_muon import MOMENTUM
+from qarl.learner.processes import Processes
 
 
 @dataclass(frozen=True)

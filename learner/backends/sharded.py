@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from configs.schema.learner import LearnerConfig
-from learner.optim.optimizer import MasterOptimizer, Step, matrices_of
-from learner.optim.row_muon import MOMENTUM
-from learner.processes import Processes
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.shards import fill, shard_of, shard_parameters, whole_shape, whole_value
-from quant.schemes import MASTER_DTYPES, Scheme
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of
+from qarl.learner.optim.row_muon import MOMENTUM
+from qarl.learner.processes import Processes
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import fill, shard_of, shard_parameters, whole_shape, whole_value
+from qarl.quant.schemes import MASTER_DTYPES, Scheme
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

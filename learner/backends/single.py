@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from configs.schema.learner import LearnerConfig
-from learner.optim.optimizer import MasterOptimizer, Step
-from quant.model.low_bit_model import LowBitModel
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.optim.optimizer import MasterOptimizer, Step
+from qarl.quant.model.low_bit_model import LowBitModel
 
 
 class SingleProcess:

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig
-from learner.backends.partitioned_muon import PartitionedMuon, pieces_of
-from learner.backends.zero_config import deepspeed_config
-from learner.backends.zero_loading import quiet_deepspeed
-from learner.optim.master_step import adamw
-from learner.optim.optimizer import MasterOptimizer, Step, matrices_of, require_same_masters
-from learner.optim.row_muon import MOMENTUM
-from learner.processes import Processes
-from quant.model.low_bit_model import LowBitModel
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends.partitioned_muon import PartitionedMuon, pieces_of
+from qarl.learner.backends.zero_config import deepspeed_config
+from qarl.learner.backends.zero_loading import quiet_deepspeed
+from qarl.learner.optim.master_step import adamw
+from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, require_same_masters
+from qarl.learner.optim.row_muon import MOMENTUM
+from qarl.learner.processes import Processes
+from qarl.quant.model.low_bit_model import LowBitModel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

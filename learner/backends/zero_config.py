@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
 
 _ADDED = (
     "zero_optimization", "communication_data_type", "seq_parallel_communication_data_type", "disable_allgather",

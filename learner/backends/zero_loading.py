@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from configs.schema.learner import LearnerConfig
-from learner.backends.zero_config import deepspeed_config
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends.zero_config import deepspeed_config
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.schema.objectives import AnyAggregation, SeqSumAggregation
-from learner.objectives.ratios import sequence_mean
+from qarl.configs.schema.objectives import AnyAggregation, SeqSumAggregation
+from qarl.learner.objectives.ratios import sequence_mean
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.schema.objectives import AnyCorrection, NoCorrection, TruncatedConfig
-from learner.objectives.ratios import sequence_log_ratio
+from qarl.configs.schema.objectives import AnyCorrection, NoCorrection, TruncatedConfig
+from qarl.learner.objectives.ratios import sequence_log_ratio
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from configs.schema.learner import LearnerConfig
-from configs.schema.objectives import KlConfig, NoCorrection, ratio_from
-from learner.loss.aggregation import Totals, aggregate, over_tokens
-from learner.loss.corrections import correction
-from learner.loss.kl import kl_estimate
-from learner.loss.metrics import LossMetrics
-from learner.loss.tokens import LossTokens, clip_reasons, clipped_sides
-from learner.objectives import ObjectiveInput, find_objective
-from learner.objectives.ratios import sequence_log_ratio
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.objectives import KlConfig, NoCorrection, ratio_from
+from qarl.learner.loss.aggregation import Totals, aggregate, over_tokens
+from qarl.learner.loss.corrections import correction
+from qarl.learner.loss.kl import kl_estimate
+from qarl.learner.loss.metrics import LossMetrics
+from qarl.learner.loss.tokens import LossTokens, clip_reasons, clipped_sides
+from qarl.learner.objectives import ObjectiveInput, find_objective
+from qarl.learner.objectives.ratios import sequence_log_ratio
 
 
 @dataclass(frozen=True)

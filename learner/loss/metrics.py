@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from learner.processes import Processes
+from qarl.learner.processes import Processes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.clip_reasons import CLIP_REASONS
-from learner.loss.aggregation import is_shared
-from learner.objectives.ratios import sequence_mean
+from qarl.learner.clip_reasons import CLIP_REASONS
+from qarl.learner.loss.aggregation import is_shared
+from qarl.learner.objectives.ratios import sequence_mean
 
 
 @dataclass(frozen=True)

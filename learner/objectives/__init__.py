@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
-from learner.objectives.cispo import cispo
-from learner.objectives.dapo import dapo
-from learner.objectives.dual_clip import dual_clip
-from learner.objectives.grpo import grpo
-from learner.objectives.gspo import gspo
-from learner.objectives.gspo_dual_clip import gspo_dual_clip
-from learner.objectives.on_policy import on_policy
-from learner.objectives.own import own
-from learner.objectives.pg_seq_is import pg_seq_is
-from learner.objectives.positive_grpo import positive_grpo
-from learner.objectives.sapo import sapo
-from learner.objectives.tbpo import tbpo
+from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.cispo import cispo
+from qarl.learner.objectives.dapo import dapo
+from qarl.learner.objectives.dual_clip import dual_clip
+from qarl.learner.objectives.grpo import grpo
+from qarl.learner.objectives.gspo import gspo
+from qarl.learner.objectives.gspo_dual_clip import gspo_dual_clip
+from qarl.learner.objectives.on_policy import on_policy
+from qarl.learner.objectives.own import own
+from qarl.learner.objectives.pg_seq_is import pg_seq_is
+from qarl.learner.objectives.positive_grpo import positive_grpo
+from qarl.learner.objectives.sapo import sapo
+from qarl.learner.objectives.tbpo import tbpo
 
 OBJECTIVES: dict[str, Objective] = {
     "tbpo": tbpo, "grpo": grpo, "positive_grpo": positive_grpo, "dapo": dapo, "dual_clip": dual_clip, "gspo": gspo,

@@ -6,10 +6,10 @@ Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5; without a lower bound, as use
 -w r̂ A; only its gradient is that of the line above.
 """
 
-from configs.schema.objectives import CispoConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import token_ratio
-from learner.objectives.ratios import score
+from qarl.configs.schema.objectives import CispoConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import token_ratio
+from qarl.learner.objectives.ratios import score
 
 
 def cispo(given: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:

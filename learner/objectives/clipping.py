@@ -2,9 +2,9 @@
 
 import torch
 
-from configs.errors import ConfigError
-from learner.objectives.base import ObjectiveInput
-from learner.objectives.ratios import sequence_log_ratio
+from qarl.configs.errors import ConfigError
+from qarl.learner.objectives.base import ObjectiveInput
+from qarl.learner.objectives.ratios import sequence_log_ratio
 
 
 def token_ratio(given: ObjectiveInput) -> torch.Tensor:

@@ -6,9 +6,9 @@ Source: DAPO (arXiv 2503.14476, eq. 10 for the bounds, eq. 8 for the mean over a
 default aggregation). Its dynamic sampling is `rollout.dynamic_sampling`.
 """
 
-from configs.schema.objectives import DapoConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import clipped_surrogate, token_ratio
+from qarl.configs.schema.objectives import DapoConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import clipped_surrogate, token_ratio
 
 
 def dapo(given: ObjectiveInput, config: DapoConfig) -> ObjectiveResult:

@@ -5,9 +5,9 @@
 Source: Ye et al. (arXiv 1912.09729; c = 3).
 """
 
-from configs.schema.objectives import DualClipConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import dual_clipped_surrogate, token_ratio
+from qarl.configs.schema.objectives import DualClipConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import dual_clipped_surrogate, token_ratio
 
 
 def dual_clip(given: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:

@@ -6,9 +6,9 @@
 Source: GRPO (arXiv 2402.03300, eq. 3).
 """
 
-from configs.schema.objectives import GrpoConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import clipped_surrogate, token_ratio
+from qarl.configs.schema.objectives import GrpoConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import clipped_surrogate, token_ratio
 
 
 def grpo(given: ObjectiveInput, config: GrpoConfig) -> ObjectiveResult:

@@ -6,9 +6,9 @@
 Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1).
 """
 
-from configs.schema.objectives import GspoConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import clipped_surrogate, sequence_advantages, sequence_ratio
+from qarl.configs.schema.objectives import GspoConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import clipped_surrogate, sequence_advantages, sequence_ratio
 
 
 def gspo(given: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:

@@ -6,9 +6,9 @@ Source: GSPO (arXiv 2507.18071, eq. 5) and dual clip (arXiv 1912.09729). For A <
 with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's band; with the usual c = 3 it is not.
 """
 
-from configs.schema.objectives import GspoDualClipConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import dual_clipped_surrogate, sequence_advantages, sequence_ratio
+from qarl.configs.schema.objectives import GspoDualClipConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import dual_clipped_surrogate, sequence_advantages, sequence_ratio
 
 
 def gspo_dual_clip(given: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:

@@ -7,9 +7,9 @@ REINFORCE with a group baseline (Williams, 1992); the value is reported as -w A.
 
 import torch
 
-from configs.schema.objectives import OnPolicyConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.ratios import score
+from qarl.configs.schema.objectives import OnPolicyConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.ratios import score
 
 
 def on_policy(given: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError, QarlError
-from configs.functions import FunctionKind, in_words, load_function
-from learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
+from qarl.configs.errors import ConfigError, QarlError
+from qarl.configs.functions import FunctionKind, in_words, load_function
+from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
 
 _KIND = FunctionKind("objective", "taking (given, config) and returning an ObjectiveResult", ConfigError)
 
@@ -43,7 +43,7 @@ def own(spec: str) -> Objective:
 def _fault(result: Any, given: ObjectiveInput) -> str:
     """What is wrong with a result; "" if nothing."""
     if not isinstance(result, ObjectiveResult):
-        return f"{type(result).__name__}; return learner.objectives.ObjectiveResult(loss, clipped)"
+        return f"{type(result).__name__}; return qarl.learner.objectives.ObjectiveResult(loss, clipped)"
     rows, tokens = given.current.shape
     for name in ("loss", "clipped"):
         value, shapes = getattr(result, name), ((rows, tokens), (rows, 1))

@@ -7,9 +7,9 @@ the sampler (`ratio_from: sampler`), as there; against the learner, `sequence_ti
 truncated and masked variants up to the drift within a batch. log W is held within ±20, so that float32 stays finite.
 """
 
-from configs.schema.objectives import PgSeqIsConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.ratios import score
+from qarl.configs.schema.objectives import PgSeqIsConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.ratios import score
 
 _LOG_BOUND = 20.0
 

@@ -5,9 +5,9 @@
 One of the QaRL paper's comparisons (arXiv 2604.07853). Negative responses still count where an aggregation divides.
 """
 
-from configs.schema.objectives import PositiveGrpoConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import token_ratio
+from qarl.configs.schema.objectives import PositiveGrpoConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import token_ratio
 
 
 def positive_grpo(given: ObjectiveInput, config: PositiveGrpoConfig) -> ObjectiveResult:

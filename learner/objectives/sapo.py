@@ -9,9 +9,9 @@ Source: SAPO (arXiv 2511.20347).
 
 import torch
 
-from configs.schema.objectives import SapoConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import token_ratio
+from qarl.configs.schema.objectives import SapoConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import token_ratio
 
 
 def sapo(given: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:

@@ -12,9 +12,9 @@ cannot be pushed without bound. `gspo_dual_clip` with c = 1 + δ_h is the same f
 
 import torch
 
-from configs.schema.objectives import TbpoConfig
-from learner.objectives.base import ObjectiveInput, ObjectiveResult
-from learner.objectives.clipping import sequence_advantages, sequence_ratio
+from qarl.configs.schema.objectives import TbpoConfig
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import sequence_advantages, sequence_ratio
 
 
 def tbpo(given: ObjectiveInput, config: TbpoConfig) -> ObjectiveResult:

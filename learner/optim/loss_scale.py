@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.errors import PrecisionError
+from qarl.configs.errors import PrecisionError
 
 MOST_SKIPPED = 8
 """Updates that may be skipped in a row where there is no loss scale to lower: two batches of the default's four."""

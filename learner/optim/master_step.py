@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from configs.schema.learner import OptimizerConfig
-from learner.optim.rounding import Rounding, stochastic_round
-from learner.optim.row_muon import RowMuon
-from learner.optim.stacked_muon import StackedMuon
-from quant.runtime.shards import Shard
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.optim.rounding import Rounding, stochastic_round
+from qarl.learner.optim.row_muon import RowMuon
+from qarl.learner.optim.stacked_muon import StackedMuon
+from qarl.quant.runtime.shards import Shard
 
 Index = tuple[int | slice, ...]
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from configs.errors import ConfigError
-from configs.schema.learner import OptimizerConfig
-from learner.optim.loss_scale import PrecisionError, short_name
-from learner.optim.master_step import Index, MasterStep, UpdateCounts
-from learner.optim.row_muon import in_turns, orthogonalize
-from learner.processes import FailedElsewhereError, Processes
-from quant.runtime.shards import shard_of
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.optim.loss_scale import PrecisionError, short_name
+from qarl.learner.optim.master_step import Index, MasterStep, UpdateCounts
+from qarl.learner.optim.row_muon import in_turns, orthogonalize
+from qarl.learner.processes import FailedElsewhereError, Processes
+from qarl.quant.runtime.shards import shard_of
 
 
 @dataclass(frozen=True)

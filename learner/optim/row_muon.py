@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch has no public name for either
 
-from quant.runtime.shards import Shard
+from qarl.quant.runtime.shards import Shard
 
 MOMENTUM = "momentum_buffer"
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from configs.errors import ConfigError
-from configs.schema.learner import OptimizerConfig
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import OptimizerConfig
 
 
 @dataclass(frozen=True)

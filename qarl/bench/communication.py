@@ -21,21 +21,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from configs.schema.learner import LearnerConfig
-from learner.backends.sharded import shard_masters
-from learner.backends.zero_loading import partitioned_loading
-from learner.batching import make_batch
-from learner.learner import Learner
-from learner.processes import Processes, join_processes, leave_processes
 from qarl.bench.learner.batch import PAD, BenchModel, draw_sequences, qwen3, write_model
 from qarl.bench.learner.process import WorkerError
 from qarl.bench.learner.worker import groups_of
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends.sharded import shard_masters
+from qarl.learner.backends.zero_loading import partitioned_loading
+from qarl.learner.batching import make_batch
+from qarl.learner.learner import Learner
+from qarl.learner.processes import Processes, join_processes, leave_processes
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.shards import whole_shape
-from quant.schemes import get_scheme
 
 MODEL = BenchModel(qwen3(2048, 512, 1536, 4, 8, 64), prompts=4, samples=8, tokens=32)
 """14 million parameters, no matrix so small that DeepSpeed would keep it whole (100,000 elements)."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError
 from qarl.bench.learner.process import run_worker
+from qarl.configs.errors import ConfigError
+from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
-from quant.schemes import get_scheme
 
 
 def measure(

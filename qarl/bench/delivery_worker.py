@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, Qwen3Config
 
-from configs.schema.run import RolloutConfig
-from learner.optim.rounding import stochastic_round
 from qarl.bench.learner.batch import END, PAD, qwen3, write_tokenizer
 from qarl.bench.publish import moe_config, random_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
-from rollout.open import open_engine
-from sync.export import export_checkpoint
+from qarl.configs.schema.run import RolloutConfig
+from qarl.learner.optim.rounding import stochastic_round
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
+from qarl.rollout.open import open_engine
+from qarl.sync.export import export_checkpoint
 
 _QWEN3: dict[str, dict[str, Any]] = {
     "0.6b": {**qwen3(151936, 1024, 3072, 28, 16, 128), "num_key_value_heads": 8},

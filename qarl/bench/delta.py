@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from configs.schema.learner import OptimizerConfig
-from learner.optim.master_step import MasterStep
 from qarl.bench.learner.batch import MODELS
 from qarl.bench.publish import moe_config
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.optim.master_step import MasterStep
+from qarl.quant.delta import HeldVersion
+from qarl.quant.materialize import LowBitWeight, materialize
+from qarl.quant.materialize.code_changes import changed_codes
+from qarl.quant.schemes import get_scheme, is_integer
+from qarl.quant.types import LowBitTensor
 from qarl.report.tables import PlainTable
-from quant.delta import HeldVersion
-from quant.materialize import LowBitWeight, materialize
-from quant.materialize.code_changes import changed_codes
-from quant.schemes import get_scheme, is_integer
-from quant.types import LowBitTensor
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "150m": lambda: Qwen3Config(**MODELS["150m"].config),

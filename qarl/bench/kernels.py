@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from qarl.quant.kernels import KernelError, make_factory
+from qarl.quant.kernels.base import KernelFactory, LowBitMatmul
+from qarl.quant.kernels.supported import why_not
+from qarl.quant.materialize import materialize
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
 from qarl.report.tables import PlainTable
-from quant.kernels import KernelError, make_factory
-from quant.kernels.base import KernelFactory, LowBitMatmul
-from quant.kernels.supported import why_not
-from quant.materialize import materialize
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
 
 _LONGEST_ROUND_SECONDS = 2.0
 """A product slower than this is timed once."""

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError
-from configs.load import config_file, load_config
 from qarl.bench.learner.batch import MODELS as LEARNER_MODELS
 from qarl.bench.learner.batch import PAD, write_model
 from qarl.bench.learner.process import WorkerError
 from qarl.bench.publish import moe_config
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_file, load_config
 from qarl.plan.machine import Machine
 from qarl.plan.memory import Memory
 from qarl.plan.plan import make_plan
 from qarl.plan.shapes import shapes_of
+from qarl.quant.kernels.supported import kept_support, require_support
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
-from quant.kernels.supported import kept_support, require_support
-from quant.schemes import COMPUTE_DTYPES, get_scheme
 
 _MOE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import torch
 
-from configs.schema.run import RolloutConfig
-from learner.batching import make_batch
-from learner.mismatch import Mismatch, measure_mismatch
-from learner.processes import Processes
 from qarl.bench.random_policy import NAMES, random_policy
+from qarl.configs.schema.run import RolloutConfig
+from qarl.learner.batching import make_batch
+from qarl.learner.mismatch import Mismatch, measure_mismatch
+from qarl.learner.processes import Processes
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
+from qarl.rollout.engine import Engine
+from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.run.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
 from qarl.run.session import model_folder
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, get_scheme
-from rollout.engine import Engine
-from rollout.types import Group, Prompt, Sampling
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ at once; what a name means is said where it is measured, and a test holds the tw
 
 from typing import get_args
 
-from configs.schema.objectives import AnyObjective, OwnConfig
+from qarl.configs.schema.objectives import AnyObjective, OwnConfig
 
 OBJECTIVES = tuple(n for section in get_args(AnyObjective) for n in section.names() if section is not OwnConfig)
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.load import default_config, load_config
-from configs.schema.objectives import TbpoConfig
-from configs.schema.run import RunConfig
 from qarl.bench.names import OBJECTIVES
 from qarl.bench.runs import existing_run, finished_run, refuse_chosen
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import default_config, load_config
+from qarl.configs.schema.objectives import TbpoConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
-from configs.load import load_config
-from configs.schema.learner import LearnerConfig
-from learner.backends.single import SingleProcess
-from learner.batching import Batch, make_batch
-from learner.learner import Learner
 from qarl.bench.learner.batch import MODELS, PAD, draw_sequences, write_model
 from qarl.bench.learner.worker import groups_of
+from qarl.configs.load import load_config
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends.single import SingleProcess
+from qarl.learner.batching import Batch, make_batch
+from qarl.learner.learner import Learner
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.kernels.supported import require_support
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize.code_changes import FlipCount
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
-from quant.checkpoint.load import load_masters
-from quant.kernels.supported import require_support
-from quant.layers.context import LayerContext
-from quant.materialize.code_changes import FlipCount
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 
 MASTERS = (
     ("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("float16", "nearest"),

@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.load import config_file, load_config
-from configs.schema.run import RunConfig
 from qarl.bench.rounded_policy import rounded_policy
 from qarl.bench.runs import existing_run, finished_run, refuse_chosen
+from qarl.configs.load import config_file, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable

@@ -13,22 +13,22 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.load import default_config, load_config
-from configs.schema.run import EvalConfig, RunConfig
 from qarl.bench.runs import existing_run, finished_run, overrides_in, refuse_chosen
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import default_config, load_config
+from qarl.configs.schema.run import EvalConfig, RunConfig
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import METHODS, methods_for
 from qarl.ptq.source import open_source
+from qarl.quant.schemes import get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
+from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
 from qarl.run.prompts import open_prompter
 from qarl.run.session import check_input
 from qarl.tasks import load_task
-from quant.schemes import get_scheme
-from rollout.engine import Engine
-from rollout.open import open_engine
 
 UNQUANTIZED = "bf16"
 _CHOSEN_HERE = ("scheme", "seed", "output", "export")

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
-from configs.errors import ConfigError
 from qarl.bench.learner.memory import PeakMemory
+from qarl.configs.errors import ConfigError
+from qarl.quant.checkpoint.load import empty_model
+from qarl.quant.digest import ReceivedDigest, StreamDigest
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import materialize
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
-from quant.checkpoint.load import empty_model
-from quant.digest import ReceivedDigest, StreamDigest
-from quant.layers.context import LayerContext
-from quant.materialize import materialize
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 
 _COPIED_BYTES = 1 << 29
 _RANDOM_VALUES = 1 << 22

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 
 
 def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:

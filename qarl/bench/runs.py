@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
-from learner.processes import Processes
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.processes import Processes
 from qarl.report.dashboard import Dashboard
 from qarl.report.located import located
 from qarl.report.run_folder import RunFolder

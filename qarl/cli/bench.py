@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.scheme_names import SCHEME_NAMES
 from qarl.bench.names import LEARNER_MODELS, METHODS, OBJECTIVES, OPTIMIZERS, PAIRINGS, PRODUCT_SHAPES
 from qarl.cli.bench_schemes import add_schemes, schemes
 from qarl.cli.bench_train import add_train, train
@@ -26,6 +25,7 @@ from qarl.cli.options import (
     words,
     write_json,
 )
+from qarl.configs.scheme_names import SCHEME_NAMES
 from qarl.report.tables import PlainTable
 
 _Shown = PlainTable | Sequence[PlainTable]

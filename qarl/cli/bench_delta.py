@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.load import load_config
 from qarl.bench.names import DELTA_SHAPES, OPTIMIZERS
 from qarl.cli.options import scheme_names, split, words
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import load_config
 from qarl.report.tables import PlainTable
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.load import choice_sections
 from qarl.bench.names import LEARNERS, METHODS, OBJECTIVES
 from qarl.cli.options import scheme_names, seeds, split, whole, words
+from qarl.configs.load import choice_sections
 from qarl.report.plots import plot_stem
 from qarl.report.tables import PlainTable
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.scheme_names import SCHEME_NAMES
 from qarl.cli.options import whole
+from qarl.configs.scheme_names import SCHEME_NAMES
 from qarl.report.tables import PlainTable
 
 

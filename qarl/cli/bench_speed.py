@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
 from qarl.bench.names import OPTIMIZERS
 from qarl.cli.options import DTYPES, KERNELS, numbers, scheme_names, whole
+from qarl.configs.errors import ConfigError
 from qarl.report.plots import plot_stem
 from qarl.report.tables import PlainTable
 

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from configs.errors import ConfigError
 from qarl.bench.names import TRL_SETTINGS
 from qarl.cli.options import split, words
+from qarl.configs.errors import ConfigError
 
 
 def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from configs.flags import FLAGS
-from configs.load import config_file, default_config, load_config
-from configs.schema.run import RunConfig
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import dotted_overrides
+from qarl.configs.flags import FLAGS
+from qarl.configs.load import config_file, default_config, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files
 

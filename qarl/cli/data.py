@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.load import overridden
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import dotted_overrides
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import overridden
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import told_to
 from qarl.run.check import check_new_folder

@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.flags import FLAGS
-from configs.schema.run import RunConfig
 from qarl.cli.check import checked, show
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.mismatch import investigated, mismatch_config
 from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.configs.errors import ConfigError
+from qarl.configs.flags import FLAGS
+from qarl.configs.schema.run import RunConfig
 
 
 def add_doctor(commands: Any) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
-from configs.load import overridden
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import overridden
 from qarl.evaluation.suites import SUITES
 from qarl.report.startup import phase, told_to
 from qarl.run.evaluation_plan import Plan, Suite, plan_evaluation, plan_same

@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from configs.load import choice_sections, default_config, field_paths, load_config
-from configs.schema.base import Choice, Section, alternatives
-from configs.schema.run import RunConfig
+from qarl.configs.load import choice_sections, default_config, field_paths, load_config
+from qarl.configs.schema.base import Choice, Section, alternatives
+from qarl.configs.schema.run import RunConfig
 
 GROUPS = {
     "what is trained": ("model", "scheme", "scale", "init", "layers", "dtype", "task", "reward"),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.errors import ConfigError, InputError
+from qarl.configs.errors import ConfigError, InputError
 
 REFUSED = InputError.exit_status
 _PATIENCE = 20.0

@@ -11,10 +11,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from configs.errors import ConfigError, QarlError
-from configs.flags import FLAGS
-from configs.load import config_file, default_config, load_config
-from configs.schema.run import RunConfig
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.data import add_data
@@ -36,11 +32,15 @@ from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
 from qarl.cli.watch import add_watch
+from qarl.configs.errors import ConfigError, QarlError
+from qarl.configs.flags import FLAGS
+from qarl.configs.load import config_file, default_config, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import require_llmcompressor
+from qarl.quant.runtime.answers import installed
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files, check_new_folder
 from qarl.run.replay import replay_config
-from quant.runtime.answers import installed
 
 _LONG_PHASE = 3.0
 """Seconds from which on a phase of a command that answers in one line is told."""
@@ -155,8 +155,8 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         if config.quantization.init is not None and resumed is None:
             require_llmcompressor()
     with told_to(console), phase("importing torch, transformers and compressed-tensors"):
-        from learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
         from qarl.cli.launch import check_count, launch
+        from qarl.learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
         from qarl.run.session import check_input, check_processes
 
     if known.processes is not None and not launched():

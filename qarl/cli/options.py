@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, get_args
 
-from configs.errors import ConfigError
-from configs.flags import FLAGS
-from configs.load import field_paths, nearest_option
-from configs.schema.base import Dtype
-from configs.schema.learner import LearnerConfig
-from configs.scheme_names import SCHEME_NAMES
-from configs.words import did_you_mean
+from qarl.configs.errors import ConfigError
+from qarl.configs.flags import FLAGS
+from qarl.configs.load import field_paths, nearest_option
+from qarl.configs.schema.base import Dtype
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.scheme_names import SCHEME_NAMES
+from qarl.configs.words import did_you_mean
 
 DTYPES = get_args(Dtype)
 KERNELS = get_args(LearnerConfig.model_fields["kernel"].annotation)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.schema.run import RunConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.page.runs import configurations, read_runs
 from qarl.page.verdict import verdict
 from qarl.report.metrics import read_metrics, read_until

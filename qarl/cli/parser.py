@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from configs.errors import InputError
-from configs.load import field_paths
-from configs.words import did_you_mean
+from qarl.configs.errors import InputError
+from qarl.configs.load import field_paths
+from qarl.configs.words import did_you_mean
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|\.?inf|\.?nan)", re.IGNORECASE)
 _KINDS = {"int": "a whole number", "float": "a number"}

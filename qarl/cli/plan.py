@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError, ModelError
-from configs.flags import FLAGS
-from configs.load import config_file, default_config, load_config
-from configs.schema.run import RunConfig
 from qarl.cli.help import add_flags
 from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.flags import FLAGS
+from qarl.configs.load import config_file, default_config, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.plan.machine import parse_machine, this_machine
 from qarl.plan.model import sizes_of
 from qarl.plan.plan import MemoryPlanError, make_plan

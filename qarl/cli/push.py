@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import InputError, QarlError
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import refuse_rest
+from qarl.configs.errors import InputError, QarlError
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import read_note
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError, QarlError
 from qarl.cli.options import refuse_rest
+from qarl.configs.errors import ConfigError, QarlError
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import read_start
 from qarl.report.tables import PlainTable

@@ -6,11 +6,11 @@ import torch
 from transformers import PreTrainedModel
 
 from qarl.cli.scheme_row import REFERENCE_SHAPE, SchemeRow
-from quant.checkpoint.load import empty_model, load_config
-from quant.checkpoint.shapes import expert_modules, weight_shapes
-from quant.kernels.supported import Support, kept_support
-from quant.materialize.size import stored_bytes
-from quant.schemes import (
+from qarl.quant.checkpoint.load import empty_model, load_config
+from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
+from qarl.quant.kernels.supported import Support, kept_support
+from qarl.quant.materialize.size import stored_bytes
+from qarl.quant.schemes import (
     COMPUTE_DTYPES,
     SCHEMES,
     Scheme,

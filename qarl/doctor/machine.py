@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from qarl.plan.machine import DriverGpu, available_memory, driver_gpus, torch_is_for_cpus, visible_gpus
-from quant.runtime.answers import cache_folder, installed
+from qarl.quant.runtime.answers import cache_folder, installed
 
 GIB = 2**30
 LEAST_DRIVER = 580
@@ -210,8 +210,8 @@ def _kernels() -> Iterator[Line]:
     """What vLLM multiplies each scheme with, dense layers and experts; remembered on disk as runs remember it."""
     import torch
 
-    from quant.kernels.supported import kept_support
-    from quant.schemes import SCHEMES
+    from qarl.quant.kernels.supported import kept_support
+    from qarl.quant.schemes import SCHEMES
 
     refused = []
     for name in SCHEMES:

@@ -36,13 +36,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from configs.errors import ModelError
-from configs.schema.task import TaskConfig
-from learner.optim.optimizer import MatrixView, matrices_of
+from qarl.configs.errors import ModelError
+from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
 from qarl.embedded.tokenizer import EOS, PAD, token_id, token_ids, train_tokenizer
+from qarl.learner.optim.optimizer import MatrixView, matrices_of
+from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import Problem, load_task, solution_of
-from quant.runtime.answers import cache_folder
 
 Progress = Callable[[str], None]
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM

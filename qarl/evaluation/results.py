@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.errors import InputError
-from configs.words import quoted
+from qarl.configs.errors import InputError
+from qarl.configs.words import quoted
 from qarl.evaluation.statistics import Estimate, estimate, estimate_of_means
 from qarl.tasks.rewards import last_box
 

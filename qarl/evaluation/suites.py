@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Task, TaskError
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.rows import FILES, HUB, Row, file_rows, hub_rows

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError
+from qarl.configs.errors import ConfigError
 from qarl.page.figures import age_figures, curve_figures, digits, layer_figures, mismatch_figures, time_split
 from qarl.page.ratios import ratio_figures, treatment
 from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from learner.clip_reasons import CLIP_REASONS
+from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.page.figures import digits, thinned
 from qarl.report.token_files import TokenRows
 

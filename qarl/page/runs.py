@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote, read_start
 from qarl.report.token_files import step_files

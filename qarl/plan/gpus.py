@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from configs.errors import ConfigError
+from qarl.configs.errors import ConfigError
 
 
 @dataclass(frozen=True)

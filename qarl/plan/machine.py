@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from qarl.plan.gpus import GPUS, parse_gpus
-from quant.runtime.answers import installed
+from qarl.quant.runtime.answers import installed
 
 _QUERY = ("index", "uuid", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
 

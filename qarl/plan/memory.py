@@ -11,11 +11,11 @@ E experts, N tokens of a micro-batch.
 from dataclasses import dataclass
 from functools import cached_property
 
-from configs.schema.lora import LoraConfig
-from configs.schema.run import RunConfig
+from qarl.configs.schema.lora import LoraConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.plan.names import schemes_of, targeted
 from qarl.plan.shapes import Shapes
-from quant.checkpoint.stored import STORED
+from qarl.quant.checkpoint.stored import STORED
 
 GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

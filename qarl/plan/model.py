@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from configs.errors import ModelError
-from configs.hub import hub_or_cache
+from qarl.configs.errors import ModelError
+from qarl.configs.hub import hub_or_cache
 from qarl.plan.shapes import EMBEDDED, NAMED, Shapes, shapes_of
-from quant.checkpoint.folder import check_model, local_folder, read_config
+from qarl.quant.checkpoint.folder import check_model, local_folder, read_config
 
 _PUBLISHER = "Qwen/"
 

@@ -5,9 +5,9 @@ Names are those of Llama, Qwen and their mixtures; a rule that names others (Mix
 
 from collections.abc import Iterator, Sequence
 
-from configs.schema.run import LayerRule
+from qarl.configs.schema.run import LayerRule
 from qarl.plan.shapes import Shapes
-from quant.checkpoint.patterns import matching
+from qarl.quant.checkpoint.patterns import matching
 
 Matrix = tuple[int, int]
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

@@ -7,8 +7,8 @@ then on, and in the run's config.yaml.
 
 from dataclasses import dataclass
 
-from configs.errors import ConfigError, InputError
-from configs.schema.run import RunConfig
+from qarl.configs.errors import ConfigError, InputError
+from qarl.configs.schema.run import RunConfig
 from qarl.plan.machine import Machine
 from qarl.plan.memory import GIB, ITEMSIZE, Memory, count_memory
 from qarl.plan.shapes import Shapes

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from itertools import product
 
-from configs.flags import FLAGS
-from configs.schema.run import RunConfig
+from qarl.configs.flags import FLAGS
+from qarl.configs.schema.run import RunConfig
 from qarl.plan.machine import Machine, parse_machine
 from qarl.plan.plan import SPARE, Plan, changed_config, make_plan
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.errors import ConfigError
-from quant.checkpoint.stored import STORED
+from qarl.configs.errors import ConfigError
+from qarl.quant.checkpoint.stored import STORED
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from configs.errors import QarlError
+from qarl.configs.errors import QarlError
 
 _BATCH_ROWS = 16
 _LOG_TAIL = 12
@@ -93,7 +93,7 @@ def _recipe(job: Job) -> Any:
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
-    from quant.schemes import get_scheme
+    from qarl.quant.schemes import get_scheme
 
     quantization = get_scheme(job.scheme).quantization
     assert quantization is not None

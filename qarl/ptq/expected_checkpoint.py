@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from quant.checkpoint.families import ExpertLayout, family_of
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, get_scheme
-from quant.types import LayerReport, LowBitTensor
-from sync.checkpoint_folder import ExportError
-from sync.export import checkpoint_config
+from qarl.quant.checkpoint.families import ExpertLayout, family_of
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.quant.types import LayerReport, LowBitTensor
+from qarl.sync.checkpoint_folder import ExportError
+from qarl.sync.export import checkpoint_config
 
 _EXPERT = re.compile(rf"(\.experts\.\d+\.)({'|'.join(ExpertLayout().projections)})(?=\.)")
 

@@ -6,24 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
 from qarl.ptq.expected_checkpoint import Layout, read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
+from qarl.quant.digest import StreamDigest
+from qarl.quant.schemes import get_scheme
+from qarl.quant.types import LowBitTensor
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
+from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.session import model_folder
-from quant.digest import StreamDigest
-from quant.schemes import get_scheme
-from quant.types import LowBitTensor
-from rollout.engine import Engine
-from rollout.open import open_engine
-from sync.audit import audit, require_agreement
-from sync.checkpoint_folder import ExportError, write_checkpoint
+from qarl.sync.audit import audit, require_agreement
+from qarl.sync.checkpoint_folder import ExportError, write_checkpoint
 
 
 @dataclass(frozen=True)

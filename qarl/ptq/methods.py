@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
-from quant.schemes import Scheme, is_integer
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
+from qarl.quant.schemes import Scheme, is_integer
 
 CALIBRATION = 256
 """Calibration sequences where the user names no number."""

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.schema.run import RunConfig
-from configs.seeds import stable_hash
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.seeds import stable_hash
 from qarl.ptq.expected_checkpoint import Layout, checkpoint_layout
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
+from qarl.rollout.types import Prompt, Sampling
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.session import canary_sequences, open_policy
-from rollout.engine import Engine
-from rollout.open import open_engine
-from rollout.types import Prompt, Sampling
-from sync.export import export_checkpoint
+from qarl.sync.export import export_checkpoint
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,19 @@
 import tempfile
 from pathlib import Path
 
-from configs.schema.run import RunConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.ptq.expected_checkpoint import checkpoint_layout
 from qarl.ptq.export import quantized_tensors
 from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS
 from qarl.ptq.source import calibration_sequences
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.kept_scales import start_from_codes
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.rollout.open import open_engine
 from qarl.run.session import Policy
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.kept_scales import start_from_codes
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, get_scheme
-from rollout.open import open_engine
-from sync.export import export_checkpoint
+from qarl.sync.export import export_checkpoint
 
 
 def start_from_ptq(policy: Policy, config: RunConfig) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from qarl.report.tables import PlainTable
-from sync.audit import AuditRow
+from qarl.sync.audit import AuditRow
 
 
 def audit_table(rows: list[AuditRow]) -> PlainTable:

@@ -13,12 +13,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from configs.schema.run import RunConfig
-from learner.learn_stats import LearnStats
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.learn_stats import LearnStats
 from qarl.report.audit_table import audit_table
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
-from sync.audit import AuditRow
+from qarl.sync.audit import AuditRow
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PHASE_COLORS = {

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.errors import QarlError
-from learner.restraint import Restraint
+from qarl.configs.errors import QarlError
+from qarl.learner.restraint import Restraint
 
 WINDOW = 10
 """Steps that are averaged."""

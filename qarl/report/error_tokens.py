@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.types import Completion, Group
+from qarl.rollout.types import Completion, Group
 
 IMPROBABLE = 1e-3
 """At temperature 1 such tokens come up as often as the probability they hold together, which a sound policy keeps small

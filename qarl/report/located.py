@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from configs.load import is_embedded
-from configs.schema.objectives import OwnConfig
-from configs.schema.run import RunConfig
+from qarl.configs.load import is_embedded
+from qarl.configs.schema.objectives import OwnConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.tasks.paths import absolute, absolute_function
 
 

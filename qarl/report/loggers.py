@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
 
 _INSTALLED = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """Module → the package that has it."""

@@ -9,17 +9,17 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-from configs.schema.run import RunConfig
-from learner.ages import MismatchByAge
-from learner.decomposition import Decomposition
-from learner.gradient_passes import GradientErrors
-from learner.learn_stats import LearnStats
-from learner.lost_updates import LayerChanges
-from learner.mismatch import Mismatch
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.ages import MismatchByAge
+from qarl.learner.decomposition import Decomposition
+from qarl.learner.gradient_passes import GradientErrors
+from qarl.learner.learn_stats import LearnStats
+from qarl.learner.lost_updates import LayerChanges
+from qarl.learner.mismatch import Mismatch
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import open_logger
 from qarl.report.run_folder import RunFolder
-from rollout.types import Group
+from qarl.rollout.types import Group
 
 
 @dataclass(frozen=True)

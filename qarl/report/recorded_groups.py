@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qarl.report.token_files import TokenRows, read_step
-from rollout.types import Completion, Group, Prompt
+from qarl.rollout.types import Completion, Group, Prompt
 
 
 def read_groups(file: Path) -> list[Group]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from configs.errors import ConfigError
-from configs.load import config_from_tree, refuse_unknown
-from configs.schema.run import RunConfig
-from configs.yaml_file import read_yaml
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_from_tree, refuse_unknown
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.yaml_file import read_yaml
 from qarl.report.located import located
 
 _PACKAGES = (

@@ -4,13 +4,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from configs.errors import ConfigError
+from qarl.configs.errors import ConfigError
 from qarl.report.audit_table import audit_table
 from qarl.report.run_folder import RunFolder
-from sync.audit import AuditRow
+from qarl.sync.audit import AuditRow
 
 if TYPE_CHECKING:
-    from sync.publisher import Publish  # imports torch, which a reader of notes does without
+    from qarl.sync.publisher import Publish  # imports torch, which a reader of notes does without
 
 
 @dataclass(frozen=True)

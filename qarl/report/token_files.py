@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.errors import InputError
-from learner.clip_reasons import CLIP_REASONS
+from qarl.configs.errors import InputError
+from qarl.learner.clip_reasons import CLIP_REASONS
 
 FORMAT = "4"
 """Of the columns; files of another are refused."""

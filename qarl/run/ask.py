@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from qarl.rollout.open import open_engine
+from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import open_prompter
 from qarl.tasks import Problem
 from qarl.tasks.base import Message
-from rollout.open import open_engine
-from rollout.types import Completion, Sampling
 
 Answer = Callable[[Sequence[Message], int], list[Completion]]
 """A conversation that ends with the user's turn, and a seed → completions."""

@@ -2,9 +2,9 @@
 
 import torch
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
-from quant.runtime.batch_invariance import FIRST_CAPABILITY, turn_on
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
+from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, turn_on
 
 
 def require_bitwise(config: RunConfig) -> None:

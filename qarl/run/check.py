@@ -3,16 +3,16 @@
 import tempfile
 from pathlib import Path
 
-from configs.errors import ConfigError, InputError, SchemeError
-from configs.load import is_embedded, shipped_names
-from configs.schema.run import RunConfig
-from configs.scheme_names import check_scheme_name
-from configs.words import did_you_mean, quoted
+from qarl.configs.errors import ConfigError, InputError, SchemeError
+from qarl.configs.load import is_embedded, shipped_names
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.scheme_names import check_scheme_name
+from qarl.configs.words import did_you_mean, quoted
+from qarl.quant.checkpoint.folder import check_folder, local_folder
 from qarl.report.loggers import require_logger
 from qarl.report.run_folder import new_path
 from qarl.run.replay import check_rollouts
 from qarl.tasks import Response, RewardError, Task, load_task
-from quant.checkpoint.folder import check_folder, local_folder
 
 
 class UnusableRewardError(InputError):

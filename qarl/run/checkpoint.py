@@ -10,8 +10,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from configs.errors import ConfigError, QarlError
-from learner.processes import FailedElsewhereError, Processes
+from qarl.configs.errors import ConfigError, QarlError
+from qarl.learner.processes import FailedElsewhereError, Processes
 
 
 class CheckpointError(QarlError):

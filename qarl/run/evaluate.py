@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from configs.schema.run import EvalConfig, RolloutConfig, RunConfig
-from learner.processes import Processes
+from qarl.configs.schema.run import EvalConfig, RolloutConfig, RunConfig
 from qarl.evaluation.results import Evaluation, Question, Result, final_answer
+from qarl.learner.processes import Processes
 from qarl.report.startup import phase, say
+from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
+from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Split, Task
-from rollout.engine import Engine
-from rollout.open import open_engine
-from rollout.types import Completion, Sampling
 
 
 def run_accuracy(

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError
-from configs.load import overridden
-from configs.schema.run import EvalConfig, RolloutConfig
-from configs.schema.task import TaskConfig
-from configs.words import did_you_mean
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import overridden
+from qarl.configs.schema.run import EvalConfig, RolloutConfig
+from qarl.configs.schema.task import TaskConfig
+from qarl.configs.words import did_you_mean
 from qarl.evaluation.suites import suite_tasks
+from qarl.quant.checkpoint.folder import check_context, read_config
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import LIMITS, export_note, noted_task, read_note
 from qarl.tasks import Task, load_task
 from qarl.tasks.rows import short_name
-from quant.checkpoint.folder import check_context, read_config
 
 _LIMITS = {"max_prompt_tokens": 448, "max_new_tokens": 64}
 """Where neither a run nor the user says."""

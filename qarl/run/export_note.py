@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from configs.errors import ConfigError
-from configs.load import config_from_tree
-from configs.schema.run import RunConfig
-from configs.schema.task import TaskConfig
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_from_tree
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.tasks.paths import absolute, relative
 
 NAME = "qarl.json"

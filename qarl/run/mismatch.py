@@ -17,26 +17,26 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from configs.schema.learner import LearnerConfig
-from configs.schema.run import RolloutConfig, RunConfig
-from learner.batching import Batch, make_batch
-from learner.logprobs import token_logprobs
-from learner.mismatch import measure_mismatch
-from learner.processes import Processes
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.run import RolloutConfig, RunConfig
+from qarl.learner.batching import Batch, make_batch
+from qarl.learner.logprobs import token_logprobs
+from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.processes import Processes
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.kernels import KernelError
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.layer_errors import LayerErrors, ScoredLearner
+from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
+from qarl.rollout.types import Group, Sampling
 from qarl.run.pitfalls import Evidence, Pitfall, find_pitfalls
 from qarl.run.prompts import Prompter, open_prompter, score_groups
 from qarl.run.session import model_folder
+from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
-from quant.checkpoint.load import load_masters
-from quant.kernels import KernelError
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, get_scheme
-from rollout.engine import Engine
-from rollout.open import open_engine
-from rollout.types import Group, Sampling
-from sync.export import export_checkpoint
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 from qarl.evaluation.results import Result
 from qarl.report.startup import phase
+from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered, problems_once
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import open_prompter
 from qarl.tasks import Problem
-from rollout.open import open_engine
 
 
 @dataclass(frozen=True)

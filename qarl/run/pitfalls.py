@@ -12,9 +12,9 @@ from statistics import fmean, pstdev
 
 import torch
 
-from configs.schema.learner import LearnerConfig
-from learner.batching import Batch
-from rollout.types import Group
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.batching import Batch
+from qarl.rollout.types import Group
 
 APART = 0.01
 """Nats, mean: two computations of one policy that are further apart are two policies."""

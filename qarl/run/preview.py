@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
-from configs.words import quoted
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.words import quoted
 from qarl.plan.machine import this_machine
 from qarl.plan.model import sizes_of
 from qarl.plan.plan import make_plan
 from qarl.plan.words import one_line
+from qarl.quant.checkpoint.folder import read_config, tensor_shapes
+from qarl.quant.kernels.supported import kept_support
+from qarl.quant.schemes import COMPUTE_DTYPES
 from qarl.report.run_folder import new_path
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Task, solution_of
-from quant.checkpoint.folder import read_config, tensor_shapes
-from quant.kernels.supported import kept_support
-from quant.schemes import COMPUTE_DTYPES
 
 _LOOKED_AT = 512
 """Problems whose lengths are measured."""

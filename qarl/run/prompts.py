@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from configs.errors import ConfigError, ModelError
-from configs.schema.run import RolloutConfig
-from configs.schema.task import TaskConfig
-from configs.words import did_you_mean
+from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.task import TaskConfig
+from qarl.configs.words import did_you_mean
+from qarl.rollout.types import Completion, Group, Prompt
 from qarl.tasks import Problem, Response, Task
-from rollout.types import Completion, Group, Prompt
 
 
 class Prompter:

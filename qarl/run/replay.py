@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError
-from configs.flags import shown
-from configs.load import overridden
-from configs.schema.run import RunConfig
+from qarl.configs.errors import ConfigError
+from qarl.configs.flags import shown
+from qarl.configs.load import overridden
+from qarl.configs.schema.run import RunConfig
 from qarl.report.located import located
 from qarl.report.run_folder import RunFolder
-from rollout.types import Group
+from qarl.rollout.types import Group
 
 _SAMPLED_WITH = ("model", "seed", "task", "rollout")
 """Sections and fields that made the recorded completions."""

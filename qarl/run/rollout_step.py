@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from configs.schema.run import RunConfig
-from configs.seeds import step_seed
-from learner.stopwatch import Stopwatch
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.seeds import step_seed
+from qarl.learner.stopwatch import Stopwatch
+from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.run.prompts import score_groups
 from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
 from qarl.tasks import Problem, RewardError
-from rollout.types import Completion, Group, Prompt, Sampling
 
 Completions = Sequence[Sequence[Completion]]
 

@@ -15,11 +15,11 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from configs.schema.run import RunConfig
-from learner.stopwatch import Stopwatch
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.stopwatch import Stopwatch
+from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.rollout_step import ask, sample_step
 from qarl.run.session import Position, Session
-from rollout.types import Completion, Group, Prompt
 
 Batch = tuple[list[Group], list[Group]]
 """As `sample_step` gives it: all groups, and those to learn from."""

@@ -9,41 +9,41 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError
-from configs.schema.lora import LoraConfig
-from configs.schema.run import RunConfig
-from learner.backends import check_backend
-from learner.backends.sharded import shard_masters
-from learner.backends.zero_loading import partitioned_loading
-from learner.gradients import require_compiler
-from learner.learner import Learner
-from learner.mismatch import Mismatch
-from learner.objectives import find_objective
-from learner.processes import Processes
-from learner.reserve import reserved
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.lora import LoraConfig
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.backends import check_backend
+from qarl.learner.backends.sharded import shard_masters
+from qarl.learner.backends.zero_loading import partitioned_loading
+from qarl.learner.gradients import require_compiler
+from qarl.learner.learner import Learner
+from qarl.learner.mismatch import Mismatch
+from qarl.learner.objectives import find_objective
+from qarl.learner.processes import Processes
+from qarl.learner.reserve import reserved
+from qarl.quant.checkpoint.folder import check_folder
+from qarl.quant.checkpoint.load import load_masters, model_skeleton, resolve_model
+from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
+from qarl.quant.kernels import KernelError
+from qarl.quant.kernels.supported import kept_support, require_support
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
+from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.batch_invariance import batch_invariant
+from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
+from qarl.rollout.absent import AbsentEngine
+from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
 from qarl.run.bitwise import require_bitwise
 from qarl.run.prompts import Prompter, open_prompter
+from qarl.sync.audit import AuditRow, audit, require_agreement
+from qarl.sync.export import export_checkpoint
+from qarl.sync.gate import require_equal, require_same_policy
+from qarl.sync.publisher import Publisher
 from qarl.tasks import Split, Task, load_task
-from quant.checkpoint.folder import check_folder
-from quant.checkpoint.load import load_masters, model_skeleton, resolve_model
-from quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
-from quant.kernels import KernelError
-from quant.kernels.supported import kept_support, require_support
-from quant.layers.context import LayerContext
-from quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
-from quant.model.kept_scales import check_scale_rule, keep_scales
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.batch_invariance import batch_invariant
-from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
-from rollout.absent import AbsentEngine
-from rollout.engine import Engine
-from rollout.open import open_engine
-from sync.audit import AuditRow, audit, require_agreement
-from sync.export import export_checkpoint
-from sync.gate import require_equal, require_same_policy
-from sync.publisher import Publisher
 
 _CANARY_SEQUENCES = 8
 

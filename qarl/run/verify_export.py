@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
-from configs.schema.run import RunConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.session import Policy, Position, Session, canary_sequences
-from rollout.open import open_engine
-from sync.checkpoint_folder import ExportError
-from sync.export import export_checkpoint
+from qarl.sync.checkpoint_folder import ExportError
+from qarl.sync.export import export_checkpoint
 
 
 @dataclass(frozen=True)

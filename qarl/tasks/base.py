@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from configs.errors import InputError, QarlError
-from configs.seeds import stable_hash
+from qarl.configs.errors import InputError, QarlError
+from qarl.configs.seeds import stable_hash
 
 Split = Literal["train", "heldout"]
 Message = dict[str, str]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.tasks.base import Scorer, Source, TaskError
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.tasks.rows import HUB, is_table
 
 PERFECTIBLE = "perfectible.jsonl"

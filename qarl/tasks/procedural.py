@@ -6,8 +6,8 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
-from configs.seeds import stable_hash
-from configs.words import did_you_mean
+from qarl.configs.seeds import stable_hash
+from qarl.configs.words import did_you_mean
 from qarl.tasks.base import Problem, Split, TaskError, check_request, is_heldout
 
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {

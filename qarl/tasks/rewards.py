@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from configs.functions import in_words
+from qarl.configs.functions import in_words
 from qarl.tasks.base import Failure, Problem, Scorer
 
 _BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)

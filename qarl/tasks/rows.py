@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.hub import hub_or_cache
+from qarl.configs.hub import hub_or_cache
 from qarl.tasks.base import Split, TaskError
 
 HUB = "hf:"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.functions import FunctionKind, load_function
-from configs.words import did_you_mean
+from qarl.configs.functions import FunctionKind, load_function
+from qarl.configs.words import did_you_mean
 from qarl.tasks.base import Failure, Response, Scorer, TaskError
 from qarl.tasks.math import math_checker, math_scorer
 from qarl.tasks.rewards import each, exact_answer

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from configs.functions import in_words
+from qarl.configs.functions import in_words
 from qarl.tasks.base import Failure, Response
 
 Kind = Literal["qarl", "trl", "verl"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from configs.seeds import stable_hash
-from configs.words import did_you_mean, quoted
+from qarl.configs.seeds import stable_hash
+from qarl.configs.words import did_you_mean, quoted
 from qarl.tasks.base import Message, Problem, Split, TaskError, check_request, is_heldout
 from qarl.tasks.rows import HUB, Row
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from configs.functions import FunctionKind, load_function
+from qarl.configs.functions import FunctionKind, load_function
 from qarl.tasks.base import Failure, TaskError
 from qarl.tasks.signatures import TAKES, SignatureError, call_one_by_one, kind_of, outcomes
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from quant.runtime.shards import whole_shape
-from quant.schemes import SchemeError
+from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.schemes import SchemeError
 
 STACKED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

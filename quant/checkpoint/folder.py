@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ModelError
+from qarl.configs.errors import ModelError
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")

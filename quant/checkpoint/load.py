@@ -13,10 +13,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from configs.errors import ModelError
-from configs.hub import hub_or_cache
-from quant.checkpoint.folder import check_model, local_folder, tensor_shapes, weight_files
-from quant.checkpoint.missing_experts import expert_faults
+from qarl.configs.errors import ModelError
+from qarl.configs.hub import hub_or_cache
+from qarl.quant.checkpoint.folder import check_model, local_folder, tensor_shapes, weight_files
+from qarl.quant.checkpoint.missing_experts import expert_faults
 
 
 def resolve_model(name: str) -> Path:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from quant.checkpoint.families import family_of, fused_experts
-from quant.checkpoint.folder import tensor_shapes, weight_files
-from quant.checkpoint.shapes import weight_shapes
+from qarl.quant.checkpoint.families import family_of, fused_experts
+from qarl.quant.checkpoint.folder import tensor_shapes, weight_files
+from qarl.quant.checkpoint.shapes import weight_shapes
 
 
 def expert_faults(folder: Path, model: PreTrainedModel) -> list[str]:

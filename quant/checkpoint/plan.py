@@ -12,10 +12,10 @@ from typing import Any
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
-from configs.schema.run import LayerRule
-from quant.checkpoint.families import STACKED
-from quant.checkpoint.patterns import matching, nearest_names
-from quant.schemes import Scheme, SchemeError, get_scheme, is_protected
+from qarl.configs.schema.run import LayerRule
+from qarl.quant.checkpoint.families import STACKED
+from qarl.quant.checkpoint.patterns import matching, nearest_names
+from qarl.quant.schemes import Scheme, SchemeError, get_scheme, is_protected
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 

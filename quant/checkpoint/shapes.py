@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from configs.schema.run import LayerRule
-from quant.checkpoint.families import family_of, fused_experts
-from quant.checkpoint.plan import Plan, make_plan
-from quant.runtime.shards import whole_shape
-from quant.schemes import Scheme, SchemeError
+from qarl.configs.schema.run import LayerRule
+from qarl.quant.checkpoint.families import family_of, fused_experts
+from qarl.quant.checkpoint.plan import Plan, make_plan
+from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.schemes import Scheme, SchemeError
 
 
 def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()) -> Plan:

@@ -6,7 +6,7 @@
 `plain`      the master cast to the compute dtype, nothing quantized (the unaligned baseline)
 """
 
-from quant.kernels.base import KernelError, KernelFactory, LowBitMatmul
-from quant.kernels.choose import KERNELS, make_factory
+from qarl.quant.kernels.base import KernelError, KernelFactory, LowBitMatmul
+from qarl.quant.kernels.choose import KERNELS, make_factory
 
 __all__ = ["KERNELS", "KernelError", "KernelFactory", "LowBitMatmul", "make_factory"]

@@ -3,9 +3,9 @@
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
-from quant.materialize.activations import LowBitActivation, quantize_activation
-from quant.runtime.libraries import has_vllm
-from quant.schemes import Scheme, is_integer
+from qarl.quant.materialize.activations import LowBitActivation, quantize_activation
+from qarl.quant.runtime.libraries import has_vllm
+from qarl.quant.schemes import Scheme, is_integer
 
 
 def multiplied_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from configs.errors import QarlError
-from quant.checkpoint.families import ExpertsShape
-from quant.materialize import LowBitWeight
-from quant.materialize.experts import LowBitExperts
+from qarl.configs.errors import QarlError
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.experts import LowBitExperts
 
 
 class KernelError(QarlError):

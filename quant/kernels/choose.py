@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 import torch
 
-from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import ExpertsMatmul, KernelError, KernelFactory, LowBitMatmul
-from quant.materialize import LowBitWeight
-from quant.materialize.experts import LowBitExperts
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels.base import ExpertsMatmul, KernelError, KernelFactory, LowBitMatmul
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.experts import LowBitExperts
 
 KERNELS = ("auto", "vllm", "torch", "reference")
 
@@ -48,8 +48,8 @@ class TorchFactory:
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:
         """See `KernelFactory.experts`."""
-        from quant.kernels.experts_loop import experts_loop
-        from quant.kernels.grouped import grouped_experts
+        from qarl.quant.kernels.experts_loop import experts_loop
+        from qarl.quant.kernels.grouped import grouped_experts
 
         grouped = grouped_experts(shape, weights) if self.grouped else None
         return grouped or experts_loop(self, layer, shape, weights)
@@ -62,15 +62,15 @@ def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
     if kernel == "vllm":
         if not find_spec("vllm"):
             raise KernelError("learner.kernel 'vllm' needs vllm in the learner's environment; use 'torch' or 'auto'")
-        from quant.kernels.vllm import VllmFactory
+        from qarl.quant.kernels.vllm import VllmFactory
 
         return VllmFactory(dtype)
     if kernel == "torch":
-        from quant.kernels.torch_ops import torch_matmul
+        from qarl.quant.kernels.torch_ops import torch_matmul
 
         return TorchFactory(torch_matmul, grouped=True)
     if kernel == "reference":
-        from quant.kernels.dequantized import ReferenceFactory
+        from qarl.quant.kernels.dequantized import ReferenceFactory
 
         return TorchFactory(ReferenceFactory(dtype))
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

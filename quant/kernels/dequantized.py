@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import quantize_activation
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.activations import quantize_activation
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import KernelError
-from quant.kernels.vllm import VllmMatmul
-from quant.kernels.vllm_experts import VllmExperts
-from quant.materialize import LowBitWeight
-from quant.materialize.experts import LowBitExperts
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels.base import KernelError
+from qarl.quant.kernels.vllm import VllmMatmul
+from qarl.quant.kernels.vllm_experts import VllmExperts
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.experts import LowBitExperts
 
 
 class EngineLayers:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import KernelFactory, LowBitMatmul
-from quant.materialize.experts import LowBitExperts
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels.base import KernelFactory, LowBitMatmul
+from qarl.quant.materialize.experts import LowBitExperts
 
 
 def sum_over_experts(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # registers the operators
 
-from quant.runtime.batch_invariance import batch_invariant
+from qarl.quant.runtime.batch_invariance import batch_invariant
 
 _LARGEST_HEAD = 256
 

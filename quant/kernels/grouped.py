@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from quant.checkpoint.families import ExpertsShape
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import quantize_activation
-from quant.materialize.experts import LowBitExperts
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.activations import quantize_activation
+from qarl.quant.materialize.experts import LowBitExperts
 
 GroupedMultiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows sorted by expert [M, in], ends of the experts' runs int32 [E]) → [M, out]."""

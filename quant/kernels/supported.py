@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.checkpoint.families import ExpertLayout, ExpertsShape
-from quant.kernels import KernelError, make_factory
-from quant.kernels.vllm_layers import INT8_ACTIVATIONS, QUANTIZED, UNQUANTIZED
-from quant.materialize import materialize
-from quant.materialize.experts import materialize_experts
-from quant.runtime.answers import keep_answer, read_answer
-from quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
-from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
+from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
+from qarl.quant.kernels import KernelError, make_factory
+from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, QUANTIZED, UNQUANTIZED
+from qarl.quant.materialize import materialize
+from qarl.quant.materialize.experts import materialize_experts
+from qarl.quant.runtime.answers import keep_answer, read_answer
+from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
+from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
 _LAYER, _EXPERTS = "a small layer", "small.experts"
 _SHAPE = (256, 256)

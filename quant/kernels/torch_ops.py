@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quant.kernels.base import KernelError
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import LowBitActivation, quantize_activation
-from quant.schemes import is_integer
+from qarl.quant.kernels.base import KernelError
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.activations import LowBitActivation, quantize_activation
+from qarl.quant.schemes import is_integer
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,7 +58,7 @@ def _weight_only(layer: str, weight: LowBitWeight) -> tuple[str, Multiply]:
     args, device = weight.scheme.weights, weight.codes.device.type
     assert args is not None
     if device == "cuda":
-        from quant.kernels.triton_wna16 import triton_multiply
+        from qarl.quant.kernels.triton_wna16 import triton_multiply
 
         return "triton_wna16", triton_multiply(layer, weight)
     if device == "cpu" and args.num_bits == 4:

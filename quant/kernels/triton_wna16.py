@@ -13,8 +13,8 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from quant.kernels.base import KernelError
-from quant.materialize import LowBitWeight
+from qarl.quant.kernels.base import KernelError
+from qarl.quant.materialize import LowBitWeight
 
 
 @triton.jit

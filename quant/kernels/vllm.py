@@ -23,13 +23,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from quant.checkpoint.families import ExpertsShape
-from quant.kernels.vllm_experts import VllmExperts, vllm_experts
-from quant.kernels.vllm_layers import drop_loaders, kernel_name
-from quant.materialize import LowBitWeight
-from quant.materialize.experts import LowBitExperts
-from quant.runtime.batch_invariance import linear_backends
-from quant.schemes import Scheme
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels.vllm_experts import VllmExperts, vllm_experts
+from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.experts import LowBitExperts
+from qarl.quant.runtime.batch_invariance import linear_backends
+from qarl.quant.schemes import Scheme
 
 
 class VllmMatmul:

@@ -19,11 +19,11 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from quant.checkpoint.families import ExpertsShape
-from quant.kernels.base import KernelError
-from quant.kernels.vllm_layers import drop_loaders, kernel_name
-from quant.kernels.vllm_step import engine_step
-from quant.materialize.experts import LowBitExperts
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels.base import KernelError
+from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
+from qarl.quant.kernels.vllm_step import engine_step
+from qarl.quant.materialize.experts import LowBitExperts
 
 
 class VllmExperts:

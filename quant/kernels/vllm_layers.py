@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
+from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 
 INT8_ACTIVATIONS = "int8 activations by VLLM_CPU_INT4_W4A8"
 """Part of the names of kernels to which vLLM gives int8 activations on CPUs with AMX unless that variable is 0."""

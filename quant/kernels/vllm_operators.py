@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from quant.runtime.batch_invariance import batch_invariant
+from qarl.quant.runtime.batch_invariance import batch_invariant
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: bool) -> torch.Tensor:

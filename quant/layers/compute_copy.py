@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from quant.layers.context import LayerContext
-from quant.layers.gradients import Gradients
-from quant.runtime.shards import fill, shard_of, whole_shape
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.runtime.shards import fill, shard_of, whole_shape
 
 
 class MasterCopy:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
-from quant.kernels import KernelFactory, make_factory
-from quant.layers.gradients import Gradients
-from quant.schemes import SchemeError
+from qarl.quant.kernels import KernelFactory, make_factory
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.schemes import SchemeError
 
 
 class LayerContext:

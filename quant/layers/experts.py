@@ -16,21 +16,21 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from quant.checkpoint.families import ExpertsShape
-from quant.kernels.activations import multiplied_activation
-from quant.kernels.base import ExpertsMatmul
-from quant.kernels.experts_loop import ExpertsLoop
-from quant.kernels.plain import PlainMatmul
-from quant.layers import grouped_backward
-from quant.layers.context import LayerContext
-from quant.layers.lora import Adapter
-from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
-from quant.layers.straight_through import add_weight_gradient
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import LowBitActivation, quantize_activation
-from quant.materialize.experts import LowBitExperts, materialize_experts
-from quant.runtime.shards import fill, shard_of, whole_shape
-from quant.schemes import Scheme
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels.activations import multiplied_activation
+from qarl.quant.kernels.base import ExpertsMatmul
+from qarl.quant.kernels.experts_loop import ExpertsLoop
+from qarl.quant.kernels.plain import PlainMatmul
+from qarl.quant.layers import grouped_backward
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.lora import Adapter
+from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
+from qarl.quant.layers.straight_through import add_weight_gradient
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.activations import LowBitActivation, quantize_activation
+from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
+from qarl.quant.runtime.shards import fill, shard_of, whole_shape
+from qarl.quant.schemes import Scheme
 
 _AT_ONCE = 16
 """Experts that are dequantized together on the way to grouped products."""

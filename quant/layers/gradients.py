@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from quant.runtime.compile import compiled
-from quant.runtime.cpu_blocks import row_blocks
-from quant.runtime.shards import shard_of
+from qarl.quant.runtime.compile import compiled
+from qarl.quant.runtime.cpu_blocks import row_blocks
+from qarl.quant.runtime.shards import shard_of
 
 
 class Gradients:

@@ -26,18 +26,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.checkpoint.families import STACKED
-from quant.kernels.base import LowBitMatmul
-from quant.kernels.plain import PlainMatmul
-from quant.layers.context import LayerContext
-from quant.layers.lora import Adapter
-from quant.layers.low_bit_layer import LowBitLayer, multiplied_input
-from quant.layers.straight_through import add_weight_gradient, input_gradient
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import LowBitActivation
-from quant.materialize.shard import materialize_rows
-from quant.runtime.shards import fill, shard_of, whole_shape, whole_value
-from quant.schemes import Scheme
+from qarl.quant.checkpoint.families import STACKED
+from qarl.quant.kernels.base import LowBitMatmul
+from qarl.quant.kernels.plain import PlainMatmul
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.lora import Adapter
+from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
+from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.activations import LowBitActivation
+from qarl.quant.materialize.shard import materialize_rows
+from qarl.quant.runtime.shards import fill, shard_of, whole_shape, whole_value
+from qarl.quant.schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import nn
 
-from quant.runtime.shards import Shard, whole_shape
+from qarl.quant.runtime.shards import Shard, whole_shape
 
 
 class Adapter(nn.Module):

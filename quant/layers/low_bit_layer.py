@@ -5,16 +5,16 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from quant.kernels.activations import multiplied_activation
-from quant.kernels.base import ExpertsMatmul, LowBitMatmul
-from quant.layers.context import LayerContext
-from quant.layers.lora import Adapter
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import LowBitActivation
-from quant.materialize.code_changes import quantized_weights
-from quant.materialize.experts import LowBitExperts
-from quant.runtime.shards import shard_of
-from quant.schemes import Scheme
+from qarl.quant.kernels.activations import multiplied_activation
+from qarl.quant.kernels.base import ExpertsMatmul, LowBitMatmul
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.lora import Adapter
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.activations import LowBitActivation
+from qarl.quant.materialize.code_changes import quantized_weights
+from qarl.quant.materialize.experts import LowBitExperts
+from qarl.quant.runtime.shards import shard_of
+from qarl.quant.schemes import Scheme
 
 Codes = TypeVar("Codes", LowBitWeight, LowBitExperts)
 Kernel = TypeVar("Kernel", LowBitMatmul, ExpertsMatmul)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from quant.kernels.base import LowBitMatmul
-from quant.layers.linear import LowBitLinear, Multiplied
+from qarl.quant.kernels.base import LowBitMatmul
+from qarl.quant.layers.linear import LowBitLinear, Multiplied
 
 
 class LinearStack:

@@ -10,8 +10,8 @@ Axes: N tokens, O output rows, I input columns.
 
 import torch
 
-from quant.layers.gradients import Gradients
-from quant.materialize.activations import LowBitActivation
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.materialize.activations import LowBitActivation
 
 _BLOCK = 1 << 20
 _TOKENS = 1024

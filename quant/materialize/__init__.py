@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
-from quant.materialize import fp4, fp8, integer
-from quant.materialize.cpu_dispatch import Materializer, Way, materializer, quantize_on_cpu
-from quant.materialize.scales import check_scale, finite_absmax
-from quant.materialize.weight import LowBitWeight, empty
-from quant.runtime.compile import compiled
-from quant.schemes import Scheme, is_integer
+from qarl.quant.materialize import fp4, fp8, integer
+from qarl.quant.materialize.cpu_dispatch import Materializer, Way, materializer, quantize_on_cpu
+from qarl.quant.materialize.scales import check_scale, finite_absmax
+from qarl.quant.materialize.weight import LowBitWeight, empty
+from qarl.quant.runtime.compile import compiled
+from qarl.quant.schemes import Scheme, is_integer
 
 __all__ = ["LowBitWeight", "Materializer", "by_operators", "materialize", "materializer"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
-from quant.materialize import fp4
-from quant.runtime.cpu_blocks import row_blocks
-from quant.schemes import FP4_MAX, FP8_MAX, Scheme, is_integer
+from qarl.quant.materialize import fp4
+from qarl.quant.runtime.cpu_blocks import row_blocks
+from qarl.quant.schemes import FP4_MAX, FP8_MAX, Scheme, is_integer
 
 _FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 _FP8_MIN_GROUP_ABSMAX = 1e-10

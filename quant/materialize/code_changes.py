@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from quant.materialize import LowBitWeight
-from quant.materialize.experts import LowBitExperts
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.experts import LowBitExperts
 
 _CHUNK_BYTES = 1 << 20
 

@@ -17,12 +17,12 @@ from enum import Enum
 import numpy as np
 import torch
 
-from quant.materialize.integer import integer_range
-from quant.materialize.scales import absmax, check_scale, stored_scale
-from quant.materialize.weight import LowBitWeight
-from quant.runtime.compile import compiler_missing
-from quant.runtime.thread_pool import in_threads
-from quant.schemes import FP8_MAX, Scheme, is_integer
+from qarl.quant.materialize.integer import integer_range
+from qarl.quant.materialize.scales import absmax, check_scale, stored_scale
+from qarl.quant.materialize.weight import LowBitWeight
+from qarl.quant.runtime.compile import compiler_missing
+from qarl.quant.runtime.thread_pool import in_threads
+from qarl.quant.schemes import FP8_MAX, Scheme, is_integer
 
 _MASTER_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
 """numpy and numba know no bfloat16: masters are handed over as their bits."""
@@ -74,7 +74,7 @@ def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> M
 def numba_missing() -> str | None:
     """Why the compiled CPU loops cannot be used; None where they can. Imports numba, half a second."""
     try:
-        import quant.materialize.cpu_loops  # noqa: F401
+        import qarl.quant.materialize.cpu_loops  # noqa: F401
     except ImportError as error:  # not installed, or not for this numpy
         return f"numba cannot be imported: {error}"
     return None
@@ -88,7 +88,7 @@ def quantize_on_cpu(
 
     Raises the `PrecisionError`s of `check_scale`, naming `layer`, with the buffers partly written.
     """
-    from quant.materialize.cpu_loops import quantize_rows
+    from qarl.quant.materialize.cpu_loops import quantize_rows
 
     assert into.scale is not None
     args, (rows, columns) = into.scheme.weights, into.shape

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from quant.runtime.llvmlite_repair import repair
+from qarl.quant.runtime.llvmlite_repair import repair
 
 repair()
 F = np.float32

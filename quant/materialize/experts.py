@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.checkpoint.families import ExpertLayout
-from quant.materialize import LowBitWeight
-from quant.materialize.shard import materialize_rows
-from quant.runtime.shards import Shard
-from quant.schemes import Scheme
+from qarl.quant.checkpoint.families import ExpertLayout
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.shard import materialize_rows
+from qarl.quant.runtime.shards import Shard
+from qarl.quant.schemes import Scheme
 
 
 @dataclass(frozen=True)

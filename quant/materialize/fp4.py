@@ -8,9 +8,9 @@ Axes: O output rows, I input columns, Q quantization groups.
 
 import torch
 
-from configs.errors import PrecisionError
-from quant.materialize.scales import finite_absmax
-from quant.schemes import FP4_MAX, FP8_MAX, Scheme, SchemeError
+from qarl.configs.errors import PrecisionError
+from qarl.quant.materialize.scales import finite_absmax
+from qarl.quant.schemes import FP4_MAX, FP8_MAX, Scheme, SchemeError
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST_SCALE = 0.125

@@ -6,8 +6,8 @@ Axes: O output rows, I input columns, P block rows, Q block columns.
 
 import torch
 
-from quant.materialize.scales import absmax, stored_scale
-from quant.schemes import FP8_MAX
+from qarl.quant.materialize.scales import absmax, stored_scale
+from qarl.quant.schemes import FP8_MAX
 
 
 def quantize(

@@ -6,7 +6,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 
 import torch
 
-from quant.materialize.scales import absmax, stored_scale
+from qarl.quant.materialize.scales import absmax, stored_scale
 
 
 def quantize(

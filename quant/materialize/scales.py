@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.errors import PrecisionError
+from qarl.configs.errors import PrecisionError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from quant.materialize import LowBitWeight, materialize
-from quant.runtime.shards import Shard
-from quant.schemes import Scheme
+from qarl.quant.materialize import LowBitWeight, materialize
+from qarl.quant.runtime.shards import Shard
+from qarl.quant.schemes import Scheme
 
 
 @torch.no_grad()

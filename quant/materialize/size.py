@@ -5,7 +5,7 @@ Axes: O output rows, I input columns.
 
 import torch
 
-from quant.schemes import Scheme, is_integer
+from qarl.quant.schemes import Scheme, is_integer
 
 _WEIGHT_SHAPE_BYTES = 2 * 8
 _GLOBAL_SCALE_BYTES = 4

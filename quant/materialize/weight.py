@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quant.materialize import fp4, integer
-from quant.schemes import Scheme, is_integer
+from qarl.quant.materialize import fp4, integer
+from qarl.quant.schemes import Scheme, is_integer
 
 
 @dataclass(frozen=True)

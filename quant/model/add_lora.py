@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from configs.errors import InputError
-from configs.schema.lora import LoraConfig
-from quant.checkpoint.families import ExpertLayout, family_of
-from quant.checkpoint.patterns import matching, nearest_names
-from quant.layers.lora import Adapter
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.shards import whole_shape
-from quant.schemes import is_protected
+from qarl.configs.errors import InputError
+from qarl.configs.schema.lora import LoraConfig
+from qarl.quant.checkpoint.families import ExpertLayout, family_of
+from qarl.quant.checkpoint.patterns import matching, nearest_names
+from qarl.quant.layers.lora import Adapter
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.schemes import is_protected
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.([^.]+)$")
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from configs.errors import ConfigError
-from configs.schema.quantization import ScaleRule
-from quant.checkpoint.plan import Plan
-from quant.materialize import LowBitWeight
-from quant.materialize.code_changes import quantized_weights
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SchemeError, get_scheme, is_integer
-from quant.types import LowBitTensor
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.quantization import ScaleRule
+from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.code_changes import quantized_weights
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SchemeError, get_scheme, is_integer
+from qarl.quant.types import LowBitTensor
 
 
 def check_scale_rule(rule: ScaleRule, plan: Plan) -> None:

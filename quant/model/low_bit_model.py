@@ -14,24 +14,24 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from configs.schema.run import LayerRule
-from quant.checkpoint.shapes import plan_layers, weight_shapes
-from quant.digest import parameters_digest
-from quant.kernels import KernelError, KernelFactory
-from quant.layers.context import LayerContext
-from quant.layers.experts import RoutedLowBitExperts
-from quant.layers.gradients import Gradients
-from quant.layers.linear import LowBitLinear
-from quant.materialize import materializer
-from quant.materialize.code_changes import FlipCount
-from quant.materialize.scales import checked_together
-from quant.model.stream import checkpoint_tensors, layer_reports
-from quant.model.surgery import replace_layers
-from quant.operators.decoder import packed_forward
-from quant.operators.moe import OperatorError, RouterLog, replay_experts
-from quant.operators.packing import Packed, Pick
-from quant.schemes import Scheme
-from quant.types import LayerReport, LowBitTensor
+from qarl.configs.schema.run import LayerRule
+from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
+from qarl.quant.digest import parameters_digest
+from qarl.quant.kernels import KernelError, KernelFactory
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.materialize import materializer
+from qarl.quant.materialize.code_changes import FlipCount
+from qarl.quant.materialize.scales import checked_together
+from qarl.quant.model.stream import checkpoint_tensors, layer_reports
+from qarl.quant.model.surgery import replace_layers
+from qarl.quant.operators.decoder import packed_forward
+from qarl.quant.operators.moe import OperatorError, RouterLog, replay_experts
+from qarl.quant.operators.packing import Packed, Pick
+from qarl.quant.schemes import Scheme
+from qarl.quant.types import LayerReport, LowBitTensor
 
 Result = TypeVar("Result")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from quant.layers.context import LayerContext
-from quant.model.surgery import Layers
-from quant.types import LayerReport, LowBitTensor
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.surgery import Layers
+from qarl.quant.types import LayerReport, LowBitTensor
 
 
 def checkpoint_tensors(

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.checkpoint.families import ExpertsShape, Family, family_of, fused_experts
-from quant.checkpoint.plan import Plan
-from quant.checkpoint.shapes import router_names
-from quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
-from quant.layers.context import LayerContext
-from quant.layers.experts import RoutedLowBitExperts
-from quant.layers.linear import LowBitLinear, fuse_scales
-from quant.layers.stack import LinearStack, stack_linears
-from quant.operators.autograd import GatedMLP
-from quant.operators.decoder import EngineAttention, install_engine_operators, why_not
-from quant.runtime.shards import whole_shape
-from quant.schemes import SchemeError
+from qarl.quant.checkpoint.families import ExpertsShape, Family, family_of, fused_experts
+from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.checkpoint.shapes import router_names
+from qarl.quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.linear import LowBitLinear, fuse_scales
+from qarl.quant.layers.stack import LinearStack, stack_linears
+from qarl.quant.operators.autograd import GatedMLP
+from qarl.quant.operators.decoder import EngineAttention, install_engine_operators, why_not
+from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.schemes import SchemeError
 
 
 @dataclass(frozen=True)

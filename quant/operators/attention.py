@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quant.kernels import flash_attention
-from quant.operators.packing import Sequences
-from quant.runtime.libraries import has_vllm
+from qarl.quant.kernels import flash_attention
+from qarl.quant.operators.packing import Sequences
+from qarl.quant.runtime.libraries import has_vllm
 
 
 def attention(
@@ -55,7 +55,7 @@ def uses_cpu_kernel(kernel: str, device: str, head_size: int) -> bool:
     """Whether the forward's attention is the engine's kernel for CPUs: with vLLM's products, for head sizes it has."""
     if not _multiplies_by_vllm(kernel) or device != "cpu":
         return False
-    from quant.kernels.cpu_attention import takes_heads_of
+    from qarl.quant.kernels.cpu_attention import takes_heads_of
 
     return takes_heads_of(head_size)
 
@@ -141,7 +141,7 @@ class _EngineAttention(torch.autograd.Function):
         window: int | None,
     ) -> torch.Tensor:
         """q: [N, H, D], k, v: [N, G, D] → [N, H, D]."""
-        from quant.kernels.cpu_attention import cpu_attention
+        from qarl.quant.kernels.cpu_attention import cpu_attention
 
         ctx.save_for_backward(q, k, v)
         ctx.scale, ctx.sequences, ctx.window = scale, sequences, window

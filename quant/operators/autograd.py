@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from quant.layers.gradients import Gradients
-from quant.layers.stack import LinearStack
-from quant.operators import rounding
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.stack import LinearStack
+from qarl.quant.operators import rounding
 
 
 def _contiguous(like: torch.Tensor) -> torch.Tensor:

@@ -21,17 +21,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from quant.checkpoint.families import FAMILIES, attention_windows, family_of
-from quant.layers.context import LayerContext
-from quant.layers.gradients import Gradients
-from quant.layers.stack import LinearStack
-from quant.operators.attention import attention
-from quant.operators.autograd import GatedMLP, RMSNorm, Rotate
-from quant.operators.engine_angles import EngineAngles
-from quant.operators.moe import EngineMoeBlock, OperatorError
-from quant.operators.packing import Sequences
-from quant.operators.rounding import residual_dtype
-from quant.runtime.batch_invariance import batch_invariant
+from qarl.quant.checkpoint.families import FAMILIES, attention_windows, family_of
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.stack import LinearStack
+from qarl.quant.operators.attention import attention
+from qarl.quant.operators.autograd import GatedMLP, RMSNorm, Rotate
+from qarl.quant.operators.engine_angles import EngineAngles
+from qarl.quant.operators.moe import EngineMoeBlock, OperatorError
+from qarl.quant.operators.packing import Sequences
+from qarl.quant.operators.rounding import residual_dtype
+from qarl.quant.runtime.batch_invariance import batch_invariant
 
 OPERATORS = ("auto", "engine", "transformers")
 

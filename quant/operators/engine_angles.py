@@ -23,7 +23,7 @@ class EngineAngles(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: of any shape, which says dtype and device; positions: int64 [B, T]; kind: type of layer, where each has
         angles of its own → cosines and sines, x's dtype [B, T, D], each half of D the same."""
-        from quant.kernels.vllm_operators import rotary_table
+        from qarl.quant.kernels.vllm_operators import rotary_table
 
         parameters = self._config.rope_parameters  # type: ignore[attr-defined]
         head = getattr(self._config, "head_dim", None) or self._config.hidden_size // self._config.num_attention_heads  # type: ignore[attr-defined]

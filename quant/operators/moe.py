@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from configs.errors import InputError
-from quant.operators import rounding
-from quant.runtime.libraries import has_vllm
-from quant.runtime.shards import whole_shape
+from qarl.configs.errors import InputError
+from qarl.quant.operators import rounding
+from qarl.quant.runtime.libraries import has_vllm
+from qarl.quant.runtime.shards import whole_shape
 
 
 class OperatorError(InputError):
@@ -77,7 +77,7 @@ def _best_on_cuda(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[
     """Weights fp32 [N, K] and experts int64 [N, K] by vLLM's operator; by torch's where there is none, the lower number
     among equal logits."""
     if logits.is_cuda and has_vllm():
-        from quant.kernels.vllm_operators import top_experts
+        from qarl.quant.kernels.vllm_operators import top_experts
 
         return top_experts(logits, top_k, renormalize)
     weights, index = logits.to(torch.float32).softmax(-1).sort(dim=-1, descending=True, stable=True)

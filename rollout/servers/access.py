@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from configs.errors import InputError
+from qarl.configs.errors import InputError
 
 KEY_VARIABLE = "QARL_SERVER_KEY"
 _OPEN = ("/health",)

@@ -8,9 +8,9 @@ server's, cut as vLLM cuts it in process.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.servers.client import AnswerError, LostServerError
-from rollout.types import Completion, Prompt, Sampling
-from rollout.vllm.requests import sampling_arguments, scoring_arguments
+from qarl.rollout.servers.client import AnswerError, LostServerError
+from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 
 _NOT_A_NUMBER = -9999.0
 """What vLLM's servers send for a log-prob that is NaN or minus infinity, which JSON has no number for."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import aiohttp
 
-from rollout.engine import EngineError
-from rollout.servers.receive import VERSIONS
+from qarl.rollout.engine import EngineError
+from qarl.rollout.servers.receive import VERSIONS
 
 CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0

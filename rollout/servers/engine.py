@@ -17,18 +17,18 @@ from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 
-from quant.digest import StreamDigest
-from quant.types import LayerReport, LowBitTensor
-from rollout.engine import EngineError, LoadReport
-from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
-from rollout.servers.client import CONTROL_SECONDS, Server, in_background
-from rollout.servers.publish import Sent, held_digests, publish_files, seconds_of
-from rollout.servers.replicas import Replicas, all_of
-from rollout.servers.sender import VersionSender
-from rollout.servers.versions import Version
-from rollout.types import Completion, Prompt, Sampling
-from rollout.vllm.options import VllmOptions
-from rollout.vllm.texts import load_tokenizer, text_of
+from qarl.quant.digest import StreamDigest
+from qarl.quant.types import LayerReport, LowBitTensor
+from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
+from qarl.rollout.servers.client import CONTROL_SECONDS, Server, in_background
+from qarl.rollout.servers.publish import Sent, held_digests, publish_files, seconds_of
+from qarl.rollout.servers.replicas import Replicas, all_of
+from qarl.rollout.servers.sender import VersionSender
+from qarl.rollout.servers.versions import Version
+from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.rollout.vllm.options import VllmOptions
+from qarl.rollout.vllm.texts import load_tokenizer, text_of
 
 T = TypeVar("T")
 _BACK_SECONDS = 3.0

@@ -8,12 +8,12 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from configs.schema.run import RolloutConfig
-from rollout.engine import EngineError
-from rollout.servers.access import server_key
-from rollout.servers.engine import ServerEngine
-from rollout.servers.start import free_ports, start_replicas, stop_replicas
-from rollout.vllm.options import VllmOptions
+from qarl.configs.schema.run import RolloutConfig
+from qarl.rollout.engine import EngineError
+from qarl.rollout.servers.access import server_key
+from qarl.rollout.servers.engine import ServerEngine
+from qarl.rollout.servers.start import free_ports, start_replicas, stop_replicas
+from qarl.rollout.vllm.options import VllmOptions
 
 
 def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions) -> ServerEngine:

@@ -16,11 +16,11 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
 
-from rollout.engine import EngineError, LoadReport
-from rollout.servers.client import AnswerError, LostServerError, Server
-from rollout.servers.receive import VERSIONS
-from rollout.servers.replicas import Replicas
-from rollout.servers.versions import MANIFEST, Version
+from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.servers.client import AnswerError, LostServerError, Server
+from qarl.rollout.servers.receive import VERSIONS
+from qarl.rollout.servers.replicas import Replicas
+from qarl.rollout.servers.versions import MANIFEST, Version
 
 _BYTES_A_SECOND = 50e6
 """That a server gets, reads, hashes and loads at the least; with `_SECONDS` more it is taken to hang."""

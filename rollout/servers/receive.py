@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import parse_qs
 
-from rollout.servers.versions import MANIFEST, MANIFEST_BYTES, read_version
+from qarl.rollout.servers.versions import MANIFEST, MANIFEST_BYTES, read_version
 
 VERSIONS = "/qarl/versions"
 FOLDER_VARIABLE = "QARL_RECEIVED"

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from rollout.engine import EngineError
-from rollout.servers.client import AnswerError, BrokenAnswerError, LostServerError, Server
+from qarl.rollout.engine import EngineError
+from qarl.rollout.servers.client import AnswerError, BrokenAnswerError, LostServerError, Server
 
 T = TypeVar("T")
 

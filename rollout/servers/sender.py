@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from quant.delta import HeldVersion
-from quant.types import LowBitTensor
-from rollout.servers.versions import Version, remove_versions, write_delta, write_version
+from qarl.quant.delta import HeldVersion
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.servers.versions import Version, remove_versions, write_delta, write_version
 
 
 class VersionSender:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.engine import EngineError
-from rollout.servers.receive import FOLDER_VARIABLE
-from rollout.types import Served
-from rollout.vllm.options import VllmOptions, llm_arguments
-from rollout.vllm.plugin import FILE_TRANSFER
-from rollout.vllm.serve import server_command
+from qarl.rollout.engine import EngineError
+from qarl.rollout.servers.receive import FOLDER_VARIABLE
+from qarl.rollout.types import Served
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments
+from qarl.rollout.vllm.plugin import FILE_TRANSFER
+from qarl.rollout.vllm.serve import server_command
 
 LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = ("distributed_executor_backend", "use_tqdm_on_load")
@@ -64,10 +64,10 @@ def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int
     settings = {name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS}
     return server_command(served, host, port, [
         *_as_flags(settings), "--enable-scale-out", "--uvicorn-log-level", "warning",
-        "--worker-extension-cls", "rollout.servers.worker.ServerExtension",
+        "--worker-extension-cls", "qarl.rollout.servers.worker.ServerExtension",
         "--weight-transfer-config", json.dumps({"backend": FILE_TRANSFER}),
-        "--middleware", "rollout.servers.receive.ReceiveVersions",
-        "--middleware", "rollout.servers.access.RequireKey", *more,  # the last one is asked first
+        "--middleware", "qarl.rollout.servers.receive.ReceiveVersions",
+        "--middleware", "qarl.rollout.servers.access.RequireKey", *more,  # the last one is asked first
     ])  # fmt: skip
 
 

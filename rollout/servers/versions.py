@@ -21,10 +21,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quant.delta import DeltaError, HeldVersion
-from quant.digest import StreamDigest
-from quant.types import LowBitTensor
-from rollout.engine import EngineError
+from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.digest import StreamDigest
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import EngineError
 
 _FILE_BYTES = 4 * 2**30
 MANIFEST = "manifest.json"

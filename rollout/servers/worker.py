@@ -23,11 +23,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from quant.delta import HeldVersion
-from rollout.engine import LoadReport
-from rollout.servers.versions import read_version
-from rollout.vllm.staging import Staged, stage, staging_refusal
-from rollout.vllm.worker import WorkerExtension, compare_names, load_stream
+from qarl.quant.delta import HeldVersion
+from qarl.rollout.engine import LoadReport
+from qarl.rollout.servers.versions import read_version
+from qarl.rollout.vllm.staging import Staged, stage, staging_refusal
+from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream
 
 
 @dataclass

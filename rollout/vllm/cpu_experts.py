@@ -23,8 +23,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from quant.kernels.experts_loop import sum_over_experts
-from quant.kernels.vllm_layers import drop_loaders
+from qarl.quant.kernels.experts_loop import sum_over_experts
+from qarl.quant.kernels.vllm_layers import drop_loaders
 
 _PREFIXES = {"w13": ("w1", "w3"), "w2": ("w2",)}
 """vLLM's names of an expert's matrices → the checkpoint shards stacked in them (gate and up; down)."""

@@ -6,26 +6,26 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quant.types import LayerReport, LowBitTensor
-from rollout.engine import EngineError, LoadReport
-from rollout.types import Completion, Prompt, Sampling
-from rollout.vllm.options import (
+from qarl.quant.types import LayerReport, LowBitTensor
+from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.rollout.vllm.options import (
     VllmOptions,
     llm_arguments,
     prepare_environment,
     refuse_graphs_over_freed_memory,
     refuse_unsupported,
 )
-from rollout.vllm.requests import sampling_arguments, scoring_arguments
-from rollout.vllm.texts import text_of
+from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
+from qarl.rollout.vllm.texts import text_of
 
 if TYPE_CHECKING:
     import torch
 
-    from quant.kernels.engine_layers import EngineLayers
-    from rollout.vllm.staging import Staged
+    from qarl.quant.kernels.engine_layers import EngineLayers
+    from qarl.rollout.vllm.staging import Staged
 
-_WORKER_EXTENSION = "rollout.vllm.worker.WorkerExtension"
+_WORKER_EXTENSION = "qarl.rollout.vllm.worker.WorkerExtension"
 
 
 class VllmEngine:
@@ -138,7 +138,7 @@ class VllmEngine:
     def stage(self, tensors: "Mapping[str, torch.Tensor]", changed: Collection[str]) -> "Staged":
         """Make the layers that have a tensor of the names `changed` beside the model's, to be swapped in at once:
         `rollout.vllm.staging.stage`, which says what `tensors` are and what is raised."""
-        from rollout.vllm.staging import stage
+        from qarl.rollout.vllm.staging import stage
 
         model, config = self._call("collective_rpc", _model_and_config)[0]
         return stage(model, config, tensors, changed)
@@ -149,7 +149,7 @@ class VllmEngine:
 
     def shared_layers(self) -> "EngineLayers":
         """See `Engine.shared_layers`."""
-        from quant.kernels.engine_layers import EngineLayers
+        from qarl.quant.kernels.engine_layers import EngineLayers
 
         return EngineLayers(self._call("collective_rpc", _loaded_model)[0])
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from configs.errors import InputError
-from configs.schema.run import RolloutConfig
-from quant.runtime.batch_invariance import batch_invariant, linear_backends
-from rollout.engine import EngineError
+from qarl.configs.errors import InputError
+from qarl.configs.schema.run import RolloutConfig
+from qarl.quant.runtime.batch_invariance import batch_invariant, linear_backends
+from qarl.rollout.engine import EngineError
 
 _SMALLEST_SHARE = 0.01
 
@@ -52,7 +52,7 @@ def prepare_environment() -> None:
     """Set what vLLM takes from the environment alone, read when an engine starts, and mend what would keep it from
     starting. Values the user set are kept."""
     if "llvmlite" in sys.modules:
-        from quant.runtime.llvmlite_repair import repair
+        from qarl.quant.runtime.llvmlite_repair import repair
 
         repair()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -23,16 +23,16 @@ def register() -> None:
     _name_file_transfer()
     if not current_platform.is_cpu():
         return
-    from rollout.vllm.cpu_experts import register_per_expert_products
-    from rollout.vllm.cpu_fp8 import register_fp8_kernel
-    from rollout.vllm.cpu_int4 import register_int4_kernel
+    from qarl.rollout.vllm.cpu_experts import register_per_expert_products
+    from qarl.rollout.vllm.cpu_fp8 import register_fp8_kernel
+    from qarl.rollout.vllm.cpu_int4 import register_int4_kernel
 
     register_per_expert_products()
     register_fp8_kernel()
     register_int4_kernel()
     if torch.cpu._is_amx_tile_supported():
-        from rollout.vllm.cpu_attention import register_fp32_attention
-        from rollout.vllm.cpu_int8 import register_int8_kernel
+        from qarl.rollout.vllm.cpu_attention import register_fp32_attention
+        from qarl.rollout.vllm.cpu_int8 import register_int8_kernel
 
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
@@ -45,4 +45,4 @@ def _name_file_transfer() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if FILE_TRANSFER not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(FILE_TRANSFER, "rollout.servers.worker", "FileTransfer")
+        WeightTransferEngineFactory.register_engine(FILE_TRANSFER, "qarl.rollout.servers.worker", "FileTransfer")

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from rollout.types import Sampling
+from qarl.rollout.types import Sampling
 
 _LONGEST_PERIOD = 8
 """Tokens of a loop that is ended, as of those that metrics count (`qarl.report.error_tokens`)."""

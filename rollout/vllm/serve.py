@@ -7,8 +7,8 @@ once ("No package metadata was found for vllm"), so the server's module is start
 import os
 import sys
 
-from rollout.types import Served
-from rollout.vllm.options import prepare_environment
+from qarl.rollout.types import Served
+from qarl.rollout.vllm.options import prepare_environment
 
 _MODULE = "vllm.entrypoints.openai.api_server"
 

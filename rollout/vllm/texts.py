@@ -8,7 +8,7 @@ from typing import Any
 
 def load_tokenizer(checkpoint: Path) -> Any:
     """The tokenizer that vLLM takes from a checkpoint folder, without an engine."""
-    from rollout.vllm.options import prepare_environment
+    from qarl.rollout.vllm.options import prepare_environment
 
     prepare_environment()
     from vllm.tokenizers import get_tokenizer

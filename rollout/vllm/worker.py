@@ -30,11 +30,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
-from quant.digest import ReceivedDigest
-from quant.kernels.vllm_layers import kernel_name
-from quant.schemes import scheme_of_args
-from quant.types import LayerReport, LowBitTensor
-from rollout.engine import LoadReport
+from qarl.quant.digest import ReceivedDigest
+from qarl.quant.kernels.vllm_layers import kernel_name
+from qarl.quant.schemes import scheme_of_args
+from qarl.quant.types import LayerReport, LowBitTensor
+from qarl.rollout.engine import LoadReport
 
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 

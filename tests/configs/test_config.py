@@ -7,15 +7,15 @@ from typing import get_args
 import pytest
 import yaml
 
-from configs.errors import ConfigError
-from configs.load import config_file, default_config, field_paths, load_config, shipped_names
-from configs.schema.objectives import AnyObjective
-from configs.schema.run import RunConfig, TaskConfig
-from configs.scheme_names import SCHEME_NAMES
 from qarl.cli.main import main
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_file, default_config, field_paths, load_config, shipped_names
+from qarl.configs.schema.objectives import AnyObjective
+from qarl.configs.schema.run import RunConfig, TaskConfig
+from qarl.configs.scheme_names import SCHEME_NAMES
+from qarl.quant.schemes import SCHEMES
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
-from quant.schemes import SCHEMES
-from rollout.types import Sampling
+from qarl.rollout.types import Sampling
 
 
 def test_scheme_names_are_those_of_the_schemes():

@@ -17,11 +17,11 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from quant.checkpoint.families import ExpertLayout
-from quant.kernels.vllm import VllmFactory
-from quant.materialize import materialize
-from quant.materialize.experts import materialize_experts
-from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
+from qarl.quant.checkpoint.families import ExpertLayout
+from qarl.quant.kernels.vllm import VllmFactory
+from qarl.quant.materialize import materialize
+from qarl.quant.materialize.experts import materialize_experts
+from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 from tests.support.cuda_platform import stub_cuda
 from tests.support.kernels import no_cuda
 from tests.support.tensors import normal

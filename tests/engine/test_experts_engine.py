@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from quant.kernels import make_factory
-from quant.layers.experts import RoutedLowBitExperts
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SchemeError
-from quant.types import LowBitTensor
-from rollout.engine import EngineError
-from rollout.vllm.engine import VllmEngine
-from sync.audit import AuditError, audit, require_agreement
-from sync.publisher import Publisher, PublishError
+from qarl.quant.kernels import make_factory
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SchemeError
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import EngineError
+from qarl.rollout.vllm.engine import VllmEngine
+from qarl.sync.audit import AuditError, audit, require_agreement
+from qarl.sync.publisher import Publisher, PublishError
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's 
 
 
 def staging_refusal(model: torch.nn.Module) -> str | None:
-    from rollout.vllm import staging
+    from qarl.rollout.vllm import staging
 
     return staging.staging_refusal(model)
 

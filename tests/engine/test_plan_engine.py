@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sync.audit import AuditError, audit, require_agreement
-from sync.export import export_checkpoint
-from sync.publisher import Publisher
+from qarl.sync.audit import AuditError, audit, require_agreement
+from qarl.sync.export import export_checkpoint
+from qarl.sync.publisher import Publisher
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.runs import qarl
 

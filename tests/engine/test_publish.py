@@ -11,22 +11,22 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from learner.batching import make_batch
-from learner.logprobs import token_logprobs
-from learner.mismatch import measure_mismatch
-from quant.digest import StreamDigest
-from quant.kernels import make_factory
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SCHEMES, get_scheme
-from quant.types import LowBitTensor
-from rollout.engine import Engine, EngineError
-from rollout.types import Group, Prompt, Sampling
-from rollout.vllm.engine import VllmEngine
-from rollout.vllm.options import VllmOptions
-from sync.audit import AuditError, audit, require_agreement
-from sync.export import export_checkpoint
-from sync.publisher import Publisher, PublishError
+from qarl.learner.batching import make_batch
+from qarl.learner.logprobs import token_logprobs
+from qarl.learner.mismatch import measure_mismatch
+from qarl.quant.digest import StreamDigest
+from qarl.quant.kernels import make_factory
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SCHEMES, get_scheme
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import Engine, EngineError
+from qarl.rollout.types import Group, Prompt, Sampling
+from qarl.rollout.vllm.engine import VllmEngine
+from qarl.rollout.vllm.options import VllmOptions
+from qarl.sync.audit import AuditError, audit, require_agreement
+from qarl.sync.export import export_checkpoint
+from qarl.sync.publisher import Publisher, PublishError
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 
 
@@ -353,7 +353,7 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str):
     import gc
     import weakref
 
-    from quant.materialize import materialize
+    from qarl.quant.materialize import materialize
 
     weight = materialize(torch.randn(64, 128), get_scheme(scheme), torch.bfloat16)
     gc.disable()

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.types import Prompt, Sampling
+from qarl.rollout.types import Prompt, Sampling
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.profiles import thorough
 

@@ -19,18 +19,18 @@ import psutil
 import pytest
 import torch
 
-from quant.delta import DeltaError
-from quant.model.low_bit_model import LowBitModel
-from quant.types import LowBitTensor
-from rollout.engine import EngineError
-from rollout.servers.engine import ServerEngine
-from rollout.servers.start import free_ports, start_replicas, stop_replicas
-from rollout.servers.versions import Version, write_delta, write_version
-from rollout.types import Completion, Prompt, Sampling
-from rollout.vllm.options import VllmOptions
-from rollout.vllm.texts import load_tokenizer, text_of
-from sync.export import export_checkpoint
-from sync.publisher import Publisher, PublishError
+from qarl.quant.delta import DeltaError
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import EngineError
+from qarl.rollout.servers.engine import ServerEngine
+from qarl.rollout.servers.start import free_ports, start_replicas, stop_replicas
+from qarl.rollout.servers.versions import Version, write_delta, write_version
+from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.rollout.vllm.options import VllmOptions
+from qarl.rollout.vllm.texts import load_tokenizer, text_of
+from qarl.sync.export import export_checkpoint
+from qarl.sync.publisher import Publisher, PublishError
 from tests.support.engines import SEQUENCES, disturb, make_model
 from tests.support.fault_proxy import Fault, Proxy
 
@@ -303,11 +303,11 @@ def test_what_is_torn_on_the_way_is_not_loaded(
         return version
 
     with monkeypatch.context() as patched:
-        patched.setattr("rollout.servers.sender.write_delta", partial(torn, write_delta))
+        patched.setattr("qarl.rollout.servers.sender.write_delta", partial(torn, write_delta))
         nudge(model)
         assert publisher.publish(2).canary is not None
         assert "the delta to weight version 2 failed, so it is sent whole: " in caplog.text
-        patched.setattr("rollout.servers.sender.write_version", partial(torn, write_version))
+        patched.setattr("qarl.rollout.servers.sender.write_version", partial(torn, write_version))
         disturb(model, 3)
         with pytest.raises(PublishError, match="other bytes than were sent"):
             publisher.publish(3)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from quant.delta import HeldVersion
-from quant.model.low_bit_model import LowBitModel
-from quant.types import LowBitTensor
-from rollout.engine import EngineError
-from rollout.vllm.engine import VllmEngine
+from qarl.quant.delta import HeldVersion
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import EngineError
+from qarl.rollout.vllm.engine import VllmEngine
 from tests.support.engines import SEQUENCES, make_model, start_engine
 from tests.support.profiles import thorough
 
@@ -101,7 +101,7 @@ def test_a_head_whose_weight_a_kernel_keeps_is_tied_to_none():
     """Contract: layers that gave their weights to a kernel, as W8A8's do to oneDNN, share none."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    from rollout.vllm.staging import _tied_heads
+    from qarl.rollout.vllm.staging import _tied_heads
 
     head, layer = object.__new__(ParallelLMHead), object.__new__(ParallelLMHead)
     for module in (head, layer):

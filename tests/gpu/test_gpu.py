@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from quant.checkpoint.families import ExpertLayout, ExpertsShape
-from quant.kernels import make_factory
-from quant.layers.context import LayerContext
-from quant.layers.experts import RoutedLowBitExperts
-from quant.layers.linear import LowBitLinear
-from quant.materialize import materialize
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SCHEMES, get_scheme
+from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
+from qarl.quant.kernels import make_factory
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.materialize import materialize
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.gpu_schemes import RUNS_EXPERTS, need
 from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error
@@ -148,12 +148,12 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
 ):
     """Audit, five publishes of changing weights, log-probs those of an engine loaded afresh: bit for bit, or, where
     sums change their order from call to call, within twice what two calls of the fresh engine differ by."""
-    from quant.checkpoint.load import load_masters
-    from rollout.vllm.engine import VllmEngine
-    from rollout.vllm.options import VllmOptions
-    from sync.audit import audit, require_agreement
-    from sync.export import export_checkpoint
-    from sync.publisher import Publisher
+    from qarl.quant.checkpoint.load import load_masters
+    from qarl.rollout.vllm.engine import VllmEngine
+    from qarl.rollout.vllm.options import VllmOptions
+    from qarl.sync.audit import audit, require_agreement
+    from qarl.sync.export import export_checkpoint
+    from qarl.sync.publisher import Publisher
 
     need(scheme, "vllm", experts)
     folder = (random_experts if experts else random_policy)(False)

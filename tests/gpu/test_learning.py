@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema.lora import LoraConfig
-from learner.batching import Batch
-from quant.layers import straight_through
-from quant.layers.context import LayerContext
-from quant.model.add_lora import add_adapters
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
+from qarl.configs.schema.lora import LoraConfig
+from qarl.learner.batching import Batch
+from qarl.quant.layers import straight_through
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.add_lora import add_adapters
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 from tests.support.gpu_schemes import need
 from tests.support.kernels import needs_cuda
 from tests.support.learners import VOCABULARY, drift, logprob_gradients, random_batch, random_model

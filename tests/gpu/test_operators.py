@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from quant.checkpoint.families import ExpertLayout, ExpertsShape
-from quant.kernels.activations import multiplied_activation
-from quant.layers.context import LayerContext
-from quant.layers.experts import RoutedLowBitExperts
-from quant.layers.gradients import Gradients
-from quant.layers.straight_through import add_weight_gradient
-from quant.materialize.activations import quantize_activation
-from quant.operators import rounding
-from quant.operators.attention import attention, torch_attention
-from quant.operators.moe import route
-from quant.operators.packing import Sequences, pack
-from quant.schemes import get_scheme
+from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
+from qarl.quant.kernels.activations import multiplied_activation
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.straight_through import add_weight_gradient
+from qarl.quant.materialize.activations import quantize_activation
+from qarl.quant.operators import rounding
+from qarl.quant.operators.attention import attention, torch_attention
+from qarl.quant.operators.moe import route
+from qarl.quant.operators.packing import Sequences, pack
+from qarl.quant.schemes import get_scheme
 from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error
 
@@ -63,7 +63,7 @@ def test_norms_and_rotation_are_the_engines_bits(tokens: int):
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from quant.kernels.vllm_operators import rotary_table
+    from qarl.quant.kernels.vllm_operators import rotary_table
 
     branch, residual, weight = values(tokens, 2048), values(tokens, 2048, seed=1), values(2048, seed=2)
     config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))

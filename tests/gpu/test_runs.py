@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.load import config_file, load_config
 from qarl.bench.mismatch import MismatchOptions, measure
 from qarl.cli.main import main
+from qarl.configs.load import config_file, load_config
 from qarl.plan.machine import this_machine
 from qarl.plan.memory import LIBRARIES
 from qarl.plan.plan import make_plan
 from qarl.plan.shapes import shapes_of
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.batch_invariance import FIRST_CAPABILITY
-from quant.schemes import get_scheme
-from rollout.types import Prompt, Sampling
-from rollout.vllm.engine import VllmEngine
-from rollout.vllm.options import VllmOptions
-from sync.export import export_checkpoint
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY
+from qarl.quant.schemes import get_scheme
+from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.vllm.engine import VllmEngine
+from qarl.rollout.vllm.options import VllmOptions
+from qarl.sync.export import export_checkpoint
 from tests.support.gpu_schemes import need
 from tests.support.kernels import needs_cuda
 from tests.support.runs import ROOT, SMALL, environment, lines, qarl_alone

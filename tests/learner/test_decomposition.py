@@ -10,18 +10,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig
-from learner.backends import check_backend
-from learner.batching import Batch, make_batch, micro_batches
-from learner.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
-from learner.gradient_passes import GradientErrors
-from learner.learn_stats import LearnStats
-from learner.learner import Learner
-from learner.token_log import TokenLog
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends import check_backend
+from qarl.learner.batching import Batch, make_batch, micro_batches
+from qarl.learner.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
+from qarl.learner.gradient_passes import GradientErrors
+from qarl.learner.learn_stats import LearnStats
+from qarl.learner.learner import Learner
+from qarl.learner.token_log import TokenLog
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 from tests.support.learners import all_equal, batch_of, make_groups, masters_of, random_model
 
 MINI_BATCHES = 4

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from configs.schema.learner import LearnerConfig, OptimizerConfig
-from configs.seeds import step_seed
-from learner.batching import Batch, mini_batches
-from learner.learner import Learner
-from learner.lost_updates import Diagnosis, LayerChanges, is_due
-from learner.optim import master_step
-from learner.optim.master_step import crossed_bfloat16
-from learner.optim.optimizer import MasterOptimizer
+from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
+from qarl.configs.seeds import step_seed
+from qarl.learner.batching import Batch, mini_batches
+from qarl.learner.learner import Learner
+from qarl.learner.lost_updates import Diagnosis, LayerChanges, is_due
+from qarl.learner.optim import master_step
+from qarl.learner.optim.master_step import crossed_bfloat16
+from qarl.learner.optim.optimizer import MasterOptimizer
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import code_changes as flips
+from qarl.quant.materialize import materialize
+from qarl.quant.materialize.code_changes import FlipCount, changed_codes
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SCHEMES, get_scheme
 from qarl.report.metrics import StepMetrics, restored_step
-from quant.layers.context import LayerContext
-from quant.materialize import code_changes as flips
-from quant.materialize import materialize
-from quant.materialize.code_changes import FlipCount, changed_codes
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from configs.schema.learner import OptimizerConfig
-from learner.optim.optimizer import MasterOptimizer, matrices_of
-from quant.kernels.supported import require_support
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.optim.optimizer import MasterOptimizer, matrices_of
+from qarl.quant.kernels.supported import require_support
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
 from tests.support.runs import Run, lines, qarl, wait_for_lines

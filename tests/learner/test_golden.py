@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 from tests.support.learners import batch_of, make_learner, random_model
 from tests.support.moe_models import CONFIGS, random_moe
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import ConfigError
-from learner.batching import Batch, micro_batches
-from learner.load_balance import load_balance_loss
-from learner.logprobs import packs, shares_prompts, token_logprobs
-from quant.model.low_bit_model import LowBitModel
-from quant.operators.decoder import OperatorError
+from qarl.configs.errors import ConfigError
+from qarl.learner.batching import Batch, micro_batches
+from qarl.learner.load_balance import load_balance_loss
+from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.decoder import OperatorError
 from tests.support.learners import (
     VOCABULARY,
     batch_of,

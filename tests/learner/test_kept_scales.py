@@ -5,9 +5,9 @@ import io
 import pytest
 import torch
 
-from configs.errors import ConfigError
-from learner.learner import Learner
-from quant.model.kept_scales import keep_scales
+from qarl.configs.errors import ConfigError
+from qarl.learner.learner import Learner
+from qarl.quant.model.kept_scales import keep_scales
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of
 from tests.support.tensors import as_bytes
 

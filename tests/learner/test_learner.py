@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from configs.errors import ConfigError
-from learner.backends.single import SingleProcess
-from learner.batching import Batch, make_batch
-from learner.learner import Learner
-from learner.logprobs import _Normalized, token_logprobs
-from learner.mismatch import Mismatch
-from learner.objectives import OBJECTIVES
-from learner.restraint import Restraint
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SCHEMES, get_scheme
+from qarl.configs.errors import ConfigError
+from qarl.learner.backends.single import SingleProcess
+from qarl.learner.batching import Batch, make_batch
+from qarl.learner.learner import Learner
+from qarl.learner.logprobs import _Normalized, token_logprobs
+from qarl.learner.mismatch import Mismatch
+from qarl.learner.objectives import OBJECTIVES
+from qarl.learner.restraint import Restraint
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import (
     SAMPLES,
     VOCABULARY,

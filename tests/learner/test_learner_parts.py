@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from configs.errors import ConfigError
-from configs.schema.learner import OptimizerConfig
-from learner.batching import Batch, make_batch, micro_batches, mini_batches
-from learner.mismatch import measure_mismatch
-from learner.objectives.advantages import group_advantages
-from learner.optim.loss_scale import LossScale
-from learner.optim.optimizer import MasterOptimizer
-from learner.optim.schedule import Schedule, make_schedule
-from rollout.types import Completion, Group, Prompt
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.batching import Batch, make_batch, micro_batches, mini_batches
+from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.objectives.advantages import group_advantages
+from qarl.learner.optim.loss_scale import LossScale
+from qarl.learner.optim.optimizer import MasterOptimizer
+from qarl.learner.optim.schedule import Schedule, make_schedule
+from qarl.rollout.types import Completion, Group, Prompt
 
 
 @given(st.integers(1, 6), st.integers(2, 9), st.floats(-50, 50), st.floats(0.01, 20), st.integers(0, 2**32 - 1))

@@ -11,19 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig
-from configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
-from learner.learn_stats import LearnStats
-from learner.loss.aggregation import Totals, over_tokens
-from learner.loss.corrections import correction
-from learner.loss.kl import kl_estimate
-from learner.loss.loss import LossInput, policy_loss
-from learner.loss.metrics import LossMetrics, mean
-from learner.objectives import OBJECTIVES, ObjectiveInput
-from learner.objectives.clipping import sequence_advantages
-from learner.objectives.ratios import sequence_log_ratio, sequence_mean, shadowed
-from learner.processes import Processes
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
+from qarl.learner.learn_stats import LearnStats
+from qarl.learner.loss.aggregation import Totals, over_tokens
+from qarl.learner.loss.corrections import correction
+from qarl.learner.loss.kl import kl_estimate
+from qarl.learner.loss.loss import LossInput, policy_loss
+from qarl.learner.loss.metrics import LossMetrics, mean
+from qarl.learner.objectives import OBJECTIVES, ObjectiveInput
+from qarl.learner.objectives.clipping import sequence_advantages
+from qarl.learner.objectives.ratios import sequence_log_ratio, sequence_mean, shadowed
+from qarl.learner.processes import Processes
 from tests.support.profiles import examples
 
 Rows = Sequence[Sequence[float]]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.learner import Learner
+from qarl.learner.learner import Learner
 from tests.support.learners import batch_of, make_learner
 
 FP32: dict[str, Any] = {"dtype": torch.float32}

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from configs.errors import ConfigError
-from configs.load import config_from_tree
-from configs.schema.learner import OptimizerConfig
-from learner.optim import rounding
-from learner.optim.master_step import MasterStep
-from learner.optim.optimizer import MasterOptimizer, matrices_of
-from learner.optim.rounding import stochastic_round
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_from_tree
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.optim import rounding
+from qarl.learner.optim.master_step import MasterStep
+from qarl.learner.optim.optimizer import MasterOptimizer, matrices_of
+from qarl.learner.optim.rounding import stochastic_round
 from tests.support.profiles import examples
 
 NARROW = (torch.bfloat16, torch.float16)

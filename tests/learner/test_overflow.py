@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema.learner import OptimizerConfig
-from learner.learner import Learner
-from learner.optim.loss_scale import MOST_SKIPPED, LossScale, PrecisionError
-from learner.optim.optimizer import MasterOptimizer
-from learner.overflow import first_fault
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.learner import Learner
+from qarl.learner.optim.loss_scale import MOST_SKIPPED, LossScale, PrecisionError
+from qarl.learner.optim.optimizer import MasterOptimizer
+from qarl.learner.overflow import first_fault
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of, poison
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema.objectives import TruncatedConfig
-from learner.loss.aggregation import Totals
-from learner.loss.loss import LossInput, policy_loss
-from learner.objectives import find_objective
-from learner.objectives.own import ObjectiveError, own
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import load_config
+from qarl.configs.schema.objectives import TruncatedConfig
+from qarl.learner.loss.aggregation import Totals
+from qarl.learner.loss.loss import LossInput, policy_loss
+from qarl.learner.objectives import find_objective
+from qarl.learner.objectives.own import ObjectiveError, own
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_objective.py"
 OWN = {"learner.objective.name": "own", "learner.objective.function": f"{EXAMPLE}:objective"}
@@ -28,7 +28,7 @@ def given() -> LossInput:
 
 def loss_of(code: str, folder: Path) -> float:
     file = folder / "mine.py"
-    file.write_text("import torch\nfrom learner.objectives import ObjectiveResult\n" + code)
+    file.write_text("import torch\nfrom qarl.learner.objectives import ObjectiveResult\n" + code)
     own.cache_clear()
     config = load_config(None, {**OWN, "learner.objective.function": f"{file}:objective"}).learner
     return float(policy_loss(given(), config, Totals(2, 5)).loss.detach())

@@ -2,9 +2,9 @@
 
 import pytest
 
-from configs.schema.learner import OptimizerConfig
-from learner.reserve import reserved, step_bytes
-from quant.runtime.shards import shard_parameters
+from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.reserve import reserved, step_bytes
+from qarl.quant.runtime.shards import shard_parameters
 from tests.support.learners import batch_of, make_learner
 
 

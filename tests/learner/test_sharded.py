@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quant.runtime.shards import cut_rows
+from qarl.quant.runtime.shards import cut_rows
 from tests.support.runs import ROOT
 from tests.support.shard_worker import ROWS, gradient_of, random, row_steps
 

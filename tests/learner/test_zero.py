@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from configs.errors import ConfigError
-from configs.schema.learner import LearnerConfig, OptimizerConfig
-from configs.schema.lora import LoraConfig
-from learner.backends.single import SingleProcess
-from learner.learner import Learner
-from learner.optim.optimizer import MasterOptimizer
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
+from qarl.configs.schema.lora import LoraConfig
+from qarl.learner.backends.single import SingleProcess
+from qarl.learner.learner import Learner
+from qarl.learner.optim.optimizer import MasterOptimizer
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.add_lora import add_adapters
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
+from qarl.rollout.servers.start import free_ports
 from qarl.run.checkpoint import save_checkpoint
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.add_lora import add_adapters
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
-from rollout.servers.start import free_ports
 from tests.support.forks import ROOT, Fork
 from tests.support.learners import batch_of, make_learner, masters_of, random_model
 from tests.support.moe_models import CONFIGS, random_moe
@@ -378,7 +378,7 @@ def test_an_unreadable_deepspeed_file_is_refused(tmp_path: Path, text: str | Non
 
 def test_a_file_adds_what_it_may(tmp_path: Path):
     """Sections of the file and ours are merged; "auto" and equal values are no contradiction."""
-    from learner.backends.zero_config import deepspeed_config
+    from qarl.learner.backends.zero_config import deepspeed_config
 
     (tmp_path / "d.json").write_text(
         json.dumps({"gradient_clipping": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})

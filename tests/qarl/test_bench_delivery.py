@@ -2,9 +2,9 @@
 
 import pytest
 
-from configs.errors import ConfigError
 from qarl.bench import delivery, delta, soak
-from quant.checkpoint.load import empty_model
+from qarl.configs.errors import ConfigError
+from qarl.quant.checkpoint.load import empty_model
 
 
 @pytest.mark.parametrize("shape", delta.SHAPES)

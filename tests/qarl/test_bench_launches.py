@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from learner.optim.stacked_muon import StackedMuon
 from qarl.bench.launches import measure
 from qarl.bench.launches.tally import Tally
+from qarl.learner.optim.stacked_muon import StackedMuon
 from tests.support.tensors import normal, relative_error
 
 SMALL = {

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.errors import ConfigError
-from learner.batching import make_batch
 from qarl.bench.learner import measure as learner
 from qarl.bench.learner import table as learner_table
 from qarl.bench.learner.batch import MODELS, PAD, BenchModel, Sequences, digest, draw_sequences, write_model
@@ -19,7 +17,9 @@ from qarl.bench.learner.step_memory import StepMemory
 from qarl.bench.learner.trl_worker import arguments, rows_a_forward
 from qarl.bench.learner.worker import groups_of, learner_options, run
 from qarl.cli.main import main
-from quant.schemes import SchemeError
+from qarl.configs.errors import ConfigError
+from qarl.learner.batching import make_batch
+from qarl.quant.schemes import SchemeError
 from tests.support.runs import ROOT
 
 TRL = ROOT / ".venv-trl" / "bin" / "python"

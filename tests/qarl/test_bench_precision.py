@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qarl.bench.precision import PrecisionOptions, as_data, measure, table
-from quant.schemes import SchemeError
+from qarl.quant.schemes import SchemeError
 
 MASTERS = (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"))
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from configs.schema.objectives import TbpoConfig
-from configs.schema.run import RunConfig
 from qarl.bench import objectives, precision_gap
 from qarl.bench.rounded_policy import rounded_policy
 from qarl.bench.runs import overrides_in
 from qarl.cli.main import main
+from qarl.configs.schema.objectives import TbpoConfig
+from qarl.configs.schema.run import RunConfig
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.tasks import Problem, short_reward
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
 from tests.support.learners import random_model
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from configs.errors import ConfigError, QarlError
 from qarl.bench.schemes.cell import CURVES, Job, Measured
 from qarl.bench.schemes.curves import band, gap_closed, smoothed
 from qarl.bench.schemes.grid import Cell, Grid, checked, stamp
 from qarl.bench.schemes.measure import measure
 from qarl.bench.schemes.plot import LAST_BITS, panels, plot
 from qarl.bench.schemes.table import as_data, from_data, method, rows, table
+from qarl.configs.errors import ConfigError, QarlError
 from qarl.evaluation.statistics import estimate, paired
 from qarl.report.plots import DotPanel, LinePanel
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from configs.errors import ConfigError
 from qarl.bench import kernels, publish
 from qarl.bench.learner.memory import PeakMemory
-from quant.materialize.size import stored_bytes
-from quant.schemes import SchemeError, get_scheme
+from qarl.configs.errors import ConfigError
+from qarl.quant.materialize.size import stored_bytes
+from qarl.quant.schemes import SchemeError, get_scheme
 
 
 def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
@@ -35,7 +35,7 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
 
 @pytest.mark.parametrize("parameters", [2e6, 5e7, 2.5e8, 1e9, 7e9])
 def test_the_model_has_about_the_parameters_asked_for(parameters: float):
-    from quant.checkpoint.load import empty_model
+    from qarl.quant.checkpoint.load import empty_model
 
     count = sum(p.numel() for p in empty_model(publish.moe_config(parameters)).parameters())
     assert count == pytest.approx(parameters, rel=0.25 if parameters < 1e9 else 0.05)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import rollout.open
-from configs.errors import ConfigError
 from qarl.bench.learner.batch import MODELS, write_model
 from qarl.bench.speed import measure as speed
 from qarl.bench.speed import plan as planning
@@ -22,12 +20,13 @@ from qarl.bench.speed.roofline import Machine, Work, decode_work, prefill_work, 
 from qarl.bench.speed.table import plan_tables, tables
 from qarl.bench.speed.worker import run
 from qarl.cli.main import main
+from qarl.configs.errors import ConfigError
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.plan.gpus import GPUS
 from qarl.plan.shapes import NAMED, Shapes, shapes_of
-from quant.checkpoint.load import empty_model
-from quant.checkpoint.shapes import plan_layers
-from quant.schemes import SchemeError, get_scheme
+from qarl.quant.checkpoint.load import empty_model
+from qarl.quant.checkpoint.shapes import plan_layers
+from qarl.quant.schemes import SchemeError, get_scheme
 from tests.support.transformers_engine import TransformersEngine
 
 BF16 = torch.bfloat16
@@ -219,7 +218,9 @@ def test_a_process_measures_engine_steps_and_memory(tmp_path: Path, monkeypatch:
     """All of a process, with an engine of the tests' own: a cell for each context and batch, every phase of two steps,
     memory of each part. Blind spots: vLLM's steps, and low bits, which this engine does not multiply."""
     write_model(dataclasses.replace(MODELS["tiny"], config={**MODELS["tiny"].config, "vocab_size": 64}), tmp_path, 0)
-    monkeypatch.setattr(rollout.open, "_start", lambda folder, options, dtype, *_: TransformersEngine(folder, dtype))
+    monkeypatch.setattr(
+        "qarl.rollout.open._start", lambda folder, options, dtype, *_: TransformersEngine(folder, dtype)
+    )
     small = options(batches=(1,), contexts=(4, 6), decode_tokens=4, tokens=3, prompt_tokens=4, kernel="reference")
     asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"), clock="cpu")
     made = run(asked)

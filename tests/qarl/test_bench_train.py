@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError
-from configs.schema.task import TaskConfig
 from qarl.bench.train import measure as train
 from qarl.bench.train import table as train_table
 from qarl.bench.train.clock import Clock
 from qarl.bench.train.job import Curve, Point, TrlJob, reached, write_problems
 from qarl.bench.train.trl_worker import arguments, rows_a_forward
 from qarl.cli.main import main
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.task import TaskConfig
+from qarl.quant.schemes import SchemeError
 from qarl.tasks import load_task
-from quant.schemes import SchemeError
 from tests.support.runs import ROOT
 
 TRL = ROOT / ".venv-trl" / "bin" / "python"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.load import load_config
 from qarl.cli.main import main
+from qarl.configs.load import load_config
 from qarl.starter import FILES
 from qarl.tasks import load_task
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.errors import ConfigError
+from qarl.configs.errors import ConfigError
+from qarl.quant.types import LowBitTensor
 from qarl.report.metrics import _drop_after, read_metrics
 from qarl.run import checkpoint
 from qarl.run.checkpoint import (
@@ -19,8 +20,7 @@ from qarl.run.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from quant.types import LowBitTensor
-from sync.checkpoint_folder import ExportError, write_checkpoint
+from qarl.sync.checkpoint_folder import ExportError, write_checkpoint
 
 
 def test_newest_are_kept_and_read_back(tmp_path: Path):

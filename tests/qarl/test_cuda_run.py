@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.load import load_config
 from qarl.bench import mismatch as bench_mismatch
 from qarl.bench.mismatch import MismatchOptions
+from qarl.configs.load import load_config
+from qarl.rollout.engine import EngineError
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments, refuse_graphs_over_freed_memory
 from qarl.run import mismatch as run_mismatch
-from rollout.engine import EngineError
-from rollout.vllm.options import VllmOptions, llm_arguments, refuse_graphs_over_freed_memory
 
 
 def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):

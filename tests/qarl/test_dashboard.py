@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from configs.load import config_file, load_config
-from learner.learn_stats import LearnStats
-from learner.mismatch import Mismatch
 from qarl.cli.main import main
 from qarl.cli.watch import NewLines
+from qarl.configs.load import config_file, load_config
+from qarl.learner.learn_stats import LearnStats
+from qarl.learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard, sparkline
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics, restored_step

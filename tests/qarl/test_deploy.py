@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.load import config_file, load_config
 from qarl.cli.main import main
+from qarl.configs.load import config_file, load_config
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card

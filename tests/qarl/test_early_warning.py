@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema.learner import LearnerConfig
-from learner.restraint import Restraint
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import load_config
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.restraint import Restraint
 from qarl.report.early_warning import EarlyWarningError, RunWatch, early_warnings
 
 Curve = Callable[[float], float]

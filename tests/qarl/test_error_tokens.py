@@ -16,7 +16,7 @@ from qarl.report.error_tokens import (
     improbable_tokens,
     repeated_tokens,
 )
-from rollout.types import Completion, Group, Prompt
+from qarl.rollout.types import Completion, Group, Prompt
 
 ROOT = Path(__file__).parents[2]
 SURE = math.log(0.5)

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from configs.load import config_file, load_config
+from qarl.configs.load import config_file, load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_bringup.sh"

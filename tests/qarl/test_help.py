@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from configs.load import field_paths
 from qarl.cli.help import GROUPS, written
 from qarl.cli.main import main
+from qarl.configs.load import field_paths
 
 
 def shown(option: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load_config
+from qarl.configs.load import load_config
 from qarl.report.loggers import open_logger
 
 WHERE = {"wandb": {"WANDB_MODE": "offline"}, "mlflow": {"MLFLOW_ALLOW_FILE_STORE": "true"}}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from math_verify import LatexExtractionConfig, parse, verify
 
-from configs.schema.task import TaskConfig
 from qarl.cli.main import main
+from qarl.configs.schema.task import TaskConfig
 from qarl.evaluation.suites import SUITES, suite_tasks
 from qarl.tasks import Problem, Response, TaskError
 from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load_config
 from qarl.cli.main import main
+from qarl.configs.load import load_config
 from qarl.page.runs import RecordedRun, configurations
 from qarl.page.verdict import verdict
 from qarl.tasks import load_task

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from configs.schema.learner import LearnerConfig
-from learner.batching import make_batch
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.batching import make_batch
+from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.mismatch import has_own_head
 from qarl.run.pitfalls import Evidence, find_pitfalls
-from rollout.types import Completion, Group, Prompt
 
 END, VOCABULARY, PROMPT, LONGEST = 1, 40, (5, 6, 7), 24
 KINDS = {"aligned": 0.0, "other kernels": 0.01, "plain": 0.25}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from configs.errors import ConfigError
-from configs.load import config_file, default_config, load_config
-from configs.schema.lora import LoraConfig
-from configs.schema.run import RunConfig
 from qarl.cli.main import main
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_file, default_config, load_config
+from qarl.configs.schema.lora import LoraConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.plan import machine as machines
 from qarl.plan.machine import Machine, parse_machine, this_machine
@@ -22,11 +22,11 @@ from qarl.plan.model import sizes_of
 from qarl.plan.plan import make_plan
 from qarl.plan.remedies import fitting, helping
 from qarl.plan.shapes import EMBEDDED, NAMED, shapes_of
+from qarl.quant.checkpoint.load import empty_model
+from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
+from qarl.quant.model.add_lora import adapted_weights
+from qarl.quant.schemes import get_scheme
 from qarl.run.session import check_processes
-from quant.checkpoint.load import empty_model
-from quant.checkpoint.shapes import plan_layers, weight_shapes
-from quant.model.add_lora import adapted_weights
-from quant.schemes import get_scheme
 
 PAPER = config_file("paper/qwen3-8b-base")
 H100 = "0, GPU-aaaa, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0, 580.65.06"

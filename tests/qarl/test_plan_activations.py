@@ -11,16 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.load import config_file, load_config
 from qarl.bench.launches.gpu import Products, stand_in
 from qarl.bench.launches.measure import MODELS
 from qarl.bench.launches.tally import Tally
+from qarl.configs.load import config_file, load_config
 from qarl.plan.memory import count_memory
 from qarl.plan.shapes import shapes_of
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.operators.packing import pack
-from quant.schemes import get_scheme
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.packing import pack
+from qarl.quant.schemes import get_scheme
 
 SEQUENCES, LENGTH, LAYERS = 16, 256, 3
 

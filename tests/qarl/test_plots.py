@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from configs.errors import ConfigError
+from qarl.configs.errors import ConfigError
 from qarl.report.plots import BarPanel, Bars, DotPanel, Dots, Line, LinePanel, draw, plot_stem
 
 LINES = LinePanel(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import ConfigError, ModelError
+from qarl.configs.errors import ConfigError, ModelError
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError, ModelError
-from configs.load import config_file, load_config
-from configs.schema.task import TaskConfig
 from qarl.cli.main import main
+from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.load import config_file, load_config
+from qarl.configs.schema.task import TaskConfig
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.run.evaluation_plan import plan_evaluation
 from qarl.run.export_note import export_note

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from configs.load import load_config
 from qarl.cli.main import main
+from qarl.configs.load import load_config
 from qarl.embedded.tokenizer import train_tokenizer
 from qarl.report.recorded_groups import read_groups
 from qarl.report.run_folder import RunFolder
 from qarl.report.token_files import step_files
 from qarl.report.token_recorder import TokenRecorder
+from qarl.rollout.types import Group
 from qarl.run.replay import comparison
-from rollout.types import Group
 from tests.support.learners import make_groups
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from configs.load import load_config
-from learner.clip_reasons import CLIP_REASONS
 from qarl.cli.main import main
+from qarl.configs.load import load_config
+from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.page.build import MARK, report_page
 from qarl.page.figures import MOST_POINTS, digits
 from qarl.page.ratios import _shown

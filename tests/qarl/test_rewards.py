@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Problem, Response, RewardError, TaskError, load_task
 from qarl.tasks.rewards import last_box
 from qarl.tasks.scorers import in_this_process

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError
-from configs.load import load_config
 from qarl.cli.main import main
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import load_config
 from qarl.report.run_folder import RunFolder
 from qarl.run.check import check_new_folder
 from qarl.run.export_note import export_note

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema.run import RunConfig
-from configs.seeds import stable_hash, step_seed
-from learner.batching import make_batch
-from learner.processes import Processes
-from learner.stopwatch import Stopwatch
+from qarl.configs.schema.run import RunConfig
+from qarl.configs.seeds import stable_hash, step_seed
+from qarl.learner.batching import make_batch
+from qarl.learner.processes import Processes
+from qarl.learner.stopwatch import Stopwatch
 from qarl.report.metrics import batch_metrics
+from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.rollout_step import sample_step
 from qarl.tasks import RewardError
-from rollout.types import Completion, Group, Prompt
 
 PROMPTS = 4
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import config_file, load_config
 from qarl.cli.main import main
 from qarl.cli.serve import find_served
+from qarl.configs.load import config_file, load_config
+from qarl.rollout.open import server_command
 from qarl.run.export_note import export_note
-from rollout.open import server_command
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ import pytest
 from huggingface_hub import constants
 from pyarrow import parquet
 
-from configs.errors import ModelError
-from configs.hub import hub_or_cache
-from configs.schema.task import TaskConfig
+from qarl.configs.errors import ModelError
+from qarl.configs.hub import hub_or_cache
+from qarl.configs.schema.task import TaskConfig
 from qarl.plan.model import sizes_of
+from qarl.quant.checkpoint.load import load_config
 from qarl.tasks import Problem, Table, Task, TaskError, load_task
-from quant.checkpoint.load import load_config
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)]
 

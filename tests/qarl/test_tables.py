@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
+from qarl.quant.types import LayerReport
 from qarl.report.audit_table import audit_table
 from qarl.report.tables import PlainTable
-from quant.types import LayerReport
-from sync.audit import AuditRow
+from qarl.sync.audit import AuditRow
 
 
 def drawn(table: PlainTable, columns: int, terminal: bool) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Problem, ReasoningGymTask, Response, RewardError, TaskError, load_task
 from qarl.tasks.rewards import each
 from tests.support.profiles import examples

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
 from qarl.embedded.recipe import (
     IGNORED,
@@ -28,8 +28,8 @@ from qarl.embedded.recipe import (
     recipe_config,
     tiny_names,
 )
+from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import load_task
-from quant.runtime.answers import cache_folder
 from tests.support.profiles import examples
 
 SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)

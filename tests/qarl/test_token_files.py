@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from learner.batching import make_batch
-from learner.clip_reasons import CLIP_REASONS
-from learner.token_log import TokenLog
 from qarl.embedded.tokenizer import train_tokenizer
+from qarl.learner.batching import make_batch
+from qarl.learner.clip_reasons import CLIP_REASONS
+from qarl.learner.token_log import TokenLog
 from qarl.report.token_files import TokenFileError, drop_after, read_step, step_files
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
-from rollout.types import Group
+from qarl.rollout.types import Group
 from tests.support.learners import SAMPLES, VOCABULARY, make_groups, make_learner
 
 TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)

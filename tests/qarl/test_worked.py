@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from configs.load import config_file, default_config, load_config
-from configs.schema.task import TaskConfig
+from qarl.configs.load import config_file, default_config, load_config
+from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.recipe import IGNORED, RECIPES, encode_problems, recipe_tokenizer, tiny_names
 from qarl.embedded.tokenizer import PAD, token_id
 from qarl.tasks import Response, Task, TaskError, load_task, solution_of

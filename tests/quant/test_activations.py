@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.materialize.activations import quantize_activation
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from qarl.quant.materialize.activations import quantize_activation
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from qarl.cli.main import main
-from quant.kernels import supported
-from quant.kernels.supported import Support, kept_support
-from quant.runtime import answers
+from qarl.quant.kernels import supported
+from qarl.quant.kernels.supported import Support, kept_support
+from qarl.quant.runtime import answers
 
 
 @pytest.fixture(autouse=True)

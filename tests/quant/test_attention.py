@@ -4,9 +4,9 @@ engine's bits is held where an engine runs (tests/engine/test_publish.py)."""
 import pytest
 import torch
 
-from quant.kernels import cpu_attention as kernel
-from quant.operators.attention import attention, torch_attention, uses_cpu_kernel
-from quant.operators.packing import Sequences, pack
+from qarl.quant.kernels import cpu_attention as kernel
+from qarl.quant.operators.attention import attention, torch_attention, uses_cpu_kernel
+from qarl.quant.operators.packing import Sequences, pack
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from configs.errors import ConfigError
-from learner import gradients
-from learner.gradients import compiles, rounds_weights
-from learner.logprobs import token_logprobs
-from quant.layers.gradients import Gradients
-from quant.layers.straight_through import add_weight_gradient, input_gradient, multiplies_natively
+from qarl.configs.errors import ConfigError
+from qarl.learner import gradients
+from qarl.learner.gradients import compiles, rounds_weights
+from qarl.learner.logprobs import token_logprobs
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient, multiplies_natively
 from tests.support.kernels import needs_cuda
 from tests.support.layers import layer_gradients, make_linear
 from tests.support.learners import drift, experts_policy, logprob_gradients, policy, random_batch

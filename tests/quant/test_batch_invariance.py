@@ -8,19 +8,19 @@ import torch
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from configs.errors import ConfigError, InputError
-from configs.load import load_config
-from learner.mismatch import measure_mismatch
+from qarl.configs.errors import ConfigError, InputError
+from qarl.configs.load import load_config
+from qarl.learner.mismatch import measure_mismatch
+from qarl.quant.kernels import flash_attention, supported, vllm_operators
+from qarl.quant.kernels.vllm import VllmFactory
+from qarl.quant.operators.engine_angles import EngineAngles
+from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
+from qarl.quant.schemes import SCHEMES, get_scheme
+from qarl.quant.types import LayerReport
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.run import bitwise
-from quant.kernels import flash_attention, supported, vllm_operators
-from quant.kernels.vllm import VllmFactory
-from quant.operators.engine_angles import EngineAngles
-from quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
-from quant.schemes import SCHEMES, get_scheme
-from quant.types import LayerReport
-from rollout.vllm.options import VllmOptions, llm_arguments
-from sync.audit import AuditError, audit, require_agreement
-from sync.gate import GateError, require_equal
+from qarl.sync.audit import AuditError, audit, require_agreement
+from qarl.sync.gate import GateError, require_equal
 from tests.support.cuda_platform import stub_cuda
 from tests.support.kernels import no_cuda
 from tests.support.tensors import normal

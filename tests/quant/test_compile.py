@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quant.layers.gradients import Gradients
-from quant.materialize import by_operators
-from quant.operators.autograd import RMSNorm
-from quant.runtime import compile as runtime
-from quant.schemes import SCHEMES, Scheme, get_scheme
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.materialize import by_operators
+from qarl.quant.operators.autograd import RMSNorm
+from qarl.quant.runtime import compile as runtime
+from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from tests.support.learners import VOCABULARY, logprob_gradients, policy, random_batch
 from tests.support.profiles import thorough
 from tests.support.tensors import as_bytes

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from configs.errors import ConfigError
-from configs.load import config_from_tree
-from configs.schema.learner import LearnerConfig
-from learner.learner import Learner
-from learner.optim.loss_scale import PrecisionError
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SchemeError, get_scheme
-from sync.publisher import Publisher
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_from_tree
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.learner import Learner
+from qarl.learner.optim.loss_scale import PrecisionError
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SchemeError, get_scheme
+from qarl.sync.publisher import Publisher
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
 from tests.support.models import VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, some_tokens

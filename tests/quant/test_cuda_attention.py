@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant.kernels import flash_attention as flash
-from quant.operators.attention import attention, torch_attention
-from quant.operators.packing import Sequences
+from qarl.quant.kernels import flash_attention as flash
+from qarl.quant.operators.attention import attention, torch_attention
+from qarl.quant.operators.packing import Sequences
 from tests.support.fake_cuda import Calls
 from tests.support.tensors import normal
 

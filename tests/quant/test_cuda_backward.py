@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl.plan.memory import _LARGEST_PRODUCT
-from quant.layers import grouped_backward
-from quant.layers.experts import RoutedLowBitExperts
-from quant.layers.gradients import Gradients
-from quant.layers.lora import Adapter
-from quant.layers.straight_through import LARGEST_PRODUCT, _operands, add_weight_gradient, product_in_fp32
-from quant.materialize.activations import quantize_activation
-from quant.schemes import get_scheme
+from qarl.quant.layers import grouped_backward
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.lora import Adapter
+from qarl.quant.layers.straight_through import LARGEST_PRODUCT, _operands, add_weight_gradient, product_in_fp32
+from qarl.quant.materialize.activations import quantize_activation
+from qarl.quant.schemes import get_scheme
 from tests.support.fake_cuda import Calls, fake_cuda
 from tests.support.layers import collected, experts_fake_quant_gradients, make_experts, routed
 from tests.support.tensors import normal, relative_error

@@ -9,12 +9,12 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts, fused_moe
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-from quant.checkpoint.families import FAMILIES, ExpertLayout, ExpertsShape
-from quant.kernels import KernelError
-from quant.kernels.vllm import VllmFactory
-from quant.kernels.vllm_experts import VllmExperts, empty_experts
-from quant.kernels.vllm_layers import kernel_name
-from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
+from qarl.quant.checkpoint.families import FAMILIES, ExpertLayout, ExpertsShape
+from qarl.quant.kernels import KernelError
+from qarl.quant.kernels.vllm import VllmFactory
+from qarl.quant.kernels.vllm_experts import VllmExperts, empty_experts
+from qarl.quant.kernels.vllm_layers import kernel_name
+from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 from tests.support.cuda_platform import CAPABILITIES, stub_cuda
 from tests.support.kernels import no_cuda
 

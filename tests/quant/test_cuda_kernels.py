@@ -11,11 +11,11 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.v1.worker import workspace
 
-from quant.kernels import supported, vllm_step
-from quant.kernels.supported import support
-from quant.kernels.vllm import VllmFactory
-from quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
-from quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
+from qarl.quant.kernels import supported, vllm_step
+from qarl.quant.kernels.supported import support
+from qarl.quant.kernels.vllm import VllmFactory
+from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
+from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 from tests.support.cuda_platform import CAPABILITIES, stub_cuda
 from tests.support.kernels import no_cuda
 

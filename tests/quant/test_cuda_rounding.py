@@ -8,13 +8,13 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from quant.kernels import vllm_operators
-from quant.layers.context import LayerContext
-from quant.layers.gradients import Gradients
-from quant.operators import rounding
-from quant.operators.autograd import RMSNorm
-from quant.operators.decoder import EngineDecoderLayer
-from quant.operators.moe import route
+from qarl.quant.kernels import vllm_operators
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.operators import rounding
+from qarl.quant.operators.autograd import RMSNorm
+from qarl.quant.operators.decoder import EngineDecoderLayer
+from qarl.quant.operators.moe import route
 from tests.support.tensors import normal
 
 BF16 = torch.bfloat16
@@ -134,7 +134,7 @@ def test_routing_weights_are_the_operators_and_have_a_gradient(
     exact = logits.float().softmax(-1).topk(4)
     best = exact.values / exact.values.sum(-1, keepdim=True) if renormalize else exact.values
     others = best * (1 + 3e-7)
-    monkeypatch.setattr("quant.operators.moe._best_on_cuda", lambda *_: (others, exact.indices))
+    monkeypatch.setattr("qarl.quant.operators.moe._best_on_cuda", lambda *_: (others, exact.indices))
     leaf = logits.clone().requires_grad_()
     weights, _ = route(leaf, 4, renormalize)
     assert torch.equal(weights, others) and not torch.equal(others, best)

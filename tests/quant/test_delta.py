@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant import delta as module
-from quant.delta import DeltaError, HeldVersion
-from quant.digest import StreamDigest
-from quant.materialize import materialize
-from quant.schemes import SCHEMES, get_scheme
-from quant.types import LowBitTensor
+from qarl.quant import delta as module
+from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.digest import StreamDigest
+from qarl.quant.materialize import materialize
+from qarl.quant.schemes import SCHEMES, get_scheme
+from qarl.quant.types import LowBitTensor
 from tests.support.profiles import examples, thorough
 
 Named = dict[str, torch.Tensor]

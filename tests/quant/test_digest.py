@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant import digest as module
-from quant.digest import ReceivedDigest, StreamDigest
-from quant.types import LowBitTensor
+from qarl.quant import digest as module
+from qarl.quant.digest import ReceivedDigest, StreamDigest
+from qarl.quant.types import LowBitTensor
 from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
 

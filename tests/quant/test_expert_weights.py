@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.checkpoint.families import ExpertLayout
-from quant.materialize import materialize
-from quant.materialize.experts import LowBitExperts, materialize_experts
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from qarl.quant.checkpoint.families import ExpertLayout
+from qarl.quant.materialize import materialize
+from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from tests.support.library import library
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes

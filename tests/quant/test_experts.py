@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quant.kernels import make_factory
-from quant.layers.context import LayerContext
-from quant.layers.experts import RoutedLowBitExperts
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from qarl.quant.kernels import make_factory
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.kernels import CPU_SCHEMES, no_cuda
 from tests.support.layers import (
     EXPERTS,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from configs.schema.run import LayerRule
-from quant.checkpoint.families import FAMILIES, ExpertLayout, Family, family_of
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.operators.decoder import why_not
-from quant.schemes import SchemeError, get_scheme
+from qarl.configs.schema.run import LayerRule
+from qarl.quant.checkpoint.families import FAMILIES, ExpertLayout, Family, family_of
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.decoder import why_not
+from qarl.quant.schemes import SchemeError, get_scheme
 from tests.support.moe_models import CONFIGS, random_moe
 
 ROW = Family(

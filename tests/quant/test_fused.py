@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import PrecisionError
-from quant.checkpoint.families import ExpertLayout
-from quant.layers.context import LayerContext
-from quant.layers.linear import LowBitLinear
-from quant.materialize import LowBitWeight, by_operators, materialize, materializer
-from quant.materialize.cpu_dispatch import Materializer, Way, numba_missing, quantize_on_cpu
-from quant.materialize.experts import materialize_experts
-from quant.materialize.weight import empty
-from quant.runtime.thread_pool import in_threads
-from quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
+from qarl.configs.errors import PrecisionError
+from qarl.quant.checkpoint.families import ExpertLayout
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.materialize import LowBitWeight, by_operators, materialize, materializer
+from qarl.quant.materialize.cpu_dispatch import Materializer, Way, numba_missing, quantize_on_cpu
+from qarl.quant.materialize.experts import materialize_experts
+from qarl.quant.materialize.weight import empty
+from qarl.quant.runtime.thread_pool import in_threads
+from qarl.quant.schemes import MASTER_DTYPES, SCHEMES, get_scheme
 from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes
@@ -217,7 +217,7 @@ def test_experts_buffers_are_written_again(name: str):
 def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
     """Contract: refresh() makes no second copy for an aligned layer; the first forward does, once, and of the version
     that refresh() made, whatever the masters have become since."""
-    from quant.kernels import make_factory
+    from qarl.quant.kernels import make_factory
 
     built: list[str] = []
     reference = make_factory("reference", torch.bfloat16)
@@ -267,8 +267,8 @@ def test_without_numba_operators_make_the_same_and_it_is_said():
     code = (
         "import sys; sys.modules['numba'] = None\n"
         "import torch\n"
-        "from quant.materialize import materialize, materializer\n"
-        "from quant.schemes import get_scheme\n"
+        "from qarl.quant.materialize import materialize, materializer\n"
+        "from qarl.quant.schemes import get_scheme\n"
         "weight = torch.linspace(-1, 1, 4096).sin().view(16, 256)\n"
         "made = materialize(weight, get_scheme('w4a16'), torch.bfloat16)\n"
         "print(made.codes.sum().item(), materializer(get_scheme('w4a16'), weight.dtype, weight.device))\n"

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
 from qarl.cli.scheme_rows import _bytes
-from quant.checkpoint.families import FAMILIES
-from quant.checkpoint.folder import check_rotary
-from quant.checkpoint.load import ModelError, load_masters, model_skeleton
-from quant.checkpoint.shapes import plan_layers, weight_shapes
-from quant.layers.context import LayerContext
-from quant.materialize import materialize
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SCHEMES, SchemeError, get_scheme
+from qarl.quant.checkpoint.families import FAMILIES
+from qarl.quant.checkpoint.folder import check_rotary
+from qarl.quant.checkpoint.load import ModelError, load_masters, model_skeleton
+from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import materialize
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SCHEMES, SchemeError, get_scheme
 from tests.support.moe_models import CONFIGS, SIZES, random_moe
 
 kinds = pytest.mark.parametrize("kind", CONFIGS)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from quant.layers.gradients import Gradients
-from quant.operators.autograd import Gated, RMSNorm, Rotate
-from quant.runtime.compile import compiler_missing
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.operators.autograd import Gated, RMSNorm, Rotate
+from qarl.quant.runtime.compile import compiler_missing
 from tests.support.tensors import heavy, normal
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

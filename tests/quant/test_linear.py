@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from quant.kernels import KernelError, make_factory
-from quant.layers.context import LayerContext
-from quant.layers.linear import LowBitLinear
-from quant.materialize import materialize
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
+from qarl.quant.kernels import KernelError, make_factory
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.materialize import materialize
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, needs_cuda, no_cuda
 from tests.support.layers import collected, dequantized_activation, dequantized_weight, layer_gradients, make_linear
 from tests.support.profiles import examples
@@ -105,7 +105,7 @@ def test_vllm_multiplies_w8a8_of_any_rows(rows: int, dtype: torch.dtype):
 @no_cuda
 def test_fp8_products_in_fp32_are_those_of_e4m3():
     """`rollout.vllm.cpu_fp8` against the product it stands in for: the same values, the sums in another order."""
-    from rollout.vllm.cpu_fp8 import decoded
+    from qarl.rollout.vllm.cpu_fp8 import decoded
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     torch.testing.assert_close(decoded(every), every.float(), rtol=0, atol=0, equal_nan=True)
@@ -126,7 +126,7 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
     from vllm.model_executor.layers.quantization.utils import quant_utils
     from vllm.scalar_type import scalar_types
 
-    from rollout.vllm.cpu_int4 import repacked
+    from qarl.rollout.vllm.cpu_int4 import repacked
 
     rows, columns = shape
     generator = torch.Generator().manual_seed(rows)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from configs.errors import ConfigError
-from configs.schema.lora import LoraConfig
-from learner.learner import Learner
-from quant.checkpoint.shapes import weight_shapes
-from quant.layers.context import LayerContext
-from quant.layers.linear import fuse_scales
-from quant.layers.lora import Adapter
-from quant.materialize import materialize
-from quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.shards import Shard
-from quant.schemes import SCHEMES, get_scheme
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.lora import LoraConfig
+from qarl.learner.learner import Learner
+from qarl.quant.checkpoint.shapes import weight_shapes
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.linear import fuse_scales
+from qarl.quant.layers.lora import Adapter
+from qarl.quant.materialize import materialize
+from qarl.quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import Shard
+from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.layers import (
     dequantized_activation,
     dequantized_weight,

@@ -8,11 +8,11 @@ from compressed_tensors.compressors.format import infer_module_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.layers.context import LayerContext
-from quant.layers.linear import LowBitLinear, fuse_scales
-from quant.materialize import LowBitWeight, fp4, integer, materialize
-from quant.materialize.size import stored_bytes
-from quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.linear import LowBitLinear, fuse_scales
+from qarl.quant.materialize import LowBitWeight, fp4, integer, materialize
+from qarl.quant.materialize.size import stored_bytes
+from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
 from tests.support.library import FP4, library, library_scale
 from tests.support.profiles import examples
 from tests.support.tensors import as_bytes

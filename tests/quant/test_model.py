@@ -31,11 +31,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.operators.decoder import OperatorError, install_engine_operators, why_not
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
-from quant.types import LayerReport
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.decoder import OperatorError, install_engine_operators, why_not
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from qarl.quant.types import LayerReport
 from tests.support.kernels import TORCH_KERNELS
 from tests.support.models import SIZES, VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, randomize, some_tokens
 from tests.support.tensors import relative_error

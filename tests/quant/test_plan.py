@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema.run import LayerRule
-from quant.checkpoint.plan import Plan, make_plan
-from quant.checkpoint.shapes import plan_layers
-from quant.layers.context import LayerContext
-from quant.materialize import materialize
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import SchemeError, get_scheme, scheme_of_args
-from quant.types import LayerReport
-from sync.audit import AuditError, audit, require_agreement
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import load_config
+from qarl.configs.schema.run import LayerRule
+from qarl.quant.checkpoint.plan import Plan, make_plan
+from qarl.quant.checkpoint.shapes import plan_layers
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import materialize
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import SchemeError, get_scheme, scheme_of_args
+from qarl.quant.types import LayerReport
+from qarl.sync.audit import AuditError, audit, require_agreement
 from tests.support.profiles import examples
 
 LAYERS, EXPERTS = 3, 2

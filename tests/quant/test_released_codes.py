@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from quant.layers.context import LayerContext
-from quant.materialize.code_changes import quantized_weights
-from quant.model.kept_scales import keep_scales
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize.code_changes import quantized_weights
+from qarl.quant.model.kept_scales import keep_scales
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 from tests.support.models import all_logits, loss_of, qwen3, some_tokens
 from tests.support.moe_models import CONFIGS, random_moe
 

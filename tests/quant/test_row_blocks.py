@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.logprobs import _Normalized
-from quant.layers import straight_through as backward
-from quant.layers.gradients import Gradients
-from quant.layers.straight_through import add_weight_gradient
-from quant.materialize.activations import quantize_activation
-from quant.runtime import cpu_blocks as blocks
-from quant.runtime.cpu_blocks import row_blocks
-from quant.schemes import get_scheme
+from qarl.learner.logprobs import _Normalized
+from qarl.quant.layers import straight_through as backward
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.layers.straight_through import add_weight_gradient
+from qarl.quant.materialize.activations import quantize_activation
+from qarl.quant.runtime import cpu_blocks as blocks
+from qarl.quant.runtime.cpu_blocks import row_blocks
+from qarl.quant.schemes import get_scheme
 from tests.support.tensors import heavy, normal
 
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from configs.schema.quantization import ScaleRule
-from quant.checkpoint.shapes import plan_layers
-from quant.layers.context import LayerContext
-from quant.materialize import by_operators, materialize
-from quant.materialize.code_changes import quantized_weights
-from quant.materialize.integer import integer_range
-from quant.model.kept_scales import check_scale_rule, keep_scales, start_from_codes
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
-from quant.types import LowBitTensor
+from qarl.configs.schema.quantization import ScaleRule
+from qarl.quant.checkpoint.shapes import plan_layers
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import by_operators, materialize
+from qarl.quant.materialize.code_changes import quantized_weights
+from qarl.quant.materialize.integer import integer_range
+from qarl.quant.model.kept_scales import check_scale_rule, keep_scales, start_from_codes
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
+from qarl.quant.types import LowBitTensor
 from tests.support.learners import random_model
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import as_bytes, heavy, normal

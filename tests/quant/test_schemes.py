@@ -10,21 +10,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from configs.errors import InputError
-from configs.schema.run import RunConfig
 from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
+from qarl.configs.errors import InputError
+from qarl.configs.schema.run import RunConfig
+from qarl.quant.kernels import KERNELS, make_factory
+from qarl.quant.kernels import supported as support_module
+from qarl.quant.kernels.supported import Support, require_support, support, why_not
+from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import materialize
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
-from quant.kernels import KERNELS, make_factory
-from quant.kernels import supported as support_module
-from quant.kernels.supported import Support, require_support, support, why_not
-from quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
-from quant.layers.context import LayerContext
-from quant.materialize import materialize
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
-from rollout.vllm.options import VllmOptions, refuse_unsupported
-from sync.export import export_checkpoint
+from qarl.sync.export import export_checkpoint
 from tests.support.kernels import CPU_SCHEMES, no_cuda
 
 

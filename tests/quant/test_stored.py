@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from quant.checkpoint.stored import STORED
-from quant.materialize.activations import quantize_activation
-from quant.materialize.size import stored_bytes
-from quant.schemes import SCHEMES
+from qarl.quant.checkpoint.stored import STORED
+from qarl.quant.materialize.activations import quantize_activation
+from qarl.quant.materialize.size import stored_bytes
+from qarl.quant.schemes import SCHEMES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

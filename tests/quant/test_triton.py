@@ -13,10 +13,10 @@ import torch
 if not find_spec("triton") or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1 from the start", allow_module_level=True)
 
-from quant.kernels.dequantized import ReferenceFactory
-from quant.kernels.triton_wna16 import triton_multiply
-from quant.materialize import materialize
-from quant.schemes import get_scheme
+from qarl.quant.kernels.dequantized import ReferenceFactory
+from qarl.quant.kernels.triton_wna16 import triton_multiply
+from qarl.quant.materialize import materialize
+from qarl.quant.schemes import get_scheme
 from tests.support.tensors import normal
 
 

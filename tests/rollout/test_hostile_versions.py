@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from quant.delta import DeltaError, HeldVersion
-from quant.types import LowBitTensor
-from rollout.servers import receive
-from rollout.servers.versions import Version, read_version, write_delta, write_version
+from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.servers import receive
+from qarl.rollout.servers.versions import Version, read_version, write_delta, write_version
 from tests.support.profiles import thorough
 
 MUTATIONS = 10_000 if thorough() else 200

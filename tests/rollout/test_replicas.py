@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout.engine import EngineError
-from rollout.servers import client, replicas
-from rollout.servers.answers import read_completion
-from rollout.servers.client import GENERATE, AnswerError, BrokenAnswerError, LostServerError, Server
-from rollout.servers.replicas import TRIES, Replicas
-from rollout.types import Completion
+from qarl.rollout.engine import EngineError
+from qarl.rollout.servers import client, replicas
+from qarl.rollout.servers.answers import read_completion
+from qarl.rollout.servers.client import GENERATE, AnswerError, BrokenAnswerError, LostServerError, Server
+from qarl.rollout.servers.replicas import TRIES, Replicas
+from qarl.rollout.types import Completion
 from tests.support.servers import ANSWER
 
 Fault = Callable[[web.Request], Awaitable[web.Response | None]]

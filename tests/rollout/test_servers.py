@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from configs.errors import ConfigError, InputError
-from configs.load import load_config
 from qarl.cli.main import main
-from quant.delta import DeltaError, HeldVersion
-from quant.types import LowBitTensor
-from rollout.engine import EngineError
-from rollout.servers.access import RequireKey, server_key
-from rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
-from rollout.servers.open import _folder_name, run_name
-from rollout.servers.sender import VersionSender
-from rollout.servers.start import replica_command, replica_environment, visible_devices
-from rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_version
-from rollout.types import Prompt, Sampling
-from rollout.vllm.options import VllmOptions
+from qarl.configs.errors import ConfigError, InputError
+from qarl.configs.load import load_config
+from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.types import LowBitTensor
+from qarl.rollout.engine import EngineError
+from qarl.rollout.servers.access import RequireKey, server_key
+from qarl.rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
+from qarl.rollout.servers.open import _folder_name, run_name
+from qarl.rollout.servers.sender import VersionSender
+from qarl.rollout.servers.start import replica_command, replica_environment, visible_devices
+from qarl.rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_version
+from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.vllm.options import VllmOptions
 from tests.support.servers import ANSWER
 
 PUBLISHED = {"3-d": 3}

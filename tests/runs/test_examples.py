@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pyarrow import csv, parquet
 
-from configs.schema.task import TaskConfig
+from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Response, load_task
 from tests.support.profiles import thorough
 from tests.support.runs import lines, qarl

@@ -8,11 +8,11 @@ import torch
 
 from qarl.ptq.compressor import Job, compress
 from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
-from sync.export import export_checkpoint
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
+from qarl.sync.export import export_checkpoint
 from tests.support.moe_models import with_tokenizer
 from tests.support.runs import qarl
 from tests.support.tensors import as_bytes

@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from configs.load import config_from_tree
-from configs.schema.run import RolloutConfig, RunConfig
-from learner.processes import Processes
+from qarl.configs.load import config_from_tree
+from qarl.configs.schema.run import RolloutConfig, RunConfig
+from qarl.learner.processes import Processes
+from qarl.quant.types import LowBitTensor
 from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.engine import LoadReport
+from qarl.rollout.open import open_engine
+from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.sync.gate import GateError
 from qarl.train import train
-from quant.types import LowBitTensor
-from rollout.engine import LoadReport
-from rollout.open import open_engine
-from rollout.types import Completion, Prompt, Sampling
-from sync.gate import GateError
 from tests.support.runs import lines
 from tests.support.transformers_engine import TransformersEngine, use_transformers_engine
 

@@ -12,27 +12,27 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from configs.errors import ConfigError
-from configs.load import config_from_tree
 from qarl.bench.ptq import Deployed, PtqOptions, measure, table
 from qarl.cli.main import main
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_from_tree
 from qarl.ptq.compressor import CompressorError, Job, _batches, compress
 from qarl.ptq.expected_checkpoint import checkpoint_layout, read_as
 from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, methods_for
 from qarl.ptq.source import Source, open_source
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.digest import StreamDigest
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import materialize
+from qarl.quant.model.kept_scales import start_from_codes
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from qarl.report.run_folder import RunFolder
-from quant.checkpoint.load import load_masters
-from quant.digest import StreamDigest
-from quant.layers.context import LayerContext
-from quant.materialize import materialize
-from quant.model.kept_scales import start_from_codes
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from rollout.open import open_engine
-from sync.audit import AuditError
-from sync.checkpoint_folder import ExportError
-from sync.export import export_checkpoint
+from qarl.rollout.open import open_engine
+from qarl.sync.audit import AuditError
+from qarl.sync.checkpoint_folder import ExportError
+from qarl.sync.export import export_checkpoint
 from tests.support.profiles import thorough
 from tests.support.runs import qarl
 from tests.support.tensors import as_bytes

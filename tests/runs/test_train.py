@@ -158,7 +158,7 @@ FAULT = """
 import sys, importlib.abc, importlib.util
 class Break(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "rollout.vllm.engine":
+        if name != "qarl.rollout.vllm.engine":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
 from qarl.cli.launch import check_count
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
 from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
+from qarl.rollout.servers.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
 from qarl.run.session import check_input
-from rollout.servers.start import free_ports
 from tests.support.profiles import thorough
 from tests.support.runs import command, environment, lines, qarl
 

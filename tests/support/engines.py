@@ -4,14 +4,14 @@ from pathlib import Path
 
 import torch
 
-from configs.load import load_config
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import COMPUTE_DTYPES, get_scheme
-from rollout.vllm.engine import VllmEngine
-from rollout.vllm.options import VllmOptions
-from sync.export import export_checkpoint
+from qarl.configs.load import load_config
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.rollout.vllm.engine import VllmEngine
+from qarl.rollout.vllm.options import VllmOptions
+from qarl.sync.export import export_checkpoint
 from tests.support.imports import import_libraries
 
 SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]

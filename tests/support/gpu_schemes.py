@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from quant.kernels.supported import why_not
+from qarl.quant.kernels.supported import why_not
 
 DTYPE = torch.bfloat16
 _INT4 = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")

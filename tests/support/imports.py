@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("configs", "quant", "rollout", "learner", "sync", "qarl")
-ELSEWHERE = ("qarl.bench.learner.trl_worker", "qarl.doctor.triton_add", "quant.kernels.triton_wna16")
+ELSEWHERE = ("qarl.bench.learner.trl_worker", "qarl.doctor.triton_add", "qarl.quant.kernels.triton_wna16")
 """TRL has an environment of its own; Triton comes with CUDA."""
 LIBRARIES = (
     "numba",
@@ -61,7 +60,7 @@ def _shrink_caches() -> None:
     models whose whole batch takes 10 MB of a GiB."""
     import torch
 
-    from rollout.vllm import engine
+    from qarl.rollout.vllm import engine
 
     arguments = engine.llm_arguments
 
@@ -77,14 +76,13 @@ def import_everything() -> None:
     from qarl.cli.environment import quiet_libraries
 
     quiet_libraries()
-    from rollout.vllm.options import prepare_environment
+    from qarl.rollout.vllm.options import prepare_environment
 
     prepare_environment()
     with no_threads():
-        for room in ROOMS:
-            for module in pkgutil.walk_packages([room], f"{room}."):
-                if not module.name.endswith("__main__") and module.name not in ELSEWHERE:
-                    importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(["qarl"], "qarl."):
+            if not module.name.endswith("__main__") and module.name not in ELSEWHERE:
+                importlib.import_module(module.name)
         import_libraries()
 
 

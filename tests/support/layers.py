@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quant.checkpoint.families import ExpertLayout, ExpertsShape
-from quant.layers.context import LayerContext
-from quant.layers.experts import RoutedLowBitExperts
-from quant.layers.linear import LowBitLinear
-from quant.materialize import LowBitWeight
-from quant.materialize.activations import quantize_activation
-from quant.schemes import get_scheme
+from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize.activations import quantize_activation
+from qarl.quant.schemes import get_scheme
 from tests.support.tensors import heavy, normal
 
 EXPERTS = "model.layers.1.mlp.experts"

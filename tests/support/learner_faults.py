@@ -39,7 +39,7 @@ def _note_warnings(log: Path) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             note(log, record.getMessage())
 
-    logger = logging.getLogger("rollout.servers")
+    logger = logging.getLogger("qarl.rollout.servers")
     logger.addHandler(Noted())
     logger.addHandler(logging.StreamHandler())  # as where nobody handles them
 
@@ -52,7 +52,7 @@ def note(log: Path, message: str) -> None:
 
 def _fill_disk(version: int, log: Path) -> None:
     """No file may be larger than 512 bytes while this version is written."""
-    from rollout.servers import versions
+    from qarl.rollout.servers import versions
 
     write = versions._write
 
@@ -72,7 +72,7 @@ def _fill_disk(version: int, log: Path) -> None:
 
 def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> None:
     """Count the lines run in `Publisher.publish` of `version`, on all threads, and die at one of them."""
-    from sync.publisher import Publisher
+    from qarl.sync.publisher import Publisher
 
     publish, lines, within = Publisher.publish, [0], [False]
 

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from configs.schema.learner import LearnerConfig
-from learner.batching import Batch, make_batch
-from learner.learner import Learner
-from learner.logprobs import token_logprobs
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
-from rollout.types import Completion, Group, Prompt
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.batching import Batch, make_batch
+from qarl.learner.learner import Learner
+from qarl.learner.logprobs import token_logprobs
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
+from qarl.rollout.types import Completion, Group, Prompt
 from tests.support.moe_models import CONFIGS, random_moe
 
 VOCABULARY = 96

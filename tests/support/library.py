@@ -4,7 +4,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-from quant.schemes import Scheme
+from qarl.quant.schemes import Scheme
 
 FP4 = ("nvfp4a16", "nvfp4", "mxfp4a16")
 

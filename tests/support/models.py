@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from quant.model.low_bit_model import LowBitModel
+from qarl.quant.model.low_bit_model import LowBitModel
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from rollout.servers.client import GENERATE
-from rollout.servers.start import free_ports, start_replicas, stop_replicas
-from rollout.vllm.options import VllmOptions
+from qarl.rollout.servers.client import GENERATE
+from qarl.rollout.servers.start import free_ports, start_replicas, stop_replicas
+from qarl.rollout.vllm.options import VllmOptions
 from tests.support.fault_proxy import Proxy
 
 KEY = "the servers' key"

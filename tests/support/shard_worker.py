@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from configs.schema.learner import LearnerConfig
-from learner.backends.sharded import Sharded
-from learner.processes import Processes, join_processes, leave_processes
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends.sharded import Sharded
+from qarl.learner.processes import Processes, join_processes, leave_processes
+from qarl.quant.checkpoint.families import ExpertLayout
+from qarl.quant.layers.gradients import Gradients
+from qarl.quant.materialize import materialize
+from qarl.quant.materialize.experts import materialize_experts
+from qarl.quant.materialize.shard import materialize_rows
+from qarl.quant.runtime.shards import cut_rows, shard_of, shard_parameters, whole_value
+from qarl.quant.schemes import SCHEMES, Scheme, is_integer
 from qarl.run.checkpoint import merge_states
-from quant.checkpoint.families import ExpertLayout
-from quant.layers.gradients import Gradients
-from quant.materialize import materialize
-from quant.materialize.experts import materialize_experts
-from quant.materialize.shard import materialize_rows
-from quant.runtime.shards import cut_rows, shard_of, shard_parameters, whole_value
-from quant.schemes import SCHEMES, Scheme, is_integer
 
 SHAPES = {"a": (6, 16), "experts.gate_up_proj": (3, 8, 32), "b": (7, 48), "norm": (16,)}
 """Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last elements beyond them

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rollout.open
-from quant.digest import StreamDigest
-from quant.types import LayerReport, LowBitTensor
-from rollout.engine import Engine, LoadReport
-from rollout.types import Completion, Prompt, Sampling
+from qarl.quant.digest import StreamDigest
+from qarl.quant.types import LayerReport, LowBitTensor
+from qarl.rollout.engine import Engine, LoadReport
+from qarl.rollout.types import Completion, Prompt, Sampling
 
 
 class TransformersEngine:
@@ -93,4 +92,4 @@ def use_transformers_engine(
     def start(checkpoint: Path, rollout: Any, dtype: str, several: bool, on_servers: bool) -> Engine:
         return kind(checkpoint, dtype)
 
-    monkeypatch.setattr(rollout.open, "_start", start)
+    monkeypatch.setattr("qarl.rollout.open._start", start)

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from configs.schema.learner import LearnerConfig, OptimizerConfig
-from configs.schema.lora import LoraConfig
-from learner.backends.partitioned_muon import PartitionedMuon, Piece
-from learner.backends.sharded import shard_masters
-from learner.backends.zero_loading import partitioned_loading
-from learner.learner import Learner
-from learner.processes import Processes, join_processes, leave_processes
 from qarl.bench.communication import Sent
+from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
+from qarl.configs.schema.lora import LoraConfig
+from qarl.learner.backends.partitioned_muon import PartitionedMuon, Piece
+from qarl.learner.backends.sharded import shard_masters
+from qarl.learner.backends.zero_loading import partitioned_loading
+from qarl.learner.learner import Learner
+from qarl.learner.processes import Processes, join_processes, leave_processes
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.add_lora import add_adapters
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.schemes import MASTER_DTYPES, get_scheme
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.add_lora import add_adapters
-from quant.model.low_bit_model import LowBitModel
-from quant.runtime.shards import whole_shape
-from quant.schemes import MASTER_DTYPES, get_scheme
 from tests.support.learners import batch_of
 
 

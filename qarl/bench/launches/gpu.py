@@ -13,12 +13,12 @@ from unittest.mock import patch
 import torch
 
 from qarl.bench.launches.tally import Tally, on_device
-from quant.checkpoint.families import ExpertsShape
-from quant.kernels import vllm_operators
-from quant.materialize import LowBitWeight, cpu_dispatch
-from quant.materialize.activations import LowBitActivation
-from quant.materialize.experts import LowBitExperts
-from quant.schemes import Scheme
+from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels import vllm_operators
+from qarl.quant.materialize import LowBitWeight, cpu_dispatch
+from qarl.quant.materialize.activations import LowBitActivation
+from qarl.quant.materialize.experts import LowBitExperts
+from qarl.quant.schemes import Scheme
 
 _EXPERTS = ("sort", "gate and up", "gate", "down", "sum")
 """Kernels of vLLM's fused experts: tokens by expert, two products, what is between them, the weighted sum."""
@@ -111,13 +111,15 @@ def stand_in(tally: Tally) -> Iterator[None]:
         "torch.Generator": lambda device=None: generator(),
         "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta", "cpu"],
         "torch.nn.utils.clip_grad._has_foreach_support": lambda tensors, device: True,
-        "quant.materialize.cpu_dispatch.compiler_missing": lambda device: None,
-        "learner.gradients.compiler_missing": lambda device: None,
-        "quant.materialize.materializer": lambda scheme, dtype, device: materializer(scheme, dtype, _gpu(device)),
-        "quant.materialize.compiled": one,
-        "quant.layers.gradients.compiled": one,
-        "quant.kernels.flash_attention._engine_version": lambda size: None,  # torch's stands for it: one launch too
-        "quant.kernels.activations.engine_activation": one(_engine_activation),
+        "qarl.quant.materialize.cpu_dispatch.compiler_missing": lambda device: None,
+        "qarl.learner.gradients.compiler_missing": lambda device: None,
+        "qarl.quant.materialize.materializer": lambda scheme, dtype, device: materializer(scheme, dtype, _gpu(device)),
+        "qarl.quant.materialize.compiled": one,
+        "qarl.quant.layers.gradients.compiled": one,
+        "qarl.quant.kernels.flash_attention._engine_version": lambda size: (
+            None
+        ),  # torch's stands for it: one launch too
+        "qarl.quant.kernels.activations.engine_activation": one(_engine_activation),
         **{f"{vllm_operators.__name__}.{function.__name__}": one(function) for function in _OPERATORS},
     }
     with ExitStack() as stack:

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.schema.learner import LearnerConfig
-from learner.batching import Batch, make_batch
-from learner.learner import Learner
 from qarl.bench.launches.gpu import Products, stand_in
 from qarl.bench.launches.tally import Tally
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.batching import Batch, make_batch
+from qarl.learner.learner import Learner
+from qarl.quant.kernels import flash_attention
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
-from quant.kernels import flash_attention
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.schemes import get_scheme
-from rollout.types import Completion, Group, Prompt
+from qarl.rollout.types import Completion, Group, Prompt
 
 _SHARED = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {

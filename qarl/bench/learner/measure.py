@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from configs.errors import ConfigError
 from qarl.bench.learner.batch import MODELS, BenchModel, digest, draw_sequences, write_model
 from qarl.bench.learner.job import Job, Steps
 from qarl.bench.learner.process import WorkerError, require_trl, run_worker
-from quant.kernels.supported import require_support
-from quant.runtime.compile import compiler_missing
-from quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.configs.errors import ConfigError
+from qarl.quant.kernels.supported import require_support
+from qarl.quant.runtime.compile import compiler_missing
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 
 VARIANTS = ("checkpointing", "compile")
 """Options of QaRL's learner that its schemes are measured with besides; a setting is a scheme and one of them, or none:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import qarl
-from configs.errors import ConfigError, QarlError
+from qarl.configs.errors import ConfigError, QarlError
 
 T = TypeVar("T")
 

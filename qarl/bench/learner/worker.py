@@ -23,13 +23,13 @@ def run(job: Job) -> Steps:
     sequences = Sequences.load(Path(job.batch))
     import torch
 
-    from configs.schema.learner import LearnerConfig
-    from learner.batching import make_batch
-    from learner.learner import Learner
-    from quant.checkpoint.load import load_masters
-    from quant.layers.context import LayerContext
-    from quant.model.low_bit_model import LowBitModel
-    from quant.schemes import COMPUTE_DTYPES, get_scheme
+    from qarl.configs.schema.learner import LearnerConfig
+    from qarl.learner.batching import make_batch
+    from qarl.learner.learner import Learner
+    from qarl.quant.checkpoint.load import load_masters
+    from qarl.quant.layers.context import LayerContext
+    from qarl.quant.model.low_bit_model import LowBitModel
+    from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 
     cuda = torch.cuda.is_available()
     dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(sequences)
@@ -73,7 +73,7 @@ def learner_options(job: Job) -> dict:
 
 def groups_of(sequences: Sequences) -> list:
     """The batch as the sampler would have handed it over."""
-    from rollout.types import Completion, Group, Prompt
+    from qarl.rollout.types import Completion, Group, Prompt
 
     n, groups = sequences.samples, []
     for i, prompt in enumerate(sequences.prompts):

@@ -17,17 +17,17 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.errors import QarlError
-from configs.schema.run import EvalConfig
 from qarl.bench.names import LEARNERS
 from qarl.bench.runs import finished_run
 from qarl.bench.schemes.grid import Cell, Grid, refuse_mixed, stamp
+from qarl.configs.errors import QarlError
+from qarl.configs.schema.run import EvalConfig
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
+from qarl.rollout.open import open_engine
 from qarl.run.evaluate import answered
 from qarl.run.prompts import open_prompter
 from qarl.tasks import load_task
-from rollout.open import open_engine
 
 CURVES = {
     "reward": "reward",

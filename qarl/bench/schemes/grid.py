@@ -8,18 +8,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configs.errors import ConfigError, QarlError, SchemeError
-from configs.load import default_config, load_config
-from configs.schema.run import RunConfig
 from qarl.bench.names import LEARNERS
 from qarl.bench.objectives import settings
 from qarl.bench.record import device_name
 from qarl.bench.runs import existing_run, overrides_in, refuse_chosen
+from qarl.configs.errors import ConfigError, QarlError, SchemeError
+from qarl.configs.load import default_config, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.ptq.export import check_request
 from qarl.ptq.methods import METHODS, methods_for
+from qarl.quant.schemes import get_scheme
 from qarl.report.run_folder import describe_environment
 from qarl.run.session import check_input
-from quant.schemes import get_scheme
 
 UNQUANTIZED = "bf16"
 _CHOSEN_HERE = ("scheme", "seed", "output", "export", "learner.aligned", "learner.objective")

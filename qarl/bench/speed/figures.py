@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qarl.bench.speed.job import PHASES, Answer, Cell
 from qarl.bench.speed.roofline import Machine, Work, decode_work, prefill_work
 from qarl.plan.shapes import Shapes
-from quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 
 SAMPLING_SHARE = 0.7
 """Of a step, that the goals speak of."""

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError
 from qarl.bench.learner.batch import MODELS, write_model
 from qarl.bench.learner.process import run_worker
 from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, median_machine, step_rows
 from qarl.bench.speed.job import Answer, Job, Memory
 from qarl.bench.speed.roofline import Machine
+from qarl.configs.errors import ConfigError
 from qarl.plan.shapes import Shapes, shapes_of
+from qarl.quant.checkpoint.load import model_skeleton
+from qarl.quant.checkpoint.shapes import expert_modules, plan_layers
+from qarl.quant.kernels.supported import kept_support, require_support
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.run.session import model_folder
-from quant.checkpoint.load import model_skeleton
-from quant.checkpoint.shapes import expert_modules, plan_layers
-from quant.kernels.supported import kept_support, require_support
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 
 _CACHE_BLOCK = 128
 """Tokens; vLLM gives a sequence its key/value cache in blocks, on CPUs of this size."""

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from configs.errors import ConfigError
 from qarl.bench.speed.figures import kept
 from qarl.bench.speed.job import PHASES
 from qarl.bench.speed.rates import Assumptions, Cluster, parse_cluster, why_not_on
 from qarl.bench.speed.roofline import Work, decode_work, prefill_work, product_kind
+from qarl.configs.errors import ConfigError
 from qarl.plan.model import sizes_of
 from qarl.plan.shapes import EMBEDDED, NAMED, Shapes
-from quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme
 
 _ADAMW_PASSES = 7
 """Master, gradient and two moments read; master and moments written."""

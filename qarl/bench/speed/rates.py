@@ -9,10 +9,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.errors import ConfigError
 from qarl.bench.speed.roofline import Machine
+from qarl.configs.errors import ConfigError
 from qarl.plan.gpus import GPUS, Gpu, parse_gpus
-from quant.schemes import Scheme
+from qarl.quant.schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from qarl.plan.shapes import Shapes
-from quant.schemes import Scheme, is_integer
+from qarl.quant.schemes import Scheme, is_integer
 
 _COPIED_BYTES = 1 << 27
 _PRODUCT_ROWS = 1536

@@ -19,25 +19,25 @@ from typing import Any
 import psutil
 import torch
 
-from configs.schema.learner import LearnerConfig
-from configs.schema.run import RolloutConfig
-from learner.batching import make_batch
-from learner.learner import Learner
-from learner.stopwatch import Stopwatch
 from qarl.bench.learner.process import WorkerError
 from qarl.bench.learner.step_memory import StepMemory
 from qarl.bench.speed.job import CLOCKS, PHASES, Answer, Cell, Job, Memory
 from qarl.bench.speed.roofline import measure_machine, synchronize
-from quant.checkpoint.load import load_masters
-from quant.layers.context import LayerContext
-from quant.model.low_bit_model import LowBitModel
-from quant.operators.decoder import why_not
-from quant.schemes import COMPUTE_DTYPES, get_scheme
-from rollout.engine import Engine
-from rollout.open import open_engine
-from rollout.types import Group, Prompt, Sampling
-from sync.export import export_checkpoint
-from sync.publisher import Publisher
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.run import RolloutConfig
+from qarl.learner.batching import make_batch
+from qarl.learner.learner import Learner
+from qarl.learner.stopwatch import Stopwatch
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.decoder import why_not
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
+from qarl.rollout.types import Group, Prompt, Sampling
+from qarl.sync.export import export_checkpoint
+from qarl.sync.publisher import Publisher
 
 _FIRST_WORD = 16
 """Special tokens sit at the start of most vocabularies."""

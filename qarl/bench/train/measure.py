@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from configs.errors import ConfigError
-from configs.load import default_config, load_config
-from configs.schema.run import RunConfig
 from qarl.bench.learner.process import require_trl, run_worker
 from qarl.bench.runs import refuse_chosen
 from qarl.bench.train.job import Curve, Point, TrlJob, reached, write_problems
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import default_config, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.run.evaluate import problems_once
 from qarl.run.session import check_input, model_folder
 from qarl.tasks import Response, load_task

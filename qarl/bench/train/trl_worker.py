@@ -49,7 +49,7 @@ def run(job: TrlJob) -> Curve:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from configs.functions import FunctionKind, load_function
+    from qarl.configs.functions import FunctionKind, load_function
     from qarl.tasks.base import Problem, TaskError
 
     splits = {name: [Problem(**p) for p in split] for name, split in json.loads(Path(job.problems).read_text()).items()}

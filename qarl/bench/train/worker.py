@@ -16,8 +16,8 @@ def run(tree: dict) -> Curve:
     which is set as `qarl train` sets its own."""
     from rich.console import Console
 
-    from configs.load import config_from_tree
-    from learner.processes import Processes
+    from qarl.configs.load import config_from_tree
+    from qarl.learner.processes import Processes
     from qarl.report.dashboard import Dashboard
     from qarl.report.early_warning import EarlyWarning
     from qarl.report.metrics import StepMetrics
