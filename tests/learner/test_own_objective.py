@@ -54,7 +54,7 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return 1.0", r"returned float; return learner\.objectives\.ObjectiveResult"),
+        ("return 1.0", r"returned float; return qarl\.learner\.objectives\.ObjectiveResult"),
         ("1 / 0", r"raised ZeroDivisionError: division by zero \(.*mine\.py, line 4, in objective\)"),
         ("import sys; sys.exit(3)", r"raised sys\.exit\(3\) \(.*line 4"),
         (
