@@ -23,7 +23,6 @@ from qarl.cli.mismatch import add_mismatch
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
 from qarl.cli.parser import Parser, readable
 from qarl.cli.plan import add_plan, planned
-from qarl.cli.push import add_push
 from qarl.cli.report import add_report
 from qarl.cli.runs import add_runs
 from qarl.cli.sample import add_sample
@@ -31,7 +30,6 @@ from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
-from qarl.cli.watch import add_watch
 from qarl.configs.errors import ConfigError, QarlError
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import config_file, default_config, load_config
@@ -87,9 +85,7 @@ def _parser() -> Parser:
     add_serve(commands)
     add_serve_rollouts(commands)
     add_sample(commands)
-    add_push(commands)
     add_runs(commands)
-    add_watch(commands)
     add_bench(commands)
     add_plan(commands)
     add_doctor(commands)

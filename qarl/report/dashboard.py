@@ -42,21 +42,14 @@ _WIDTH = 48
 
 
 class Dashboard:
-    """Shows a run. Use as a context manager around `train`. clock: seconds. started: when the run began, by the clock,
-    from which elapsed time is counted; None: now."""
+    """Shows a run. Use as a context manager around `train`. clock: seconds."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        console: Console,
-        clock: Callable[[], float] = time.monotonic,
-        started: float | None = None,
-    ):
+    def __init__(self, config: RunConfig, console: Console, clock: Callable[[], float] = time.monotonic):
         self._config = config
         self._console = console
         self._clock = clock
         self._phase_started = clock()
-        self._started = self._phase_started if started is None else started
+        self._started = self._phase_started
         self._phase = "starting"
         self._rewards: list[float] = []
         self._step_seconds: list[float] = []

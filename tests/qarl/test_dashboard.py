@@ -1,23 +1,18 @@
-"""What a person sees of a run: the live panel before and after a step, at any width; lines without a terminal; the same
-from another process (`qarl watch`)."""
+"""What a person sees of a run: the live panel before and after a step, at any width; lines without a terminal."""
 
 import io
 import json
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from qarl.cli.main import main
-from qarl.cli.watch import NewLines
 from qarl.configs.load import config_file, load_config
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard, sparkline
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics, restored_step
-from qarl.report.run_folder import RunFolder
 
 
 def stats(lr: float) -> LearnStats:
@@ -110,33 +105,3 @@ def test_early_warnings_are_printed_with_their_step():
 def test_a_line_is_a_step_again(learned: bool):
     written = step(2, 0.5, learned)
     assert restored_step(json.loads(json.dumps(written.flat()))) == written
-
-
-def test_a_run_is_watched_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """One that no process writes: its lines, and how to go on where steps are left. Blind spot: a run going on."""
-    config = load_config(config_file("tiny-qwen3"), {"output": str(tmp_path / "run"), "steps": "3"})
-    run = RunFolder.create(config)
-    steps = [json.dumps(step(number, 0.5).flat()) + "\n" for number in (1, 2, 3)]
-    run.metrics.write_text("".join(steps[:2]))
-    assert main(["watch", str(run.path)]) == 0
-    shown = capsys.readouterr().out
-    assert [line.split()[:2] for line in shown.splitlines()[:2]] == [["step", "1/3"], ["step", "2/3"]]
-    assert "of which 2 of 3 steps are done; continue it with: qarl train --resume" in shown
-    run.metrics.write_text("".join(steps))
-    assert main(["watch", str(run.path)]) == 0
-    assert "continue it" not in capsys.readouterr().out
-    assert main(["watch", str(tmp_path)]) == 2
-    run.metrics.write_text('{"step": 1}\n')
-    assert main(["watch", str(run.path)]) == 2
-    assert "metrics.jsonl', step 1: another version of qarl wrote it" in capsys.readouterr().err
-
-
-def test_lines_are_read_once_and_whole(tmp_path: Path):
-    file = tmp_path / "metrics.jsonl"
-    lines = NewLines(file)
-    assert lines.read() == []
-    file.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert lines.read() == [{"a": 1}, {"a": 2}]
-    with file.open("a") as end:
-        end.write(": 3}\n")
-    assert lines.read() == [{"a": 3}] and lines.read() == []

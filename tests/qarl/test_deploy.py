@@ -1,12 +1,9 @@
-"""From an export to others: its model card, the Hub (a stub of its HTTP API), answers for eyes, the table of runs."""
+"""From an export to others: its model card, answers for eyes, the table of runs."""
 
 import io
 import json
 import re
 import shutil
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -57,98 +54,6 @@ def test_a_model_card_says_what_the_note_does(run: RunFolder, tmp_path: Path):
     write_card(run.export)
     text = (run.export / "README.md").read_text()
     assert "base_model: Qwen/Qwen3-8B-Base\nlibrary_name" in text and "by gptq after reinforcement" in text
-
-
-class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub's HTTP API as an upload of small files asks for."""
-
-    asked: list[tuple[str, bytes]]
-    refuses = False
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.asked.append((self.path, body))
-        answer: dict[str, Any] = {"url": f"{self.server_url}/me/policy"}
-        if self.path.endswith("/preupload/main"):
-            files = [file["path"] for file in json.loads(body)["files"]]
-            answer = {"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in files]}
-        elif "/commit/" in self.path:
-            answer = {"commitUrl": f"{self.server_url}/me/policy/commit/1", "commitOid": "1", "success": True}
-        self._answer(403 if self.refuses else 200, answer)
-
-    def do_GET(self) -> None:
-        self._answer(403 if self.refuses else 200, {"siblings": [], "id": "me/policy", "sha": "0"})
-
-    @property
-    def server_url(self) -> str:
-        return f"http://{self.headers['Host']}"
-
-    def _answer(self, status: int, tree: dict[str, Any]) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        text = json.dumps(tree).encode()
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    import huggingface_hub
-
-    Hub.asked, Hub.refuses = [], False
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    api = huggingface_hub.HfApi
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api(endpoint=url))
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_token")
-    yield Hub
-    server.shutdown()
-
-
-def test_push_uploads_every_file_of_the_export(run: RunFolder, hub: type[Hub], capsys: pytest.CaptureFixture[str]):
-    assert main(["push", str(run.path), "me/policy"]) == 0
-    paths = [path for path, _ in hub.asked]
-    assert paths[0] == "/api/repos/create" and paths[-1] == "/api/models/me/policy/commit/main"
-    lines = [json.loads(line) for line in hub.asked[-1][1].splitlines()]
-    assert lines[0]["value"]["summary"] == "one, step 3"
-    uploaded = {line["value"]["path"] for line in lines[1:]}
-    assert uploaded == {file.name for file in run.export.iterdir()} and "README.md" in uploaded
-    assert "pushed: http://127.0.0.1" in capsys.readouterr().out
-    hub.refuses = True
-    assert main(["push", str(run.export), "me/policy"]) == 1
-    assert "push: me/policy: " in (told := capsys.readouterr().err) and "403" in told
-
-
-def test_a_dry_run_lists_and_uploads_nothing(run: RunFolder, hub: type[Hub], capsys: pytest.CaptureFixture[str]):
-    assert main(["push", str(run.path), "me/policy", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    size = f"{(run.export / 'model.safetensors').stat().st_size:,}"
-    assert f"{size}  model.safetensors\n" in out and f" MiB, of {run.export}\n" in out and not hub.asked
-
-
-def test_what_cannot_be_pushed_is_refused(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def refused(*arguments: str) -> str:
-        assert main(["push", *arguments]) == 2
-        return capsys.readouterr().err
-
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert "log in by `hf auth login`, or set HF_TOKEN" in refused(str(run.path), "me/policy")
-    assert "has no owner; write OWNER/NAME" in refused(str(run.path), "policy")
-    assert "is no repository's name" in refused(str(run.path), "me//policy")
-    assert "there is no folder" in refused("nope", "me/policy")
-    assert "has no qarl.json" in refused(str(tmp_path / "base"), "me/policy")
-    (run.checkpoints / "step-000005").mkdir(parents=True)
-    (run.checkpoints / "step-000005" / "manifest.json").touch()
-    assert "its export is of step 3, its newest checkpoint of step 5" in refused(str(run.path), "me/policy")
-    shutil.rmtree(run.export)
-    assert "is not complete: it has no export" in refused(str(run.path), "me/policy")
 
 
 def test_answers_for_eyes(
