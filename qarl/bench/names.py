@@ -26,16 +26,8 @@ TRL_SETTINGS = ("default", "no-checkpointing", "fp32")
 OPTIMIZERS = ("adamw", "muon")
 
 LEARNER_MODELS = ("tiny", "150m")
-LAUNCHES_MODELS = ("qwen3-1.7b", "qwen3-30b-a3b")
 DELIVERY_SHAPES = ("0.6b", "1b-moe", "tiny")
 DELTA_SHAPES = ("150m", "1b-moe")
 MEMORY_MODELS = ("40m", "150m", "70m-moe", "1b-moe")
 """Random Qwen3s, one of 16 experts of which 4 a token, and one of layers as in Qwen3-30B-A3B
 (`qarl.bench.publish.moe_config`)."""
-
-PRODUCT_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
-    "qwen2.5-1.5b": ((1536, 1536), (8960, 1536), (1536, 8960)),
-    "qwen2.5-7b": ((3584, 3584), (18944, 3584), (3584, 18944)),
-    "qwen3-30b-a3b": ((4096, 2048), (2048, 4096), (1536, 2048), (2048, 768)),
-}
-"""(O, I): attention's projections, gate or up, down; of the mixture one expert's gate with up, and down."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.bench.names import LEARNER_MODELS, METHODS, OBJECTIVES, OPTIMIZERS, PAIRINGS, PRODUCT_SHAPES
+from qarl.bench.names import LEARNER_MODELS, METHODS, OBJECTIVES, OPTIMIZERS, PAIRINGS
 from qarl.cli.bench_schemes import add_schemes, schemes
 from qarl.cli.bench_train import add_train, train
 from qarl.cli.bench_trl import add_trl, trl_settings
@@ -16,7 +16,6 @@ from qarl.cli.options import (
     KERNELS,
     check_json,
     dotted_overrides,
-    numbers,
     refuse_rest,
     scheme_names,
     seeds,
@@ -39,7 +38,7 @@ def add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
-        _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish, _add_kernels,
+        _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish,
         _add_learner, _add_schemes, _add_train, _add_speed, _add_others,
     )  # fmt: skip
     for add in benchmarks:
@@ -239,51 +238,6 @@ def _publish(known: argparse.Namespace, _console: Console) -> _Measured:
     return publish.table(found), publish.as_data(found)
 
 
-def _add_kernels(names: Any) -> None:
-    kernels = names.add_parser("kernels", help="the learner's low-bit products against its bf16 product")
-    kernels.add_argument("--schemes", type=scheme_names, default=(), help="comma-separated (default: all)")
-    kernels.add_argument(
-        "--shapes", type=_product_shapes, default="qwen2.5-1.5b", help="comma-separated, as 4096x2048 (rows x "
-        "columns), or of a model: qwen2.5-1.5b (default), qwen2.5-7b, qwen3-30b-a3b",
-    )  # fmt: skip
-    kernels.add_argument(
-        "--tokens", type=numbers("1,64,4096", 1), help="comma-separated (default: 1,16,256; on GPUs 1 to "
-        "32768)",
-    )  # fmt: skip
-    kernels.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype (default bfloat16)")
-    kernels.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
-    kernels.add_argument("--repeats", type=whole(1), default=5, help="rounds; medians are shown (default 5)")
-    _runs(kernels, _kernels)
-
-
-def _product_shapes(text: str) -> list[tuple[int, int]]:
-    """Names of `PRODUCT_SHAPES` and OxI pairs, with commas between."""
-    shapes: list[tuple[int, int]] = []
-    for word in text.split(","):
-        rows, times, columns = word.partition("x")
-        if word in PRODUCT_SHAPES:
-            shapes += PRODUCT_SHAPES[word]
-        elif times and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns):
-            shapes.append((int(rows), int(columns)))
-        else:
-            raise argparse.ArgumentTypeError(
-                f"{word!r} is no shape: give rows and columns as 4096x2048, or {', '.join(PRODUCT_SHAPES)}"
-            )
-    return shapes
-
-
-def _kernels(known: argparse.Namespace, _console: Console) -> _Measured:
-    import torch
-
-    from qarl.bench import kernels
-
-    default = (1, 16, 256, 4096, 32768) if torch.cuda.is_available() else (1, 16, 256)
-    rows = kernels.measure(
-        known.schemes, known.shapes, known.tokens or default, known.dtype, known.kernel, known.repeats
-    )
-    return kernels.table(rows, known.dtype), kernels.rows_as_data(rows)
-
-
 def _add_learner(names: Any) -> None:
     learner = names.add_parser(
         "learner", help="a learner step per scheme: time, its split and memory, against bf16 and against TRL"
@@ -359,11 +313,10 @@ def _add_others(names: Any) -> None:
         bench_communication,
         bench_delivery,
         bench_delta,
-        bench_launches,
         bench_memory,
         bench_soak,
     )
 
     _runs(bench_memory.add_options(names), bench_memory.measure, fields=True)
-    for benchmark in (bench_communication, bench_delta, bench_delivery, bench_launches, bench_soak):
+    for benchmark in (bench_communication, bench_delta, bench_delivery, bench_soak):
         _runs(benchmark.add_options(names), benchmark.measure)

@@ -7,7 +7,6 @@ from math import inf, nan
 from pathlib import Path
 
 from qarl.bench import delta, names, precision_gap
-from qarl.bench.launches.measure import MODELS as LAUNCHES_MODELS
 from qarl.bench.learner.batch import MODELS as LEARNER_MODELS
 from qarl.bench.learner.trl_worker import SETTINGS
 from qarl.cli.options import write_json
@@ -28,8 +27,6 @@ SLIPS = {
     "precision-gap --rounded w3": "--rounded 'w3' must be one of bf16, w4a16",
     "precision --dtype float8": "--dtype 'float8' must be one of bfloat16, float16, float32",
     "publish --master-dtype float64": "--master-dtype 'float64' must be one of bfloat16, float32",
-    "kernels --tokens 1,,2": "--tokens '1,,2' must be different whole numbers from 1 up",
-    "kernels --shapes 64x32,0x4": "--shapes '0x4' is no shape",
     "learner --models 7b": "--models '7b' must be one of tiny, 150m",
     "learner --trl-settings fast": "--trl-settings 'fast' must be one of default, no-checkpointing, fp32",
     "train --targets 500": "--targets '500' must be percentages between 0 and 100",
@@ -72,5 +69,4 @@ def test_names_are_those_of_what_is_measured():
     assert tuple(precision_gap.PAIRINGS) == names.PAIRINGS
     assert tuple(SETTINGS) == names.TRL_SETTINGS
     assert tuple(LEARNER_MODELS) == names.LEARNER_MODELS
-    assert tuple(LAUNCHES_MODELS) == names.LAUNCHES_MODELS
     assert tuple(delta.SHAPES) == names.DELTA_SHAPES

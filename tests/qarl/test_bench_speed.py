@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.bench import kernels, publish
+from qarl.bench import publish
 from qarl.bench.learner.memory import PeakMemory
 from qarl.configs.errors import ConfigError
 from qarl.quant.materialize.size import stored_bytes
@@ -65,16 +65,3 @@ def test_unusable_values_are_refused_before_anything_is_built(changes: dict, err
     options = {"scheme": "w4a16", "parameters": 1e9, "dtype": "bfloat16", "master_dtype": "bfloat16", "repeats": 1}
     with pytest.raises(error, match=message):
         publish.measure(**{**options, **changes})
-
-
-def test_kernels_are_timed_or_say_why_not():
-    """One row a count of tokens where a scheme runs; one with the reason where it does not, by kernel or by shape."""
-    rows = kernels.measure(["w8a8", "w4a16", "nvfp4"], [(32, 64)], [1, 3], "bfloat16", "torch", repeats=1)
-    timed = [row for row in rows if row.scheme == "w8a8"]
-    assert [row.tokens for row in timed] == [1, 3] and {row.kernel for row in timed} == {"_int_mm"}
-    assert all(row.seconds and row.ratio for row in timed)
-    by_shape, by_kernel = (next(row for row in rows if row.scheme == name) for name in ("w4a16", "nvfp4"))
-    assert by_shape.seconds is None and "64 input columns, no multiple" in by_shape.reason
-    assert by_kernel.seconds is None and "no fp4 product" in by_kernel.reason
-    caption = str(kernels.table(rows, "bfloat16").caption)
-    assert by_shape.reason in caption and by_kernel.reason in caption

@@ -14,9 +14,9 @@ RECORDS = sorted((ROOT / "benchmarks/records").glob("*.json"))
 
 
 def test_a_record_says_how_to_measure_it_again():
-    made = record(["bench", "kernels", "--schemes", "w4a16,w8a8", "--json", "a b.json"], [{"x": 1}])
-    assert made["command"] == "qarl bench kernels --schemes w4a16,w8a8"
-    assert record(["bench", "kernels", "--json=x", "--repeats", "1"], [])["command"] == "qarl bench kernels --repeats 1"
+    made = record(["bench", "publish", "--schemes", "w4a16,w8a8", "--json", "a b.json"], [{"x": 1}])
+    assert made["command"] == "qarl bench publish --schemes w4a16,w8a8"
+    assert record(["bench", "publish", "--json=x", "--repeats", "1"], [])["command"] == "qarl bench publish --repeats 1"
     assert record(["bench", "speed", "--plot", "a", "--steps", "1"], [])["command"] == "qarl bench speed --steps 1"
     assert made["data"] == [{"x": 1}]
     assert made["environment"]["device"].endswith("AMX") or "NVIDIA" in made["environment"]["device"]
