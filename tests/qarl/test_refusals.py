@@ -65,7 +65,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
     ("arguments", "said"),
     [
         ("trian", "'trian' must be one of train, check, init, export"),
-        ("bench kernel", "did you mean 'kernels'?"),
+        ("bench mismatched", "did you mean 'mismatch'?"),
         ("train --lr -1e-3", "learner.optimizer.lr (--lr) -0.001 must be a number, above 0, at most 1"),
         ("train --lr .inf", "(--lr) inf must be a number"),
         ("train --lr 1e9", "(--lr) 1000000000.0 must be a number, above 0, at most 1"),
