@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the same short trainings from two commits on this machine and compare everything they computed, bit for bit.
 
-    scripts/compare_commits.py OLD [NEW] [--cases w4a16,w8a8,bf16,moe] [--steps 4] [--without-amx] [--json FILE]
+    scripts/compare_commits.py OLD [NEW] [--cases w4a16,moe] [--steps 4] [--without-amx] [--json FILE]
 
 NEW is HEAD unless given. Each commit is checked out into a scratch folder with an environment of its own (`make env`).
 Compared are all metrics of every step but the timings, among them the digest of each published weight version, and the
@@ -28,6 +28,9 @@ CASES = {
     "w8a8": ["--scheme", "w8a8"],
     "bf16": ["--scheme", "bf16"],
     "moe": ["--model", "tiny-qwen3-moe", "--scheme", "w4a16"],
+    "lora": ["--scheme", "w4a16", "--learner.lora.name", "lora"],
+    "zero3": ["--scheme", "w4a16", "--processes", "2", "--learner.zero_stage", "3"],
+    "server": ["--scheme", "w4a16", "--rollout.servers", "1"],
 }
 TIMINGS = ("seconds", "tokens_per_second", "time/")
 NO_AMX = "import torch\ntorch.cpu._is_amx_tile_supported = lambda: False\n"

@@ -192,3 +192,8 @@ def test_no_test_imports_a_test():
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             for name in names:
                 assert not any(part.startswith("test_") for part in name.split(".")), f"{file} imports {name}"
+
+
+def test_every_fault_to_plant_has_its_place():
+    """`scripts/faults.yaml` goes with the code: each entry's text is in its file once."""
+    subprocess.run([sys.executable, "scripts/plant_faults.py", "--check"], cwd=ROOT, check=True)

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Build the wheel, install it without the checkout, and use it in a folder whose own packages are named as QaRL's rooms
+# are: train, export, serve, two processes, a server. Minutes; nothing stays behind.
+#
+#   scripts/check_wheel.sh
+#
+# Exit status: 0 all passed.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+scratch="$(mktemp -d)"
+server=
+trap '[[ -z $server ]] || kill "$server" 2>/dev/null || true; rm -rf "$scratch"' EXIT
+say() { printf '[wheel] %s\n' "$*"; }
+
+git clone --quiet "$root" "$scratch/source"
+(cd "$scratch/source" && bash scripts/make_env.sh --cpu --venv "$scratch/env")
+python="$scratch/env/bin/python"
+"$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch" "$scratch/source"
+"$python" -m pip uninstall --quiet --yes qarl # the editable one
+"$python" -m pip install --quiet --no-deps --no-index "$scratch"/qarl-*.whl
+rm -rf "$scratch/source"
+names="$("$python" -c 'import sys, zipfile; print(*sorted({n.split("/")[0] for n in zipfile.ZipFile(sys.argv[1]).namelist()}))' "$scratch"/qarl-*.whl)"
+say "the wheel holds: $names"
+[[ $names =~ ^qarl\ qarl-[^\ ]*\.dist-info$ ]]
+
+mkdir "$scratch/work"
+cd "$scratch/work"
+for room in configs quant learner rollout sync tests; do
+    mkdir "$room"
+    echo "raise ImportError('the decoy $room was imported')" >"$room/__init__.py"
+done
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" QARL_CACHE="$scratch/cache"
+qarl=("$scratch/env/bin/qarl")
+run() { # what, command...
+    local what="$1" log="$scratch/log"
+    shift
+    "$@" >"$log" 2>&1 || { tail -n 60 "$log"; say "$what: FAILED"; exit 1; }
+    say "$what: passed"
+}
+small=(--steps 2 --prompts 8 --eval.problems 16)
+
+run "train two steps" "${qarl[@]}" train "${small[@]}" --output one
+run "train with python -m qarl" "$python" -m qarl train "${small[@]}" --scheme w8a8 --output module
+run "export" "${qarl[@]}" export one --output exported
+run "train in two processes, ZeRO-3" "${qarl[@]}" train "${small[@]}" --processes 2 --learner.zero_stage 3 --output two
+run "train with a server" "${qarl[@]}" train "${small[@]}" --rollout.servers 1 --output served
+
+port="$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+"${qarl[@]}" serve exported --port "$port" >"$scratch/serve.log" 2>&1 &
+server=$!
+answered() { # waits until the export answers
+    local _
+    for _ in $(seq 180); do
+        if curl --silent --fail "http://127.0.0.1:$port/v1/models" >/dev/null; then return 0; fi
+        kill -0 "$server" 2>/dev/null || break
+        sleep 1
+    done
+    cat "$scratch/serve.log"
+    return 1
+}
+run "serve the export" answered
+model="$(curl --silent "http://127.0.0.1:$port/v1/models" | "$python" -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')"
+run "sample from it" curl --silent --fail "http://127.0.0.1:$port/v1/completions" \
+    --header 'Content-Type: application/json' --data "{\"model\": \"$model\", \"prompt\": \"1+1=\", \"max_tokens\": 4}"
