@@ -13,6 +13,7 @@ from rich.console import Console
 
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
+from qarl.cli.compare import add_compare
 from qarl.cli.data import add_data
 from qarl.cli.doctor import add_doctor
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
@@ -38,6 +39,7 @@ from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files, check_new_folder
+from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
 
 _LONG_PHASE = 3.0
@@ -87,6 +89,7 @@ def _parser() -> Parser:
     add_sample(commands)
     add_runs(commands)
     add_bench(commands)
+    add_compare(commands)
     add_plan(commands)
     add_doctor(commands)
     _add_schemes(commands)
@@ -129,7 +132,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         return 0
     launching = (known.processes or 1) > 1 and "RANK" not in os.environ
     console.quiet = launching or os.environ.get("RANK", "0") != "0"  # one of several processes speaks
-    if resumed is not None and _nothing_left(config, resumed):
+    if resumed is not None and is_finished(resumed, config):
         console.print(
             f"run {resumed.path} is finished: {config.steps} of {config.steps} steps are done"
             f"{f', and {resumed.export} holds its export' if config.export else ''}; nothing was left to do. To go on: "
@@ -222,17 +225,6 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
             "new run"
         )
     return config, folder
-
-
-def _nothing_left(config: RunConfig, folder: Any) -> bool:
-    """Whether a run to be continued has all its steps, and, where it is to have one, their export, proven to be what
-    was sampled from."""
-    from qarl.run.export_note import read_note
-
-    if config.steps not in folder.steps():
-        return False
-    note = read_note(folder.export) if config.export else {}
-    return not config.export or (note.get("step") == config.steps and note.get("verified", False))
 
 
 def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:

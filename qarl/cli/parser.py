@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from qarl.configs.errors import InputError
+from qarl.configs.flags import FLAGS
 from qarl.configs.load import field_paths
 from qarl.configs.words import did_you_mean
 
@@ -97,4 +98,4 @@ def readable(arguments: Sequence[str]) -> list[str]:
 
 
 def _is_field(name: str) -> bool:
-    return "." in name or name in field_paths()
+    return "." in name or name in FLAGS or name in field_paths()

@@ -13,6 +13,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
+from qarl.report.run_folder import RunFolder
 from qarl.tasks.paths import absolute, relative
 
 NAME = "qarl.json"
@@ -94,3 +95,12 @@ def read_note(export: Path) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{str(file)!r} lacks {missing[0]!r}; export the run again, or remove that file")
     return note
+
+
+def is_finished(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether a run has all its steps, and, where it is to have one, their export, proven to be what was sampled
+    from."""
+    if config.steps not in folder.steps():
+        return False
+    note = read_note(folder.export) if config.export else {}
+    return not config.export or (note.get("step") == config.steps and note.get("verified", False))

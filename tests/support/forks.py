@@ -93,3 +93,22 @@ class Fork:
 def compress(work: Path, log: Path) -> int:
     """In place of `qarl.ptq.compressor._in_own_process`: 12 s of CPU less."""
     return Fork("compressor", ["job.json"], work, {**os.environ, "PYTHONPATH": str(ROOT)}, log, log).wait()
+
+
+def interpreter(folder: Path) -> Path:
+    """An executable in `folder` that stands for `sys.executable -m qarl`: its command runs in the fork server."""
+    if sockets is None:
+        start()
+    file = folder / "python"
+    file.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"os.environ['PYTHONPATH'] = {str(ROOT)!r}\n"
+        "from tests.support import forks\n"
+        f"forks.sockets = Path({str(sockets)!r})\n"
+        "log = Path(os.readlink('/proc/self/fd/1'))\n"
+        "sys.exit(forks.Fork('qarl', sys.argv[3:], Path.cwd(), dict(os.environ), log, log).wait())\n"
+    )
+    file.chmod(0o755)
+    return file

@@ -1,0 +1,8 @@
+"""`qarl compare`: variants of one configuration, each trained with every seed, by what they deploy.
+
+`comparison`  what is compared, from a YAML file or from options: variants, seeds, cells and their configurations
+`check`       everything that can be refused before the first cell runs
+`cells`       what is left to run of each cell, as commands of `qarl`, some at a time
+`figures`     what a finished cell measured, and what its variant comes to over seeds
+`table`       the same for a person and as JSON
+"""

@@ -1,0 +1,167 @@
+"""What finished cells measured, and what each variant comes to over its seeds."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import stdev
+from typing import Any
+
+import numpy as np
+
+from qarl.compare.cells import commands_left, evaluation_file, evaluation_options
+from qarl.compare.comparison import Cell, Comparison, Figure, Variant
+from qarl.evaluation.results import read_evaluation
+from qarl.evaluation.statistics import estimate, paired
+from qarl.report.metrics import read_metrics
+from qarl.report.run_folder import RunFolder
+from qarl.run.export_note import read_note
+
+_STEP = ("seconds/sample", "seconds/score", "seconds/learn", "seconds/publish")
+"""Phases of a step, without evaluation."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """accuracy: held-out, of the deployed checkpoint in a fresh engine, by the run's own `eval`; evaluated: by the
+    comparison's `evaluate`; None where it was not measured. moved: mean |Δ log p| of fixed sequences between a
+    quantized checkpoint and the unquantized policy, nats. figures: by name, None where no step measured it. curves:
+    their metrics, step by step, empty of a quantized checkpoint. environment: where it was trained."""
+
+    accuracy: float | None
+    evaluated: float | None
+    moved: float | None
+    figures: dict[str, float | None]
+    curves: dict[str, list[float | None]]
+    environment: dict[str, Any]
+
+
+def measured_cells(comparison: Comparison) -> dict[Cell, Measured]:
+    """Of all finished cells, in their order."""
+    cells = comparison.cells()
+    return {cell: _measured(comparison, cell) for cell in cells if not commands_left(comparison, cell)}
+
+
+def _measured(comparison: Comparison, cell: Cell) -> Measured:
+    folder, evaluated = comparison.folder(cell), None
+    if comparison.evaluate:
+        file = evaluation_file(comparison, cell, evaluation_options(comparison))
+        evaluated = read_evaluation(file).mean().mean
+    if cell.variant.quantized is not None:
+        file = evaluation_file(comparison, cell)
+        accuracy = read_evaluation(file).mean().mean if file.is_file() else None
+        return Measured(
+            accuracy=accuracy, evaluated=evaluated, moved=read_note(folder)["moved"], figures={}, curves={},
+            environment={},
+        )  # fmt: skip
+    run = RunFolder.open(folder)
+    steps = [{**step, "seconds": sum(step.get(phase, 0.0) for phase in _STEP)} for step in read_metrics(run.metrics)]
+    metrics = dict.fromkeys(figure.metric for figure in comparison.figures.values())
+    return Measured(
+        accuracy=read_note(run.export).get("heldout_accuracy"),
+        evaluated=evaluated,
+        moved=None,
+        figures={name: value_of(figure, steps) for name, figure in comparison.figures.items()},
+        curves={metric: [step.get(metric) for step in steps] for metric in metrics},
+        environment=json.loads((run.path / "environment.json").read_text()),
+    )
+
+
+def value_of(figure: Figure, steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of the steps that measured its metric; None where none did, or none reached it."""
+    values = [(step["step"], step[figure.metric]) for step in steps if step.get(figure.metric) is not None]
+    if figure.over == "reaches":
+        return next((step for step, value in values if value >= figure.number), None)
+    if figure.over != "mean":
+        count = int(figure.number)
+        values = values[:count] if figure.over == "first" else values[-count:]
+    return sum(value for _, value in values) / len(values) if values else None
+
+
+def rows(cells: Mapping[Cell, Measured]) -> list[dict[str, Any]]:
+    """JSON-ready: a row a variant. Of accuracies the mean over seeds with its standard error and bootstrap interval;
+    against reference and baseline, over the seeds that both have; every other figure's mean and standard error."""
+    by_variant: dict[Variant, dict[int, Measured]] = {}
+    for cell, measured in cells.items():
+        by_variant.setdefault(cell.variant, {})[cell.seed] = measured
+    accuracies = {variant.name: _of_seeds(seeds, "accuracy") for variant, seeds in by_variant.items()}
+    table = []
+    for variant, seeds in by_variant.items():
+        own = accuracies[variant.name]
+        reference, baseline = (accuracies.get(name or "", {}) for name in (variant.reference, variant.baseline))
+        table.append({
+            "variant": variant.name, "seeds": list(seeds), "accuracies": own,
+            "deployed": _estimate(list(own.values())),
+            "evaluated": _estimate(list(_of_seeds(seeds, "evaluated").values())),
+            "reference": variant.reference, "to_reference": _difference(own, reference),
+            "baseline": variant.baseline, "to_baseline": _difference(own, baseline),
+            "gap_closed": gap_closed(own, baseline, reference),
+            "moved": _mean([each.moved for each in seeds.values()]),
+            "figures": {
+                name: _mean([each.figures[name] for each in seeds.values()])
+                for name in next(iter(seeds.values())).figures
+            },
+        })  # fmt: skip
+    return table
+
+
+def gap_closed(
+    values: Mapping[int, float], baseline: Mapping[int, float], reference: Mapping[int, float]
+) -> float | None:
+    """Share of the gap from baseline to reference that is closed: of the means over the seeds all three have. None
+    where they share none, or where there is no gap: the baseline does not trail, or the interval of its distance has 0
+    in it."""
+    shared = sorted(values.keys() & baseline.keys() & reference.keys())
+    if not shared:
+        return None
+    own, low, high = (float(np.mean([of[seed] for seed in shared])) for of in (values, baseline, reference))
+    trailing = paired({seed: baseline[seed] for seed in shared}, reference)
+    assert trailing is not None
+    return None if low >= high or trailing.high >= 0 else (own - low) / (high - low)  # of one seed `high` is NaN
+
+
+def other_environments(cells: Mapping[Cell, Measured]) -> dict[str, list[Any]]:
+    """What differs between the machines and versions that runs were trained with, which may change their figures."""
+    environments = [measured.environment for measured in cells.values() if measured.environment]
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    values = {name: list(dict.fromkeys(environment.get(name) for environment in environments)) for name in names}
+    return {name: different for name, different in values.items() if len(different) > 1}
+
+
+def as_data(cells: Mapping[Cell, Measured]) -> dict[str, Any]:
+    """JSON-ready: the rows, and every cell with its curves."""
+    return {
+        "rows": rows(cells),
+        "cells": [
+            {"variant": cell.variant.name, "seed": cell.seed, **dataclasses.asdict(measured)}
+            for cell, measured in cells.items()
+        ],
+    }
+
+
+def _of_seeds(seeds: Mapping[int, Measured], name: str) -> dict[int, float]:
+    return {seed: value for seed, each in seeds.items() if (value := getattr(each, name)) is not None}
+
+
+def _estimate(values: Sequence[float]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    return dataclasses.asdict(estimate(values)) | {"error": _standard_error(values)}
+
+
+def _difference(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any] | None:
+    return _estimate([own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())])
+
+
+def _mean(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Of the seeds that measured it, which `count` says."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    return {"mean": sum(present) / len(present), "error": _standard_error(present), "count": len(present)}
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the mean; NaN of one value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan

@@ -1,0 +1,310 @@
+"""`qarl compare`: which cells there are, what is refused before the first, how metrics become figures and figures a
+table; two variants with two seeds are trained for real, and go on after one was killed."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from qarl.cli.main import main
+from qarl.compare.cells import commands_left, run_cells
+from qarl.compare.comparison import (
+    Cell,
+    Comparison,
+    ComparisonFile,
+    Figure,
+    make_comparison,
+    option_texts,
+    read_comparison,
+    shipped_comparisons,
+    varied,
+)
+from qarl.compare.figures import Measured, gap_closed, other_environments, rows, value_of
+from qarl.compare.table import table
+from qarl.configs.load import choice_sections
+from qarl.configs.schema.run import RunConfig
+from tests.support import forks
+
+SMALL = ["--steps", "2", "--prompts", "8", "--samples", "4", "--mini-batches", "1", "--eval.problems", "16",
+         "--eval-every", "2", "--checkpoint-every", "1"]  # fmt: skip
+
+
+def shipped(name: str, output: Path = Path("runs"), **chosen: Any) -> Comparison:
+    return make_comparison(read_comparison(name), output, chosen.pop("options", {}), **chosen)
+
+
+def configs(comparison: Comparison) -> dict[str, RunConfig]:
+    """Of the first seed, by variant."""
+    return {each.name: comparison.run_config(Cell(each, comparison.seeds[0])) for each in comparison.variants}
+
+
+# --- cells
+
+
+@pytest.mark.parametrize("name", shipped_comparisons())
+def test_every_shipped_file_gives_configurations(name: str):
+    """All fields of `qarl train`, and within a variant what its quantization takes."""
+    comparison = shipped(name)
+    assert len(configs(comparison)) > 2
+    assert all(config.export and config.output for config in configs(comparison).values())
+
+
+def test_one_run_of_everything_before_the_next_seed():
+    """Variants that set a varied option stay one; comparisons are within what is varied; quantized ones come last."""
+    comparison = shipped("ptq", vary={"scheme": ("w4a16", "w8a8")}, variants=("bf16", "rtn", "qarl"), seeds=(0, 1))
+    names = [cell.name for cell in comparison.cells()]
+    assert names == [
+        *("bf16-seed0", "qarl-w4a16-seed0", "qarl-w8a8-seed0", "bf16-seed1", "qarl-w4a16-seed1", "qarl-w8a8-seed1"),
+        *("rtn-w4a16-seed0", "rtn-w8a8-seed0", "rtn-w4a16-seed1", "rtn-w8a8-seed1"),
+    ]
+    rtn = next(each for each in comparison.variants if each.name == "rtn-w8a8")
+    assert rtn.reference == "qarl-w8a8" and rtn.quantized is not None
+    assert (rtn.quantized.of.name, rtn.quantized.method, rtn.quantized.of.reference) == ("bf16", "rtn", None)
+    assert comparison.run_config(Cell(rtn, 0)).scheme == "w8a8"
+    schemes = {each.name: each for each in shipped("schemes").variants}
+    assert (schemes["qarl-grpo"].reference, schemes["qarl-grpo"].baseline) == ("bf16-grpo", "plain-grpo")
+
+
+def test_what_differs_between_runs_is_what_is_compared():
+    """Of all objectives the configurations are equal once objective, its correction and aggregation, and on_policy's
+    one update a batch are set aside; of the pairings, once what computes is."""
+    objectives = configs(shipped("objectives", seeds=(3,)))
+    names = {name for part in choice_sections()["learner.objective"] for name in part.names()}
+    assert set(objectives) == names - {"own"} and {config.seed for config in objectives.values()} == {3}
+    assert objectives["gspo"].learner.objective.model_dump()["clip_high"] == 0.1, "what the file has for TBPO"
+    pairings = configs(shipped("precision-gap"))
+    for group, parts in (
+        (objectives, ("objective", "correction", "aggregation", "mini_batches")),
+        (pairings, ("aligned", "compute_dtype", "operators", "ratio_fix", "master_dtype")),
+    ):
+        trees = [config.model_dump(exclude={"output", "scheme", "dtype"}) for config in group.values()]
+        for tree in trees:
+            for part in parts:
+                del tree["learner"][part]
+        assert all(tree == trees[0] for tree in trees)
+
+
+def test_options_hold_for_variants_that_do_not_set_them():
+    """Also the file's own; how codes are made passes unquantized runs by, which have none."""
+    options = {"scheme": "w8a8", "steps": "7", "quantization.scale": "kept"}
+    schemes = configs(shipped("schemes", options=options))
+    assert {name: config.scheme for name, config in schemes.items()} == {
+        **dict.fromkeys(("bf16-tbpo", "bf16-grpo"), "bf16"),
+        **dict.fromkeys(("plain-tbpo", "plain-grpo", "qarl-tbpo", "qarl-grpo"), "w8a8"),
+    }
+    assert {config.steps for config in schemes.values()} == {7}
+    assert [config.quantization.scale for config in schemes.values()] == [
+        "minmax",
+        "minmax",
+        "kept",
+        "kept",
+        "kept",
+        "kept",
+    ]
+    file = varied({"learner.optimizer.lr": ("1e-4", "5e-4"), "scheme": ("bf16", "w4a16")})
+    product = configs(make_comparison(file, Path("runs"), {}, config="immediate-eos"))
+    assert [*product] == ["lr-1e-4-bf16", "lr-1e-4-w4a16", "lr-5e-4-bf16", "lr-5e-4-w4a16"]
+    assert product["lr-5e-4-bf16"].learner.optimizer.lr == 5e-4 and product["lr-5e-4-bf16"].rollout.prompts == 32
+
+
+def test_options_are_written_as_in_a_configuration_or_on_the_command_line():
+    nested = {"learner": {"aligned": False, "optimizer": {"lr": 5e-4}}, "task": {"options": {"min_terms": 2}}}
+    assert option_texts(nested) == {
+        "learner.aligned": "false", "learner.optimizer.lr": "0.0005", "task.options": "{min_terms: 2}",
+    }  # fmt: skip
+    assert option_texts({"aligned": True, "layers": ["first:1=bf16"]}) == {
+        "learner.aligned": "true", "layers": "['first:1=bf16']",
+    }  # fmt: skip
+
+
+BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "message"),
+    [
+        (None, "", "nothing to compare; give a YAML file, a shipped name (objectives,"),
+        (None, "shemes", "no comparison file 'shemes', and no shipped one of that name"),
+        (None, "--vary scheme", "'scheme' must be an option and two values or more, such as scheme=bf16,w4a16"),
+        (None, "--vary schem=bf16,w4a16", "bf16-seed0: unknown option --schem; did you mean --scheme?"),
+        (None, "--vary scheme=bf16,w4a61", "w4a61-seed0: unknown scheme 'w4a61'"),
+        (
+            None,
+            "--vary scheme=bf16,w4a16 --seed 1",
+            "seed is chosen by the comparison: every variant is run with every",
+        ),
+        (None, "schemes --seeds 1,1", "--seeds '1,1' must be different whole numbers from 0 up"),
+        (None, "schemes --variants qrl", "variant 'qrl' must be one of bf16, plain, qarl; did you mean 'qarl'?"),
+        (None, "objectives --objective tbpo", "every variant sets learner.objective.name itself"),
+        (
+            None,
+            "ptq --variants qarl,rtn",
+            "variant 'rtn': of 'bf16' must be a variant that is trained and compared too",
+        ),
+        (None, "ptq --scheme w8a8", "awq-seed0: method 'awq' is for weight-only int4 schemes, not for 'w8a8'"),
+        (None, "ptq --rollout.max_prompt_tokens 4", "bf16-seed0: "),
+        (BODY | {"seed": [0]}, "", "unknown key 'seed'; did you mean 'seeds'?"),
+        (BODY | {"seeds": []}, "", "seeds [] must hold at least one"),
+        (BODY | {"reference": "c"}, "", "variant 'c' must be one of a, b"),
+        (BODY | {"figures": {"x": "reward lst 3"}}, "", "'reward lst 3' must be METRIC mean, METRIC first N"),
+        (BODY | {"evaluate": {"temprature": 1}}, "", "'temprature' must be one of suite, data"),
+        (BODY | {"evaluate": {"samples": 0}}, "", "eval.samples 0 must be a whole number, at least 1"),
+        ({"variants": ["a"]}, "", "variants ['a'] must be named options"),
+        ({"variants": {"a": "w4a16"}}, "", "variant 'a' 'w4a16' must be options"),
+        ({"variants": {"a": {"ptq": "rtn", "of": "a", "steps": 3}}}, "", "variant 'a' sets steps, but it is quantized"),
+    ],
+)
+def test_what_is_refused_before_the_first_run(
+    body: dict[str, Any] | None, arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command = ["compare", *arguments.split(), "--output", str(tmp_path / "runs")]
+    if body is not None:
+        (tmp_path / "mine.yaml").write_text(json.dumps(body))
+        command.insert(1, str(tmp_path / "mine.yaml"))
+    assert main(command) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "runs").exists()
+
+
+# --- figures
+
+
+def test_figures_of_metrics():
+    """Of the steps that measured one: the first of these did not learn."""
+    steps = [{"step": n, "reward": n - 3.0, **({"learn/k3": 0.1 * n} if n > 1 else {})} for n in range(1, 13)]
+    values = {text: value_of(Figure.parse("x", text), steps) for text in (
+        "reward last 10", "learn/k3 mean", "learn/k3 first 1", "reward reaches 0.5", "reward reaches 99", "x mean",
+    )}  # fmt: skip
+    assert [*values.values()] == [pytest.approx(4.5), pytest.approx(0.7), pytest.approx(0.2), 4, None, None]
+
+
+def test_the_gap_that_is_closed():
+    assert gap_closed({0: 0.70}, {0: 0.60}, {0: 0.72}) == pytest.approx(0.10 / 0.12)
+    assert gap_closed({0: 0.7, 1: 0.5}, {0: 0.6}, {0: 0.8, 1: 0.9}) == pytest.approx(0.5), "shared seeds alone"
+    assert gap_closed({0: 0.7}, {0: 0.8}, {0: 0.7}) is None, "the baseline does not trail"
+    assert gap_closed({0: 0.7, 1: 0.7}, {0: 0.6, 1: 0.71}, {0: 0.7, 1: 0.7}) is None, "nor by more than seeds differ"
+
+
+def measured(accuracy: float, device: str = "CPU", moved: float | None = None) -> Measured:
+    figures = {} if moved else {"k3": 1e-3 * accuracy, "steps": 7.0 if accuracy > 0.72 else None}
+    environment = {} if moved else {"torch": "2", "device": device}
+    return Measured(accuracy=accuracy, evaluated=None, moved=moved, figures=figures, curves={}, environment=environment)
+
+
+def test_the_table():
+    accuracies = {"bf16": (0.8, 0.7), "plain": (0.6, 0.5), "qarl": (0.75, 0.7), "rtn": (0.5, 0.6)}
+    file = ComparisonFile(
+        variants={
+            "bf16": {"scheme": "bf16"}, "plain": {"aligned": False}, "qarl": {}, "rtn": {"ptq": "rtn", "of": "bf16"},
+        },
+        reference="bf16", baseline="plain",
+    )  # fmt: skip
+    comparison = make_comparison(file, Path("runs"), {}, seeds=(0, 1))
+    cells = {
+        cell: measured(accuracies[cell.variant.name][cell.seed], moved=0.25 if cell.variant.quantized else None)
+        for cell in comparison.cells()
+    }
+    bf16, plain, qarl, rtn = rows(cells)
+    assert bf16["to_reference"] is None and plain["to_baseline"] is None and plain["gap_closed"] is None
+    assert qarl["to_reference"]["mean"] == pytest.approx(-0.025) and qarl["to_reference"]["low"] == pytest.approx(-0.05)
+    assert qarl["deployed"]["error"] == pytest.approx(0.025) and qarl["gap_closed"] == pytest.approx(0.175 / 0.2)
+    assert qarl["accuracies"] == {0: 0.75, 1: 0.7} and rtn["moved"]["mean"] == 0.25
+    console = Console(width=240)
+    with console.capture() as captured:
+        table(cells).show(console)
+    text = captured.get()
+    assert "72.5 ± 2.5 [70.0, 75.0]" in text and "-2.5 ± 2.5 [-5.0, +0.0]" in text and "7 (1 of 2)" in text
+    assert "evaluated" not in text and "runs differ" not in text
+    cells[Cell(comparison.variants[0], 1)] = measured(0.7, "another CPU")
+    assert other_environments(cells) == {"device": ["CPU", "another CPU"]}
+
+
+# --- runs
+
+
+@pytest.mark.slow
+def test_cells_are_trained_once_and_go_on_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two schemes, two seeds, two at a time. What a kill before the last checkpoint leaves of one run, and one before
+    the first of another, is all that the same command trains again, to the same figures; a run of another configuration
+    in a cell's place is refused."""
+    monkeypatch.setattr(sys, "executable", str(forks.interpreter(tmp_path)))
+    output = tmp_path / "runs"
+    command = ["compare", "--vary", "scheme=bf16,w4a16", "--seeds", "0,1", "--output", str(output), *SMALL]
+    data = []
+    for number in range(2):
+        file = tmp_path / f"{number}.json"
+        assert main([*command, "--workers", "2", "--json", str(file)]) == 0
+        data.append(json.loads(file.read_text())["data"])
+        if number == 0:
+            for name in ("w4a16-seed1", "bf16-seed0"):
+                shutil.rmtree(output / name / "export")
+                shutil.rmtree(output / name / "checkpoints/step-000002")
+            shutil.rmtree(output / "bf16-seed0/checkpoints")
+    out = capsys.readouterr().out
+    assert "4 cells, 0 of them finished before, 2 at a time" in out and "4 cells, 2 of them finished before" in out
+    assert "run folder" in (output / "bf16-seed0.log").read_text()
+    for each in data:
+        for cell in each["cells"]:
+            cell["curves"].pop("seconds"), cell["figures"].pop("s/step")
+        for row in each["rows"]:
+            row["figures"].pop("s/step")
+    assert data[0] == data[1]
+    assert [(cell["variant"], cell["seed"]) for cell in data[0]["cells"]] == [
+        ("bf16", 0), ("w4a16", 0), ("bf16", 1), ("w4a16", 1),
+    ]  # fmt: skip
+    assert all(len(cell["curves"]["reward"]) == 2 and cell["accuracy"] is not None for cell in data[0]["cells"])
+    assert data[0]["failed"] == [] and data[0]["rows"][1]["reference"] == "bf16"
+    assert main([*command, "--lr", "1e-5"]) == 2
+    assert "has learner" in capsys.readouterr().err
+
+
+def test_a_cell_that_fails_is_shown_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Whose process ends with the status of its seed."""
+    child = tmp_path / "child"
+    child.write_text('#!/bin/sh\necho "$@"\nexit "$(sed -n "s/^seed: //p" "$5")"\n')
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    comparison = shipped("schemes", tmp_path / "runs", variants=("qarl",), seeds=(0, 3))
+    failed = run_cells(comparison, 2, None, Console())
+    assert [each.cell.name for each in failed] == ["qarl-tbpo-seed3", "qarl-grpo-seed3"]
+    assert failed[0].reason == f"-m qarl train --config {tmp_path}/runs/qarl-tbpo-seed3.yaml"
+    assert "failed with exit status 3" in capsys.readouterr().out
+    assert all(commands_left(comparison, cell) for cell in comparison.cells())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, tmp_path: Path, monkeypatch):
+    """Begun with SIGINT ignored, as a shell begins what is put in the background."""
+    child = tmp_path / "child"
+    child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+
+    def stop() -> None:
+        while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    thread = threading.Thread(target=stop)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_cells(shipped("schemes", tmp_path / "runs"), 1, None, Console())
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
