@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from qarl.configs.complaints import complaints
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import config_file, default_config, field_paths, load_config
+from qarl.configs.load import config_file, default_config, field_paths, load_config, overridden
 from qarl.configs.schema.base import LARGEST_SEED, Section, Text
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import did_you_mean, quoted
@@ -23,7 +23,7 @@ from qarl.configs.yaml_file import read_yaml
 from qarl.evaluation.suites import SUITES
 
 UNQUANTIZED = "bf16"
-EVALUATION = ("suite", "data", "problems", "samples", "temperature", "top_p", "top_k", "max_new_tokens")
+EVALUATION = ("suite", "data", "problems", "samples", "temperature", "top_p", "top_k")
 """Options of `qarl eval` that a comparison may give."""
 
 DEFAULT_FIGURES = {
@@ -147,16 +147,26 @@ class Comparison:
         return config.model_copy(update={"output": str(self.folder(cell)), "export": True})
 
 
+def _bodies(variants: Any) -> dict[str, Any]:
+    if not isinstance(variants, dict) or not variants:
+        raise ValueError(f"{quoted(variants)} must be named options, such as {{plain: {{aligned: false}}}}")
+    bodies = {str(name): {} if body is None else body for name, body in variants.items()}
+    for name, body in bodies.items():
+        if not isinstance(body, dict):
+            raise ValueError(f"{name} {quoted(body)} must be options, such as {{aligned: false}}")
+    return bodies
+
+
 class ComparisonFile(Section):
     """A comparison as its YAML file has it."""
 
     config: Text | None = Field(default=None, description="configuration of all runs: a YAML file or a shipped name")
     options: dict[str, Any] = Field(default={}, description="of `qarl train`, for all runs")
     seeds: tuple[Annotated[int, Field(ge=0, le=LARGEST_SEED)], ...] = Field(default=(0, 1, 2), description="of runs")
-    variants: dict[str, dict[str, Any]] = Field(description="name → options of `qarl train`, or of a quantized run")
-    vary: dict[str, Annotated[list[Any], BeforeValidator(lambda value: _listed(value))]] = Field(
-        default={}, description="option → values; variants that do not set it become one for each"
+    variants: Annotated[dict[str, dict[str, Any]], BeforeValidator(_bodies)] = Field(
+        description="name → options of `qarl train`, or of a quantized run"
     )
+    vary: dict[str, list[Any]] = Field(default={}, description="option → values; variants that do not set it have each")
     reference: Text | None = Field(default=None, description="variant that others are compared with, or the first")
     baseline: Text | None = Field(default=None, description="variant whose gap to the reference is to be closed")
     evaluate: dict[str, Any] = Field(default={}, description="options of `qarl eval`, asked besides the run's own")
@@ -181,13 +191,6 @@ def read_comparison(name: str) -> ComparisonFile:
             )
         path = Path(str(files("qarl.configs") / "compare" / f"{name}.yaml"))
     tree = read_yaml(path)
-    variants = tree.get("variants")
-    if not isinstance(variants, dict) or not variants:
-        raise ConfigError(f"{name}: variants {quoted(variants)} must be named options: {{plain: {{aligned: false}}}}")
-    tree["variants"] = {str(key): {} if body is None else body for key, body in variants.items()}
-    for key, body in tree["variants"].items():
-        if not isinstance(body, dict):
-            raise ConfigError(f"{name}: variant {key!r} {quoted(body)} must be options, such as {{aligned: false}}")
     try:
         return ComparisonFile.model_validate(tree)
     except ValidationError as error:
@@ -197,12 +200,10 @@ def read_comparison(name: str) -> ComparisonFile:
 
 
 def varied(vary: Mapping[str, Sequence[str]]) -> ComparisonFile:
-    """A comparison without a file: a variant for each combination of the values."""
-    variants = {}
-    for values in itertools.product(*vary.values()):
-        body = dict(zip(vary, values, strict=True))
-        variants["-".join(_word(path, text) for path, text in body.items())] = body
-    return ComparisonFile(variants=variants)
+    """A comparison without a file: a variant for each value of the first option, which the others vary."""
+    (path, values), *others = vary.items()
+    variants = {_word(path, text): {path: text} for text in values}
+    return ComparisonFile(variants=variants, vary={name: list(of) for name, of in others})
 
 
 def make_comparison(
@@ -261,10 +262,6 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list) and value else None
 
 
 def _by_path(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,17 +326,12 @@ def _quantized(name: str, body: Mapping[str, str], of: Variant | None) -> Quanti
 def _evaluation(options: Mapping[str, Any]) -> dict[str, str]:
     """Checked options of `qarl eval`."""
     for name, value in options.items():
-        if name not in EVALUATION:
-            raise ConfigError(
-                f"evaluate: {name!r} must be one of {', '.join(EVALUATION)}{did_you_mean(name, EVALUATION)}"
-            )
-        if name == "suite" and value not in SUITES:
-            raise ConfigError(f"evaluate: suite {value!r} must be one of {', '.join(SUITES)}")
+        names = SUITES if name == "suite" else EVALUATION
+        word = str(value) if name == "suite" else name
+        if word not in names:
+            raise ConfigError(f"evaluate: {word!r} must be one of {', '.join(names)}{did_you_mean(word, names)}")
     texts = {name: as_text(value) for name, value in options.items()}
-    of_eval = {f"eval.{name}": text for name, text in texts.items() if name in EVALUATION[2:-1]}
-    limit = {"rollout.max_new_tokens": texts["max_new_tokens"]} if "max_new_tokens" in texts else {}
-    tokens = {"learner.micro_batch_tokens": str(10**9)} if limit else {}
-    load_config(None, {**of_eval, **limit, **tokens})
+    overridden({}, {f"eval.{name}": text for name, text in texts.items() if name not in ("suite", "data")})
     return texts
 
 

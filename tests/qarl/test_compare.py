@@ -109,10 +109,10 @@ def test_options_hold_for_variants_that_do_not_set_them():
         "kept",
         "kept",
     ]
-    file = varied({"learner.optimizer.lr": ("1e-4", "5e-4"), "scheme": ("bf16", "w4a16")})
+    file = varied({"scheme": ("bf16", "w4a16"), "learner.optimizer.lr": ("1e-4", "5e-4")})
     product = configs(make_comparison(file, Path("runs"), {}, config="immediate-eos"))
-    assert [*product] == ["lr-1e-4-bf16", "lr-1e-4-w4a16", "lr-5e-4-bf16", "lr-5e-4-w4a16"]
-    assert product["lr-5e-4-bf16"].learner.optimizer.lr == 5e-4 and product["lr-5e-4-bf16"].rollout.prompts == 32
+    assert [*product] == ["bf16-lr-1e-4", "bf16-lr-5e-4", "w4a16-lr-1e-4", "w4a16-lr-5e-4"]
+    assert product["bf16-lr-5e-4"].learner.optimizer.lr == 5e-4 and product["bf16-lr-5e-4"].rollout.prompts == 32
 
 
 def test_options_are_written_as_in_a_configuration_or_on_the_command_line():
@@ -157,8 +157,8 @@ BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
         (BODY | {"figures": {"x": "reward lst 3"}}, "", "'reward lst 3' must be METRIC mean, METRIC first N"),
         (BODY | {"evaluate": {"temprature": 1}}, "", "'temprature' must be one of suite, data"),
         (BODY | {"evaluate": {"samples": 0}}, "", "eval.samples 0 must be a whole number, at least 1"),
-        ({"variants": ["a"]}, "", "variants ['a'] must be named options"),
-        ({"variants": {"a": "w4a16"}}, "", "variant 'a' 'w4a16' must be options"),
+        ({"variants": ["a"]}, "", "variants: ['a'] must be named options"),
+        ({"variants": {"a": "w4a16"}}, "", "variants: a 'w4a16' must be options"),
         ({"variants": {"a": {"ptq": "rtn", "of": "a", "steps": 3}}}, "", "variant 'a' sets steps, but it is quantized"),
     ],
 )
