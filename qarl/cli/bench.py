@@ -2,13 +2,11 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from qarl.bench.names import LEARNER_MODELS, METHODS, OBJECTIVES, OPTIMIZERS, PAIRINGS
-from qarl.cli.bench_schemes import add_schemes, schemes
+from qarl.bench.names import LEARNER_MODELS, OPTIMIZERS
 from qarl.cli.bench_train import add_train, train
 from qarl.cli.bench_trl import add_trl, trl_settings
 from qarl.cli.options import (
@@ -18,8 +16,6 @@ from qarl.cli.options import (
     dotted_overrides,
     refuse_rest,
     scheme_names,
-    seeds,
-    split,
     whole,
     words,
     write_json,
@@ -38,8 +34,7 @@ def add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="benchmarks")
     names = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     benchmarks = (
-        _add_mismatch, _add_ptq, _add_objectives, _add_precision_gap, _add_precision, _add_publish,
-        _add_learner, _add_schemes, _add_train, _add_speed, _add_others,
+        _add_mismatch, _add_precision, _add_publish, _add_learner, _add_train, _add_speed, _add_others,
     )  # fmt: skip
     for add in benchmarks:
         add(names)
@@ -99,102 +94,6 @@ def _mismatch(known: argparse.Namespace, _console: Console) -> _Measured:
 
     rows = mismatch.run(known.model, known.schemes, known.dtypes, known.prompts, known.tokens, known.peak, known.seed)
     return mismatch.table(rows), mismatch.rows_as_data(rows)
-
-
-def _add_ptq(names: Any) -> None:
-    ptq = names.add_parser(
-        "ptq",
-        help="bf16-trained and quantized afterwards against QaRL-trained, by held-out accuracy",
-        description=(
-            "Train each seed in bf16 and in the low-bit scheme, quantize the bf16 policy by every method, and compare "
-            "the deployable checkpoints on held-out problems. Runs are kept: the same command continues where it "
-            "stopped. Every field of the configuration is an option by its dotted name, as in qarl train."
-        ),
-        allow_abbrev=False,
-    )
-    ptq.add_argument("--seeds", type=seeds, default="0,1,2", help="comma-separated (default 0,1,2)")
-    ptq.add_argument(
-        "--scheme", choices=SCHEME_NAMES, metavar="SCHEME", default="w4a16", help="low-bit scheme (default w4a16)"
-    )
-    ptq.add_argument(
-        "--methods", type=words(METHODS), default=(), help="comma-separated (default: all that are for the "
-        "scheme)",
-    )  # fmt: skip
-    ptq.add_argument("--calibration", type=whole(1), metavar="N", help="calibration sequences to sample (default 256)")
-    ptq.add_argument("--runs", default="runs/bench-ptq", metavar="FOLDER", help="of the runs (default runs/bench-ptq)")
-    _runs(ptq, _ptq, fields=True)
-
-
-def _ptq(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
-    from qarl.bench import ptq
-
-    options = ptq.PtqOptions(Path(known.runs), known.seeds, known.scheme, known.methods, known.calibration, overrides)
-    deployed = ptq.measure(options, console)
-    return ptq.table(deployed), ptq.as_data(deployed)
-
-
-def _add_objectives(names: Any) -> None:
-    objectives = names.add_parser(
-        "objectives",
-        help="every objective on one task with one budget, by held-out accuracy",
-        description=(
-            "Train each objective with each seed, with one budget, and compare what they deploy and how they got there "
-            "(docs/experiments.md). Runs are kept: the same command continues where it stopped. Every field of the "
-            "configuration is an option by its dotted name, as in qarl train."
-        ),
-        allow_abbrev=False,
-    )
-    objectives.add_argument("--seeds", type=seeds, default="0,1,2", help="comma-separated (default 0,1,2)")
-    objectives.add_argument("--objectives", type=words(OBJECTIVES), default=(), help="comma-separated (default: all)")
-    objectives.add_argument("--steps", type=whole(1), default=60, help="training steps of each run (default 60)")
-    objectives.add_argument(
-        "--runs", default="runs/bench-objectives", metavar="FOLDER", help="of the runs (default runs/bench-objectives)"
-    )
-    _runs(objectives, _objectives, fields=True)
-
-
-def _objectives(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
-    from qarl.bench import objectives
-
-    options = objectives.ObjectivesOptions(Path(known.runs), known.seeds, known.objectives, known.steps, overrides)
-    trained = objectives.measure(options, console)
-    return objectives.table(trained), objectives.as_data(trained)
-
-
-def _add_precision_gap(names: Any) -> None:
-    gap = names.add_parser(
-        "precision-gap",
-        help="how fast a trivial reward is learned, by what learner and sampler compute in",
-        description=(
-            "Learn to end at once, the shortest answer, under several pairings of learner and sampler "
-            "(docs/experiments.md). Runs are kept: the same command continues where it stopped. Every field of the "
-            "configuration immediate-eos is an option by its dotted name, as in qarl train."
-        ),
-        allow_abbrev=False,
-    )
-    gap.add_argument("--seeds", type=seeds, default="0", help="comma-separated (default 0)")
-    gap.add_argument("--pairings", type=words(PAIRINGS), default=(), help="comma-separated (default: all)")
-    gap.add_argument(
-        "--lrs", type=split, default=(), help="comma-separated learning rates (default: the configuration's)"
-    )
-    gap.add_argument(
-        "--rounded", choices=SCHEME_NAMES, metavar="SCHEME", help="start from weights rounded to this scheme's codes"
-    )
-    gap.add_argument("--threshold", type=float, default=-0.5, help="mean reward that counts as learned (default -0.5)")
-    gap.add_argument(
-        "--runs", default="runs/bench-precision", metavar="FOLDER", help="of the runs (default runs/bench-precision)"
-    )
-    _runs(gap, _precision_gap, fields=True)
-
-
-def _precision_gap(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> _Measured:
-    from qarl.bench import precision_gap
-
-    options = precision_gap.GapOptions(
-        Path(known.runs), known.seeds, known.pairings, known.threshold, overrides, known.lrs, known.rounded
-    )
-    gaps = precision_gap.measure(options, console)
-    return precision_gap.table(gaps, known.threshold), precision_gap.as_data(gaps)
 
 
 def _add_precision(names: Any) -> None:
@@ -282,10 +181,6 @@ def _learner(known: argparse.Namespace, console: Console) -> _Measured:
     )  # fmt: skip
     rows = learner.measure(options, lambda line: console.print(line, highlight=False))
     return learner_table.table(rows, known.dtype), learner.as_data(rows)
-
-
-def _add_schemes(names: Any) -> None:
-    _runs(add_schemes(names), schemes, fields=True)
 
 
 def _add_train(names: Any) -> None:

@@ -6,25 +6,12 @@ import sys
 from math import inf, nan
 from pathlib import Path
 
-from qarl.bench import delta, names, precision_gap
+from qarl.bench import delta, names
 from qarl.bench.learner.batch import MODELS as LEARNER_MODELS
 from qarl.bench.learner.trl_worker import SETTINGS
 from qarl.cli.options import write_json
-from qarl.ptq.methods import METHODS
 
 SLIPS = {
-    "schemes --schemes w8a8,w4a61": "--schemes 'w4a61' must be one of bf16, w4a16",
-    "schemes --learners algned": "--learners 'algned' must be one of unquantized, plain, aligned; did you mean",
-    "schemes --objectives tpbo": "--objectives 'tpbo' must be one of tbpo, grpo",
-    "schemes --objectives tbpo+geometrc": "--objectives 'geometrc' must be one of none, token_tis",
-    "schemes --ptq gtpq": "--ptq 'gtpq' must be one of rtn, gptq",
-    "schemes --learners ,": "--learners '' must be one of unquantized, plain, aligned",
-    "schemes --seeds 1,1": "--seeds '1,1' must be different whole numbers from 0 up",
-    "objectives --objectives ppo": "--objectives 'ppo' must be one of tbpo, grpo",
-    "objectives --seeds a": "--seeds 'a' must be different whole numbers",
-    "ptq --methods qptq": "--methods 'qptq' must be one of rtn, gptq, awq, smoothquant",
-    "precision-gap --pairings fp64": "--pairings 'fp64' must be one of bf16, bf16-transformers",
-    "precision-gap --rounded w3": "--rounded 'w3' must be one of bf16, w4a16",
     "precision --dtype float8": "--dtype 'float8' must be one of bfloat16, float16, float32",
     "publish --master-dtype float64": "--master-dtype 'float64' must be one of bfloat16, float32",
     "learner --models 7b": "--models '7b' must be one of tiny, 150m",
@@ -34,7 +21,6 @@ SLIPS = {
     "speed --contexts 64,64": "--contexts '64,64' must be different",
     "speed --rounds 0": "--rounds '0' must be a whole number from 1 up",
     "speed --decode-tokens 3": "--decode-tokens '3' must be a whole number from 4 up",
-    "schemes --workers two": "--workers 'two' must be a whole number from 1 up",
     "mismatch --seed=-1": "--seed '-1' must be a whole number from 0 up",
     "soak --steps 39": "--steps '39' must be a whole number from 40 up",
     "memory --models 7b": "--models '7b' must be one of 40m, 150m, 70m-moe, 1b-moe",
@@ -65,8 +51,6 @@ def test_json_holds_no_nan(tmp_path: Path):
 
 
 def test_names_are_those_of_what_is_measured():
-    assert tuple(METHODS) == names.METHODS
-    assert tuple(precision_gap.PAIRINGS) == names.PAIRINGS
     assert tuple(SETTINGS) == names.TRL_SETTINGS
     assert tuple(LEARNER_MODELS) == names.LEARNER_MODELS
     assert tuple(delta.SHAPES) == names.DELTA_SHAPES

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qarl.configs.schema.task import TaskConfig
-from qarl.tasks import Problem, Response, RewardError, TaskError, load_task
+from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, short_reward
 from qarl.tasks.rewards import last_box
 from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
@@ -231,3 +231,7 @@ def test_a_reward_is_found_in_the_working_folder(questions: Path, monkeypatch: p
     (questions / "neighbour.py").write_text("two = 2\n")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     assert rewards(own(questions, "", spec=spec), "7") == [2.0]
+
+
+def test_the_shortest_answer_is_worth_most():
+    assert [short_reward(PLAIN, text) for text in ("", "2", " 22")] == [0.0, -1.0, -3.0]

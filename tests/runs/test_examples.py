@@ -106,11 +106,3 @@ def test_every_road_is_trained_and_evaluated(tmp_path: Path, name: str, reward: 
     assert trained.returncode == 0, trained.stdout + trained.stderr
     evaluated = qarl("eval", "run", cwd=folder)
     assert evaluated.returncode == 0 and "held-out" in evaluated.stdout, evaluated.stdout + evaluated.stderr
-
-
-def test_compare_schemes(tmp_path: Path):
-    sizes = ["--steps", "1", "--prompts", "8", "--samples", "4", "--mini-batches", "1", "--eval.problems", "16"]
-    calls = commands("compare_schemes.sh", tmp_path / "runs", "w4a16 w8a8", *sizes, folder=tmp_path)
-    assert [call[0] for call in calls] == ["train", "train", "eval", "eval"]
-    run(calls)
-    assert {"w4a16.json", "w8a8.json"} <= {file.name for file in (tmp_path / "runs").iterdir()}

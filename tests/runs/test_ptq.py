@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from qarl.bench.ptq import Deployed, PtqOptions, measure, table
 from qarl.cli.main import main
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
@@ -33,6 +32,7 @@ from qarl.rollout.open import open_engine
 from qarl.sync.audit import AuditError
 from qarl.sync.checkpoint_folder import ExportError
 from qarl.sync.export import export_checkpoint
+from tests.support import forks
 from tests.support.profiles import thorough
 from tests.support.runs import qarl
 from tests.support.tensors import as_bytes
@@ -248,7 +248,7 @@ def test_another_layout_is_refused(written, spoil: str, message: str):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bf16 run of two steps, where `qarl bench ptq --runs` expects it."""
+    """A bf16 run of two steps, where a comparison expects it."""
     folder = tmp_path_factory.mktemp("runs") / "tiny-qwen3-bf16-seed0"
     done = qarl("train", "--scheme", "bf16", "--output", folder, *SMALL, cwd=folder.parent)
     assert done.returncode == 0, done.stderr
@@ -310,53 +310,32 @@ def test_the_export_command(run: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_benchmark_runs_and_goes_on_where_it_was(run: Path, tmp_path: Path):
-    """The bf16 run is found, the other trained; a second call trains nothing and finds the same; others' runs are
-    left alone."""
-    flags = ("--runs", run.parent, "--seeds", "0", "--methods", "rtn", "--json", tmp_path / "rows.json")
-    outputs, rows = [], []
-    for _ in range(2):
-        done = qarl("bench", "ptq", *flags, *SMALL, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-        rows.append(json.loads((tmp_path / "rows.json").read_text())["data"])
-    assert [(r["variant"], r["scheme"]) for r in rows[0]] == [
-        ("unquantized", "bf16"), ("rtn", "w4a16"), ("QaRL", "w4a16"),
-    ]  # fmt: skip
-    assert rows[0] == rows[1]
-    assert [o.count("trained already") for o in outputs] == [1, 2]
-    assert not list(run.glob(".ptq-*"))
-    other = qarl("bench", "ptq", *flags, *SMALL, "--learner.mini_batches", "1", cwd=tmp_path)
-    assert other.returncode == 2
-    assert "has learner" in other.stderr
-
-
-@pytest.mark.parametrize(
-    ("change", "overrides", "message"),
-    [
-        ({}, {"seed": "3"}, "--seed is chosen by the benchmark"),
-        ({"methods": ("awq",), "scheme": "w8a8"}, {}, "methods for 'w8a8': rtn, gptq, smoothquant"),
-        ({"scheme": "bf16"}, {}, "method 'rtn' is for any low-bit scheme, not for 'bf16'"),
-        ({"calibration": 0}, {}, "--calibration 0: an empty set"),
-        ({}, {"eval.problems": "0"}, "--eval.problems 0"),
-    ],
-)
-def test_what_the_benchmark_refuses(random_policy, tmp_path: Path, change: dict, overrides: dict, message: str):
-    shared = {
-        "model": str(random_policy(True)), "task.name": "chain_sum", "rollout.max_prompt_tokens": "64",
-        "rollout.max_new_tokens": "8",
+@pytest.mark.usefixtures("forked_compressor")
+def test_a_comparison_with_what_is_quantized_afterwards(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The bf16 run is found, and its checkpoint quantized and evaluated by both ways of asking; a second call runs
+    nothing and shows the same. Another method is not mixed with what is there."""
+    monkeypatch.setattr(sys, "executable", str(forks.interpreter(tmp_path)))
+    file = tmp_path / "mine.yaml"
+    tree = {
+        "seeds": [0], "evaluate": {"samples": 2, "temperature": 1},
+        "variants": {"tiny-qwen3-bf16": {"scheme": "bf16"}, "rtn": {"ptq": "rtn", "of": "tiny-qwen3-bf16"}},
     }  # fmt: skip
-    options = PtqOptions(tmp_path, (0,), "w4a16", (), None, {**shared, **overrides})
-    with pytest.raises(ConfigError, match=message):
-        measure(dataclasses.replace(options, **change), Console())
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_table_shows_seeds_means_and_distances():
-    rows = [Deployed(s, v, "w4a16", a, m) for v, accuracies, m in
-            (("rtn", (0.5, 0.6), 0.25), ("QaRL", (0.7, 0.7), None)) for s, a in enumerate(accuracies)]  # fmt: skip
-    console = Console(width=120)
-    with console.capture() as captured:
-        table(rows).show(console)
-    line = next(x for x in captured.get().splitlines() if "rtn" in x)
-    assert line.split() == ["rtn", "w4a16", "50.0%", "60.0%", "55.0%", "-15.0", "2.5e-01"]
+    data = []
+    for _ in range(2):
+        file.write_text(json.dumps(tree))
+        command = ["compare", str(file), "--output", str(run.parent), "--json", str(tmp_path / "rows.json"), *SMALL]
+        assert main(command) == 0
+        data.append(json.loads((tmp_path / "rows.json").read_text())["data"])
+    assert data[0] == data[1] and data[0]["failed"] == []
+    bf16, rtn = data[0]["cells"]
+    assert (bf16["variant"], rtn["variant"]) == ("tiny-qwen3-bf16", "rtn") and rtn["moved"] > 0
+    assert all(0 <= cell[name] <= 1 for cell in (bf16, rtn) for name in ("accuracy", "evaluated"))
+    out = capsys.readouterr().out
+    assert "2 cells, 0 of them finished" in out and "2 cells, 2 of them finished" in out
+    assert not list(run.parent.glob("tiny-qwen3-bf16-seed0.yaml")), "nothing was trained"
+    tree["variants"]["rtn"]["ptq"] = "gptq"
+    file.write_text(json.dumps(tree))
+    assert main(["compare", str(file), "--output", str(run.parent), *SMALL]) == 2
+    assert "was quantized to w4a16 by rtn, not to w4a16 by gptq" in capsys.readouterr().err.replace("\n", " ")

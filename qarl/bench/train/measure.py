@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from qarl.bench.learner.process import require_trl, run_worker
-from qarl.bench.runs import refuse_chosen
 from qarl.bench.train.job import Curve, Point, TrlJob, reached, write_problems
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import default_config, load_config
@@ -92,7 +91,8 @@ def measure(options: TrainOptions, say: Callable[[str], None]) -> list[Training]
 
 def check(options: TrainOptions) -> None:
     """Raise for what could not be measured."""
-    refuse_chosen(options.overrides, ("scheme", "seed", "output", "export", "eval.every"))
+    for key in sorted(options.overrides.keys() & {"scheme", "seed", "output", "export", "eval.every"}):
+        raise ConfigError(f"--{key} is chosen by the benchmark; its --help lists its own options")
     if not options.schemes:
         raise ConfigError("--schemes is empty; give at least one, such as bf16")
     if options.trl:

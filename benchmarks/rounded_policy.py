@@ -1,10 +1,14 @@
 """A policy whose weights lie where a scheme's codes are: what a checkpoint is that was rounded before it is trained.
 
+    python -m benchmarks.rounded_policy SOURCE SCHEME FOLDER
+    qarl compare precision-gap --model FOLDER --variants w4a16-unaligned,w4a16-aligned --lr 5e-5 --steps 100
+
 A master in the middle of its code's interval has half a step to go before the sampler sees anything of it, as float32
 masters of a bfloat16 checkpoint have at a small learning rate.
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +17,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
+from qarl.run.session import model_folder
 
 
 def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:
@@ -34,3 +39,8 @@ def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:
         if not (building / file.name).exists():
             shutil.copy(file, building)
     return building.rename(folder)
+
+
+if __name__ == "__main__":
+    name, rounded_to, target = sys.argv[1:]
+    rounded_policy(model_folder(name), rounded_to, Path(target))
