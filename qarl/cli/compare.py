@@ -73,7 +73,7 @@ def _compare(options: argparse.Namespace, rest: list[str], console: Console) -> 
             words = "; ".join(f"qarl {' '.join(command)}" for command in commands) or "finished"
             console.print(f"{cell.name}: {words}", markup=False, highlight=False, soft_wrap=True)
         return 0
-    return _measure(comparison, options, console)
+    return _measure(comparison, left, options, console)
 
 
 def _comparison(options: argparse.Namespace, overrides: dict[str, str]) -> Comparison:
@@ -100,13 +100,13 @@ def _comparison(options: argparse.Namespace, overrides: dict[str, str]) -> Compa
     )
 
 
-def _measure(comparison: Comparison, options: argparse.Namespace, console: Console) -> int:
+def _measure(comparison: Comparison, left: Any, options: argparse.Namespace, console: Console) -> int:
     from qarl.bench.record import record
     from qarl.compare.cells import run_cells
     from qarl.compare.figures import as_data, measured_cells
     from qarl.compare.table import table
 
-    failed = run_cells(comparison, options.workers, options.processes, console)
+    failed = run_cells(comparison, left, options.workers, console)
     for each in failed:
         console.print(f"failed: {each.cell.name} ({each.log}):\n{each.reason}", markup=False, highlight=False)
     cells = measured_cells(comparison)

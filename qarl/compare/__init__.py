@@ -2,7 +2,8 @@
 
 `comparison`  what is compared, from a YAML file or from options: variants, seeds, cells and their configurations
 `check`       everything that can be refused before the first cell runs
-`cells`       what is left to run of each cell, as commands of `qarl`, some at a time
+`commands`    what is left to run of a cell, as commands of `qarl`
+`cells`       runs them, some at a time
 `figures`     what a finished cell measured, and what its variant comes to over seeds
 `table`       the same for a person and as JSON
 """

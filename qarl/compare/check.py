@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qarl.compare.cells import commands_left
+from qarl.compare.commands import commands_left
 from qarl.compare.comparison import UNQUANTIZED, Cell, Comparison
 from qarl.configs.errors import ConfigError, QarlError
 from qarl.configs.scheme_names import check_scheme_name

@@ -1,6 +1,7 @@
 """What finished cells measured, and what each variant comes to over its seeds."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from qarl.compare.cells import commands_left, evaluation_file, evaluation_options
+from qarl.compare.commands import commands_left, evaluation_file, evaluation_options
 from qarl.compare.comparison import Cell, Comparison, Figure, Variant
 from qarl.evaluation.results import read_evaluation
-from qarl.evaluation.statistics import estimate, paired
+from qarl.evaluation.statistics import estimate
 from qarl.report.metrics import read_metrics
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import read_note
@@ -116,17 +117,25 @@ def gap_closed(
     if not shared:
         return None
     own, low, high = (float(np.mean([of[seed] for seed in shared])) for of in (values, baseline, reference))
-    trailing = paired({seed: baseline[seed] for seed in shared}, reference)
-    assert trailing is not None
+    trailing = estimate([baseline[seed] - reference[seed] for seed in shared])
     return None if low >= high or trailing.high >= 0 else (own - low) / (high - low)  # of one seed `high` is NaN
 
 
-def other_environments(cells: Mapping[Cell, Measured]) -> dict[str, list[Any]]:
-    """What differs between the machines and versions that runs were trained with, which may change their figures."""
+def remarks(cells: Mapping[Cell, Measured]) -> list[str]:
+    """What a reader of the figures should know: metrics that no step has, and runs of unlike machines or versions,
+    which may differ for that alone."""
+    curves = [measured.curves for measured in cells.values() if measured.curves]
     environments = [measured.environment for measured in cells.values() if measured.environment]
-    names = dict.fromkeys(name for environment in environments for name in environment)
-    values = {name: list(dict.fromkeys(environment.get(name) for environment in environments)) for name in names}
-    return {name: different for name, different in values.items() if len(different) > 1}
+    lines = [
+        f"no step measured {metric!r} (figures); docs/metrics.md lists what there is"
+        for metric in dict.fromkeys(itertools.chain(*curves))
+        if all(value is None for curve in curves for value in curve[metric])
+    ]
+    for name in dict.fromkeys(itertools.chain(*environments)):
+        values = list(dict.fromkeys(environment.get(name) for environment in environments))
+        if len(values) > 1:
+            lines.append(f"runs differ in {name}: {', '.join(map(str, values))}")
+    return lines
 
 
 def as_data(cells: Mapping[Cell, Measured]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl.compare.comparison import Cell
-from qarl.compare.figures import Measured, other_environments, rows
+from qarl.compare.figures import Measured, remarks, rows
 from qarl.report.tables import PlainTable
 
 
@@ -14,12 +14,11 @@ def table(cells: Mapping[Cell, Measured]) -> PlainTable:
     lines = [_line(row) for row in rows(cells)]
     names = dict.fromkeys(name for line in lines for name in line)
     columns = [name for name in names if any(line.get(name) for line in lines)]
-    differing = other_environments(cells)
     shown = PlainTable(
         *columns,
         figures=[name for name in columns if name != "variant"],
         title="means over seeds ± standard error [95 % bootstrap interval]; accuracies %, differences in points",
-        caption="\n".join(f"runs differ in {name}: {', '.join(map(str, of))}" for name, of in differing.items()),
+        caption="\n".join(remarks(cells)),
     )
     for line in lines:
         shown.add_row(*(line.get(name, "") for name in columns))

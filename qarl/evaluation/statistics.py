@@ -1,10 +1,8 @@
-"""Means of independent values with bootstrap intervals, and paired differences. Everything is a function of its
-arguments."""
+"""Means of independent values with bootstrap intervals. Everything is a function of its arguments."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -12,8 +10,6 @@ RESAMPLES = 10_000
 COVERAGE = 0.95
 _DRAWN_AT_ONCE = 2**22
 """Values of resamples held at a time, 32 MiB."""
-
-Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,3 @@ def _resampled(values: Sequence[float], seed: int) -> np.ndarray:
     at_once = max(1, _DRAWN_AT_ONCE // len(source))
     parts = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
     return np.concatenate([rng.choice(source, (rows, len(source))).mean(axis=1) for rows in parts])
-
-
-def paired(values: Mapping[Key, float], reference: Mapping[Key, float]) -> Estimate | None:
-    """Of value minus reference by key, over the keys both have; None where they share none."""
-    shared = sorted(values.keys() & reference.keys())
-    return estimate([values[key] - reference[key] for key in shared]) if shared else None

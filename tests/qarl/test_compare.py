@@ -1,6 +1,7 @@
 """`qarl compare`: which cells there are, what is refused before the first, how metrics become figures and figures a
 table; two variants with two seeds are trained for real, and go on after one was killed."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from qarl.cli.main import main
-from qarl.compare.cells import commands_left, run_cells
+from qarl.compare.cells import run_cells
+from qarl.compare.commands import commands_left
 from qarl.compare.comparison import (
     Cell,
     Comparison,
@@ -27,7 +29,7 @@ from qarl.compare.comparison import (
     shipped_comparisons,
     varied,
 )
-from qarl.compare.figures import Measured, gap_closed, other_environments, rows, value_of
+from qarl.compare.figures import Measured, gap_closed, remarks, rows, value_of
 from qarl.compare.table import table
 from qarl.configs.load import choice_sections
 from qarl.configs.schema.run import RunConfig
@@ -39,6 +41,10 @@ SMALL = ["--steps", "2", "--prompts", "8", "--samples", "4", "--mini-batches", "
 
 def shipped(name: str, output: Path = Path("runs"), **chosen: Any) -> Comparison:
     return make_comparison(read_comparison(name), output, chosen.pop("options", {}), **chosen)
+
+
+def left(comparison: Comparison) -> dict[Cell, list[list[str]]]:
+    return {cell: commands_left(comparison, cell) for cell in comparison.cells()}
 
 
 def configs(comparison: Comparison) -> dict[str, RunConfig]:
@@ -224,7 +230,9 @@ def test_the_table():
     assert "72.5 ± 2.5 [70.0, 75.0]" in text and "-2.5 ± 2.5 [-5.0, +0.0]" in text and "7 (1 of 2)" in text
     assert "evaluated" not in text and "runs differ" not in text
     cells[Cell(comparison.variants[0], 1)] = measured(0.7, "another CPU")
-    assert other_environments(cells) == {"device": ["CPU", "another CPU"]}
+    assert remarks(cells) == ["runs differ in device: CPU, another CPU"]
+    cells[Cell(comparison.variants[0], 1)] = dataclasses.replace(measured(0.7), curves={"learn/clippd": [None]})
+    assert remarks(cells) == ["no step measured 'learn/clippd' (figures); docs/metrics.md lists what there is"]
 
 
 # --- runs
@@ -255,9 +263,9 @@ def test_cells_are_trained_once_and_go_on_after_a_kill(
     assert "run folder" in (output / "bf16-seed0.log").read_text()
     for each in data:
         for cell in each["cells"]:
-            cell["curves"].pop("seconds"), cell["figures"].pop("s/step")
+            del cell["curves"]["seconds"], cell["figures"]["s/step"]
         for row in each["rows"]:
-            row["figures"].pop("s/step")
+            del row["figures"]["s/step"]
     assert data[0] == data[1]
     assert [(cell["variant"], cell["seed"]) for cell in data[0]["cells"]] == [
         ("bf16", 0), ("w4a16", 0), ("bf16", 1), ("w4a16", 1),
@@ -277,11 +285,11 @@ def test_a_cell_that_fails_is_shown_and_the_others_go_on(
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
     comparison = shipped("schemes", tmp_path / "runs", variants=("qarl",), seeds=(0, 3))
-    failed = run_cells(comparison, 2, None, Console())
+    failed = run_cells(comparison, left(comparison), 2, Console())
     assert [each.cell.name for each in failed] == ["qarl-tbpo-seed3", "qarl-grpo-seed3"]
     assert failed[0].reason == f"-m qarl train --config {tmp_path}/runs/qarl-tbpo-seed3.yaml"
     assert "failed with exit status 3" in capsys.readouterr().out
-    assert all(commands_left(comparison, cell) for cell in comparison.cells())
+    assert all(left(comparison).values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -297,12 +305,13 @@ def test_a_comparison_that_is_stopped_leaves_no_child(number: signal.Signals, tm
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
+    comparison = shipped("schemes", tmp_path / "runs")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     thread = threading.Thread(target=stop)
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            run_cells(shipped("schemes", tmp_path / "runs"), 1, None, Console())
+            run_cells(comparison, left(comparison), 1, Console())
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         thread.join()

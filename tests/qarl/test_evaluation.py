@@ -88,6 +88,7 @@ def test_intervals_are_those_of_the_closed_form():
         assert found.mean == 0.5
         assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error], abs=0.005)
     assert estimate(half * 16).high == pytest.approx(0.5 + 1.96 * math.sqrt(0.25 / 6400), abs=0.002)
+    assert estimate([0.5]).mean == 0.5 and math.isnan(estimate([0.5]).low)
 
 
 def test_pairs_are_of_the_same_questions_asked_alike():

@@ -1,0 +1,100 @@
+"""What is left to run of a cell, as commands of `qarl`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qarl.compare.comparison import Cell, Comparison
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
+from qarl.report.located import located
+from qarl.report.run_folder import RunFolder
+from qarl.run.export_note import is_finished, read_note
+
+_PLANNED = {
+    ("rollout", "kv_cache_gib"): None,
+    ("learner", "gradient_checkpointing"): "auto",
+    ("learner", "compile"): "auto",
+}
+"""Fields that `qarl.plan` decides where they have this value; `qarl train` records what it decided."""
+
+
+def existing_run(config: RunConfig) -> RunFolder | None:
+    """The run in `config.output`, finished or not; None where there is none.
+
+    Raises `ConfigError` where a run of another configuration has that place.
+    """
+    path = Path(str(config.output))
+    if not path.exists():
+        return None
+    folder = RunFolder.open(path)
+    here, there = (located(each).model_dump(mode="json", exclude={"output"}) for each in (config, folder.config()))
+    for (section, field), undecided in _PLANNED.items():
+        if here[section][field] == undecided:
+            there[section][field] = undecided
+    for key, value in here.items():
+        if there[key] != value:
+            raise ConfigError(
+                f"run {str(path)!r} has {key} {there[key]!r} where {value!r} is wanted; choose another --output, or "
+                "remove that one"
+            )
+    return folder
+
+
+def evaluation_file(comparison: Comparison, cell: Cell, options: Sequence[str] = ()) -> Path:
+    """Where `qarl eval` with these options writes what it measured of a cell."""
+    words = "-".join(["eval", *(option.removeprefix("--").replace("/", "_") for option in options)])
+    return comparison.output / f"{cell.name}.{words}.json"
+
+
+def evaluation_options(comparison: Comparison) -> list[str]:
+    """`evaluate`, as `qarl eval` takes it."""
+    pairs = ((f"--{name.replace('_', '-')}", text) for name, text in comparison.evaluate.items())
+    return [word for pair in pairs for word in pair]
+
+
+def commands_left(comparison: Comparison, cell: Cell, processes: int | None = None) -> list[list[str]]:
+    """The arguments of `qarl` that are left to run of a cell, in order; none of a finished one.
+
+    Raises `ConfigError` for a folder in the cell's place that holds something else.
+    """
+    config, folder = comparison.run_config(cell), comparison.folder(cell)
+    left = _quantizing(comparison, cell, config) if cell.variant.quantized else _training(config, processes)
+    evaluations = []
+    if cell.variant.quantized and config.eval.problems:
+        evaluations.append([])
+    if comparison.evaluate:
+        evaluations.append(evaluation_options(comparison))
+    for options in evaluations:
+        file = evaluation_file(comparison, cell, options)
+        if left or not file.is_file():
+            left.append(["eval", str(folder), *options, "--json", str(file)])
+    return left
+
+
+def _training(config: RunConfig, processes: int | None = None) -> list[list[str]]:
+    path = str(config.output)
+    together = [] if processes is None else ["--processes", str(processes)]
+    folder = existing_run(config)
+    if folder is not None and folder.is_held():
+        raise ConfigError(f"run {path!r} is written by another process; wait for it to end, or stop it")
+    if folder is None or not folder.steps():
+        return [["train", "--config", f"{path}.yaml", *together]]
+    return [] if is_finished(folder, config) else [["train", "--resume", path, *together]]
+
+
+def _quantizing(comparison: Comparison, cell: Cell, config: RunConfig) -> list[list[str]]:
+    quantized, folder = cell.variant.quantized, comparison.folder(cell)
+    assert quantized is not None
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{str(folder)!r} is no checkpoint; choose another --output, or remove it")
+    note, source = read_note(folder), Cell(quantized.of, cell.seed)
+    if "moved" in note and not _training(comparison.run_config(source)):
+        if (note["scheme"], note["ptq"]) != (config.scheme, quantized.method):
+            raise ConfigError(
+                f"{str(folder)!r} was quantized to {note['scheme']} by {note['ptq']}, not to {config.scheme} by "
+                f"{quantized.method}; choose another --output, or remove it"
+            )
+        return []
+    calibration = [] if quantized.calibration is None else ["--calibration", str(quantized.calibration)]
+    how = ["--ptq", quantized.method, "--scheme", config.scheme, *calibration]
+    return [["export", str(comparison.folder(source)), "-o", str(folder), *how]]
