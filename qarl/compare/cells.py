@@ -93,12 +93,14 @@ class _Children:
 
     def _run_cell(self, cell: Cell, commands: Commands) -> Failed | None:
         start, log = time.monotonic(), self._comparison.output / f"{cell.name}.log"
+        self._console.print(f"{cell.name}: begins; its output: {log}", highlight=False, soft_wrap=True)
         with log.open("wb") as output:
             for command in commands:
                 self._make_room(cell, command)
                 status = self._run_command(command, output)
                 if status != 0:
-                    self._console.print(f"{cell.name}: failed with exit status {status} ({log})", highlight=False)
+                    outcome = "stopped" if self._stopped else f"failed with exit status {status}"
+                    self._console.print(f"{cell.name}: {outcome}", highlight=False)
                     words = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
                     return Failed(cell, "\n".join(words), log)
         self._console.print(f"{cell.name}: done in {time.monotonic() - start:.0f} s", highlight=False)
