@@ -9,13 +9,8 @@ from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import check_json, dotted_overrides, seeds, split, whole, write_json
-from qarl.compare.comparison import (
-    Comparison,
-    make_comparison,
-    read_comparison,
-    shipped_comparisons,
-    varied,
-)
+from qarl.compare.comparison import Comparison
+from qarl.compare.file import make_comparison, read_comparison, shipped_comparisons, varied
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.report.startup import told_to

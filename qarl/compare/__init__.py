@@ -1,6 +1,7 @@
 """`qarl compare`: variants of one configuration, each trained with every seed, by what they deploy.
 
-`comparison`  what is compared, from a YAML file or from options: variants, seeds, cells and their configurations
+`comparison`  what is compared: variants, seeds, cells and their configurations
+`file`        the same from a YAML file and options
 `check`       everything that can be refused before the first cell runs
 `commands`    what is left to run of a cell, as commands of `qarl`
 `cells`       runs them, some at a time

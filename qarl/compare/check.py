@@ -35,7 +35,7 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
             if quantized is None:
                 check_input(config, processes or 1)
             else:
-                source = comparison.run_config(Cell(quantized.of, cell.seed))
+                source = comparison.run_config(comparison.source(cell) or cell)
                 check_request(source, str(source.output), quantized.method, config.scheme, quantized.calibration)
     return left
 

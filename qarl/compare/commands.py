@@ -83,11 +83,12 @@ def _training(config: RunConfig, processes: int | None = None) -> list[list[str]
 
 
 def _quantizing(comparison: Comparison, cell: Cell, config: RunConfig) -> list[list[str]]:
-    quantized, folder = cell.variant.quantized, comparison.folder(cell)
+    quantized, source, folder = cell.variant.quantized, comparison.source(cell), comparison.folder(cell)
     assert quantized is not None
+    assert source is not None
     if folder.exists() and not (folder / "config.json").is_file():
         raise ConfigError(f"{str(folder)!r} is no checkpoint; choose another --output, or remove it")
-    note, source = read_note(folder), Cell(quantized.of, cell.seed)
+    note = read_note(folder)
     if "moved" in note and not _training(comparison.run_config(source)):
         if (note["scheme"], note["ptq"]) != (config.scheme, quantized.method):
             raise ConfigError(

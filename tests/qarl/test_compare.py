@@ -18,18 +18,16 @@ from rich.console import Console
 from qarl.cli.main import main
 from qarl.compare.cells import run_cells
 from qarl.compare.commands import commands_left
-from qarl.compare.comparison import (
-    Cell,
-    Comparison,
+from qarl.compare.comparison import Cell, Comparison, Figure, Quantized
+from qarl.compare.figures import Measured, gap_closed, remarks, rows, value_of
+from qarl.compare.file import (
     ComparisonFile,
-    Figure,
     make_comparison,
     option_texts,
     read_comparison,
     shipped_comparisons,
     varied,
 )
-from qarl.compare.figures import Measured, gap_closed, remarks, rows, value_of
 from qarl.compare.table import table
 from qarl.configs.load import choice_sections
 from qarl.configs.schema.run import RunConfig
@@ -72,8 +70,7 @@ def test_one_run_of_everything_before_the_next_seed():
         *("rtn-w4a16-seed0", "rtn-w8a8-seed0", "rtn-w4a16-seed1", "rtn-w8a8-seed1"),
     ]
     rtn = next(each for each in comparison.variants if each.name == "rtn-w8a8")
-    assert rtn.reference == "qarl-w8a8" and rtn.quantized is not None
-    assert (rtn.quantized.of.name, rtn.quantized.method, rtn.quantized.of.reference) == ("bf16", "rtn", None)
+    assert rtn.reference == "qarl-w8a8" and rtn.quantized == Quantized("bf16", "rtn", None)
     assert comparison.run_config(Cell(rtn, 0)).scheme == "w8a8"
     schemes = {each.name: each for each in shipped("schemes").variants}
     assert (schemes["qarl-grpo"].reference, schemes["qarl-grpo"].baseline) == ("bf16-grpo", "plain-grpo")
@@ -165,6 +162,7 @@ BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
         (BODY | {"evaluate": {"samples": 0}}, "", "eval.samples 0 must be a whole number, at least 1"),
         ({"variants": ["a"]}, "", "variants: ['a'] must be named options"),
         ({"variants": {"a": "w4a16"}}, "", "variants: a 'w4a16' must be options"),
+        ({"variants": {"a": {"of": "b"}}}, "", "a-seed0: unknown option --of"),
         ({"variants": {"a": {"ptq": "rtn", "of": "a", "steps": 3}}}, "", "variant 'a' sets steps, but it is quantized"),
     ],
 )
