@@ -6,10 +6,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
-
-import numpy as np
 
 from qarl.compare.commands import commands_left, evaluation_file, evaluation_options
 from qarl.compare.comparison import Cell, Comparison, Figure, Variant
@@ -77,7 +75,7 @@ def value_of(figure: Figure, steps: Sequence[Mapping[str, Any]]) -> float | None
     if figure.over != "mean":
         count = int(figure.number)
         values = values[:count] if figure.over == "first" else values[-count:]
-    return sum(value for _, value in values) / len(values) if values else None
+    return fmean(value for _, value in values) if values else None
 
 
 def rows(cells: Mapping[Cell, Measured]) -> list[dict[str, Any]]:
@@ -116,7 +114,7 @@ def gap_closed(
     shared = sorted(values.keys() & baseline.keys() & reference.keys())
     if not shared:
         return None
-    own, low, high = (float(np.mean([of[seed] for seed in shared])) for of in (values, baseline, reference))
+    own, low, high = (fmean(of[seed] for seed in shared) for of in (values, baseline, reference))
     trailing = estimate([baseline[seed] - reference[seed] for seed in shared])
     return None if low >= high or trailing.high >= 0 else (own - low) / (high - low)  # of one seed `high` is NaN
 
@@ -168,7 +166,7 @@ def _mean(values: Sequence[float | None]) -> dict[str, Any] | None:
     present = [value for value in values if value is not None]
     if not present:
         return None
-    return {"mean": sum(present) / len(present), "error": _standard_error(present), "count": len(present)}
+    return {"mean": fmean(present), "error": _standard_error(present), "count": len(present)}
 
 
 def _standard_error(values: Sequence[float]) -> float:

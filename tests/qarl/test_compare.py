@@ -104,14 +104,8 @@ def test_options_hold_for_variants_that_do_not_set_them():
         **dict.fromkeys(("plain-tbpo", "plain-grpo", "qarl-tbpo", "qarl-grpo"), "w8a8"),
     }
     assert {config.steps for config in schemes.values()} == {7}
-    assert [config.quantization.scale for config in schemes.values()] == [
-        "minmax",
-        "minmax",
-        "kept",
-        "kept",
-        "kept",
-        "kept",
-    ]
+    scales = [config.quantization.scale for config in schemes.values()]
+    assert scales == ["minmax"] * 2 + ["kept"] * 4
     file = varied({"scheme": ("bf16", "w4a16"), "learner.optimizer.lr": ("1e-4", "5e-4")})
     product = configs(make_comparison(file, Path("runs"), {}, config="immediate-eos"))
     assert [*product] == ["bf16-lr-1e-4", "bf16-lr-5e-4", "w4a16-lr-1e-4", "w4a16-lr-5e-4"]
