@@ -30,7 +30,7 @@ help: ## list the targets
 env: ## create or update the environment from its lock (under 1 s when it matches)
 	@$(MAKE_ENV) --$(DEVICE)
 
-trl-env: ## TRL's own environment in .venv-trl, for: qarl bench learner (or train) --against trl
+trl-env: ## TRL's own environment in .venv-trl, for: python -m benchmarks learner (or train) --against trl
 	@PYTHON="$(PYTHON)" bash scripts/make_env.sh --trl
 
 train: env ## train the embedded default, or: make train ARGS="--scheme w8a8 --seed 1"

@@ -136,7 +136,7 @@ def _text(lines: list[str]) -> str:
 
 
 def publish(data: dict[str, Any]) -> str:
-    """Of `qarl bench publish`."""
+    """Of `python -m benchmarks publish`."""
     lines = [line(("work", "must move", "seconds", "of copy bandwidth")), "|---|---:|---:|---:|"]
     for work in data["work"]:
         seconds, share = median(work["seconds"]), median(work["shares"])
@@ -145,7 +145,7 @@ def publish(data: dict[str, Any]) -> str:
 
 
 def train(data: dict[str, Any]) -> str:
-    """Of `qarl bench train`: steps, and seconds and CPU seconds to each accuracy."""
+    """Steps, and seconds and CPU seconds to each accuracy."""
     targets = list(dict.fromkeys(row["accuracy"] for row in data["reached"]))
     to = tuple(f"{what} to {target:.0%}" for target in targets for what in ("s", "CPU s"))
     lines = [line(("trainer", "seed", "s/step", "CPU s/step", *to)), "|---|---:|" + "---:|" * (2 + len(to))]
@@ -229,7 +229,7 @@ def compare(data: dict[str, Any]) -> str:
 
 
 def memory(rows: list[dict[str, Any]]) -> str:
-    """Of `qarl bench memory`, MiB."""
+    """Of `python -m benchmarks memory`, MiB."""
     lines = [line(("model", "scheme", "planned", "measured", "off")), "|---|---|---:|---:|---:|"]
     for row in rows:
         sizes = (f"{row[key] / 2**20:,.0f}" for key in ("planned", "measured"))
@@ -238,8 +238,8 @@ def memory(rows: list[dict[str, Any]]) -> str:
 
 
 def communication(rows: list[dict[str, Any]]) -> str:
-    """Of `qarl bench communication`: what one process sends, over the masters' bytes, a row a stage and dtype of
-    gradients."""
+    """What one process sends, over the masters' bytes, a row for each stage and dtype
+    of gradients."""
     runs = sorted({(row["scheme"], row["optimizer"], row["processes"]) for row in rows})
     ways = sorted({(row["stage"], row["reduce_dtype"]) for row in rows}, key=lambda way: (way[0], way[1] != "float32"))
     sent = {
@@ -253,7 +253,7 @@ def communication(rows: list[dict[str, Any]]) -> str:
 
 
 def delta(rows: list[dict[str, Any]]) -> str:
-    """Of `qarl bench delta`: codes that a later step changes, and a delta over the whole version and over its quantized
+    """Codes that a later step changes, and a delta over the whole version and over its quantized
     matrices, a row for each shape, scheme and optimizer."""
     rates = sorted({row["lr"] for row in rows})
     last = max(row["step"] for row in rows)
@@ -271,7 +271,7 @@ def delta(rows: list[dict[str, Any]]) -> str:
 
 
 def delivery(data: dict[str, Any]) -> str:
-    """Of `qarl bench delivery`: bytes, and seconds by work, a column for each scheme."""
+    """Bytes, and seconds by work, a column for each scheme."""
     rows = data["rows"]
     lines = [line(("", *(row["scheme"] for row in rows))), "|---|" + "---:|" * len(rows)]
     lines.append(line(("whole, MB", *(f"{row['full_bytes'] / 1e6:.0f}" for row in rows))))
@@ -283,7 +283,7 @@ def delivery(data: dict[str, Any]) -> str:
 
 
 def soak(data: dict[str, Any]) -> str:
-    """Of `qarl bench soak`: memory at its ends, and its slope with a standard error, a row for each side."""
+    """Memory at its ends, and its slope with a standard error, a row for each side."""
     lines = [line(("MiB", "first 25 steps", "last 25 steps", "a hundred steps")), "|---|---:|---:|---:|"]
     for side, memory in data["sides"].items():
         slope = f"{memory['slope']:+.2f} ± {memory['error']:.2f}"

@@ -2,7 +2,7 @@
 # Make or update QaRL's environment from its lock, and install the project into it (editable).
 #
 #   scripts/make_env.sh [--cpu | --cuda] [--venv FOLDER]   default: --cpu, $VENV, $QARL_ENV or .venv
-#   scripts/make_env.sh --trl [--venv FOLDER]              TRL's, for `qarl bench learner` and `train`; default: .venv-trl
+#   scripts/make_env.sh --trl [--venv FOLDER]              TRL's, for `python -m benchmarks learner` and `train`; default: .venv-trl
 #   scripts/make_env.sh --lock [--upgrade ...]             compile all locks again; the rest goes to uv
 #
 # PYTHON names the interpreter (default python3). Nothing is built from C or C++ here; on GPUs Triton builds at run time,

@@ -11,11 +11,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 _FILES = ("--json", "--plot")
 
 
-def record(arguments: list[str], data: Any) -> dict[str, Any]:
+def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, Any]:
     """command, commit ("… with changes" where files differ from it; None outside a checkout), machine and versions,
-    data: the benchmark's own. arguments: of `qarl`; where it wrote to (`--json`, `--plot`) is left out."""
+    data: the benchmark's own. arguments: of `program`; where it wrote to (`--json`, `--plot`) is left out."""
     return {
-        "command": shlex.join(["qarl", *_without_files(arguments)]),
+        "command": f"{program} {shlex.join(_without_files(arguments))}",
         "commit": _commit(),
         "environment": {**describe_environment(), "device": device_name()},
         "data": data,

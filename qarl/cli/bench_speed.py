@@ -5,7 +5,6 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.bench.names import OPTIMIZERS
 from qarl.cli.options import DTYPES, KERNELS, numbers, scheme_names, whole
 from qarl.configs.errors import ConfigError
 from qarl.report.plots import plot_stem
@@ -40,7 +39,7 @@ def add_options(speed: argparse.ArgumentParser) -> None:
     speed.add_argument("--prompt-tokens", type=whole(1), help=f"of each prompt ({step['prompt_tokens']})")
     speed.add_argument("--tokens", type=whole(1), help=f"of each completion ({step['tokens']})")
     speed.add_argument("--updates", type=whole(1), help=f"optimizer steps a batch ({step['updates']})")
-    speed.add_argument("--optimizer", choices=OPTIMIZERS, help=step["optimizer"])
+    speed.add_argument("--optimizer", choices=("adamw", "muon"), help=step["optimizer"])
     speed.add_argument("--plot", metavar="NAME", help="draw the figures too, as NAME.svg and NAME.png")
     measured = speed.add_argument_group("measuring on this machine")
     measured.add_argument(

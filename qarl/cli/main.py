@@ -48,12 +48,16 @@ _LONG_PHASE = 3.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130 interrupted)."""
-    arguments = sys.argv[1:] if argv is None else argv
+    return run_command(_parser(), sys.argv[1:] if argv is None else argv)
+
+
+def run_command(parser: Parser, arguments: list[str]) -> int:
+    """Run the command that `arguments` name; errors are printed, and become the exit status of `main`."""
     write_in_any_encoding()
     console = Console()
     errors = Console(stderr=True)
     try:
-        known, rest = _parser().parse_known_args(readable(arguments))
+        known, rest = parser.parse_known_args(readable(arguments))
         known.arguments = arguments
         return known.run(known, rest, console)
     except SystemExit as ended:  # argparse's own, after --help and --version

@@ -6,7 +6,7 @@
 | fp16 on a CPU | torch's operators | torch's operators |
 | on CUDA | the same operators through torch.compile (Triton) | torch's operators |
 
-All give the same bits. `materializer` says which one it is; the start-up audit and `qarl bench publish` print it.
+All give the same bits. `materializer` says which one it is; the start-up audit prints it.
 Axes: O output rows, I input columns.
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from qarl.bench.learner.batch import MODELS, write_model
+from qarl.bench.batch import MODELS, write_model
 from qarl.bench.speed import measure as speed
 from qarl.bench.speed import plan as planning
 from qarl.bench.speed.figures import Spread, engine_rows, kept, step_rows

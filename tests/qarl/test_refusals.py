@@ -76,7 +76,6 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ),
         ("check --config tiny-qwen3", "takes a configuration without --config: give the file or name alone"),
         ("plan --processes 0", "--processes 0 must be at least 1"),
-        ("bench delta --lrs 5", "learner.optimizer.lr (--lr) 5.0 must be a number, above 0, at most 1"),
         ("train --steps 5 --steps 6", "option --steps is given twice"),
         ("train --config a --config b", "option --config is given twice"),
         ("train --learner.optimizer.betas [2,3]", "betas [2, 3] must be a list of 2 values, each a number, at least 0"),

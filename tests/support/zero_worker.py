@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qarl.bench.communication import Sent
+from benchmarks.communication import Sent
 from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.backends.partitioned_muon import PartitionedMuon, Piece

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from qarl.bench.learner.batch import MODELS, write_model
-from qarl.bench.learner.process import run_worker
+from qarl.bench.batch import MODELS, write_model
+from qarl.bench.process import run_worker
 from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, median_machine, step_rows
 from qarl.bench.speed.job import Answer, Job, Memory
 from qarl.bench.speed.roofline import Machine

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import torch
 
-from qarl.bench.learner.process import WorkerError
-from qarl.bench.learner.step_memory import StepMemory
+from qarl.bench.process import WorkerError
 from qarl.bench.speed.job import CLOCKS, PHASES, Answer, Cell, Job, Memory
 from qarl.bench.speed.roofline import measure_machine, synchronize
+from qarl.bench.step_memory import StepMemory
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch

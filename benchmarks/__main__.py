@@ -1,0 +1,35 @@
+"""`python -m benchmarks NAME`: each measures, prints a table, and writes the same as JSON with --json."""
+
+import sys
+
+from benchmarks.options import (
+    communication,
+    delivery,
+    delta,
+    learner,
+    memory,
+    precision,
+    publish,
+    soak,
+    train,
+)
+from qarl.cli.bench import runs
+from qarl.cli.main import run_command
+from qarl.cli.parser import Parser
+
+PROGRAM = "python -m benchmarks"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one benchmark; returns the exit status, as `qarl` does."""
+    parser = Parser(prog=PROGRAM, description="What developers measure of QaRL, from a checkout.")
+    names = parser.add_subparsers(title="benchmarks", required=True, metavar="NAME")
+    for benchmark in (communication, delivery, delta, learner, precision, publish, soak):
+        runs(benchmark.add_options(names), benchmark.measure, program=PROGRAM)
+    for benchmark in (memory, train):
+        runs(benchmark.add_options(names), benchmark.measure, fields=True, program=PROGRAM)
+    return run_command(parser, sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

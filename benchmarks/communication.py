@@ -1,0 +1,187 @@
+"""`python -m benchmarks communication`: the bytes that learner processes send in a step, by ZeRO stage and scheme.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.communication FOLDER     (one of its processes)
+
+Counted are torch's collectives themselves, whoever calls them (DeepSpeed, Muon, QaRL), as one process sends them in a
+ring: (n - 1) / n of what n processes gather, scatter or reduce, twice that for an all-reduce; of a message its bytes.
+A ring's bytes are the least that any algorithm needs, so a real network sees as many or more.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.learner.worker import groups_of
+from qarl.bench.batch import PAD, BenchModel, draw_sequences, qwen3, write_model
+from qarl.bench.process import WorkerError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.backends.sharded import shard_masters
+from qarl.learner.backends.zero_loading import partitioned_loading
+from qarl.learner.batching import make_batch
+from qarl.learner.learner import Learner
+from qarl.learner.processes import Processes, join_processes, leave_processes
+from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import whole_shape
+from qarl.quant.schemes import get_scheme
+from qarl.report.tables import PlainTable
+
+MODEL = BenchModel(qwen3(2048, 512, 1536, 4, 8, 64), prompts=4, samples=8, tokens=32)
+"""14 million parameters, no matrix so small that DeepSpeed would keep it whole (100,000 elements)."""
+
+UPDATES = 2
+"""Of one micro-batch or two in every process: few, so that what an update sends shows beside what forwards do."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A step of `UPDATES` updates by so many processes. reduce_dtype: in which gradients are sent. sent: bytes that one
+    process sends, on average; share: over the fp32 masters' bytes."""
+
+    scheme: str
+    optimizer: str
+    stage: int
+    reduce_dtype: str
+    processes: int
+    sent: int
+    share: float
+
+
+def measure(
+    schemes: Sequence[str],
+    stages: Sequence[int],
+    processes: Sequence[int],
+    optimizers: Sequence[str],
+    say: Callable[[str], None],
+) -> list[Traffic]:
+    """Rows by processes, scheme, optimizer and stage. Raises `InputError`s for values that cannot be, `WorkerError`
+    with the end of its output where a measurement fails."""
+    for scheme in schemes:
+        get_scheme(scheme)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(MODEL, Path(folder) / "model", seed=0)
+        for count in processes:
+            say(f"{count} processes")
+            jobs = [
+                {"scheme": scheme, "stage": stage, "optimizer": optimizer, "reduce_dtype": dtype}
+                for scheme in schemes
+                for optimizer in optimizers
+                for stage in stages
+                for dtype in ("float32", "bfloat16")[: 2 if stage == 3 else 1]
+            ]
+            rows += _launch(Path(folder), count, jobs)
+    return rows
+
+
+def _launch(folder: Path, count: int, jobs: list[dict[str, Any]]) -> list[Traffic]:
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    ended = subprocess.run(
+        [*command, "-m", __name__, str(folder)], capture_output=True, text=True, check=False, cwd=Path.cwd()
+    )
+    if ended.returncode:
+        said = "\n".join(ended.stderr.strip().splitlines()[-12:])
+        raise WorkerError(f"{count} processes ended with status {ended.returncode}:\n{said}")
+    return [Traffic(**row) for row in json.loads((folder / "rows.json").read_text())]
+
+
+def table(rows: Sequence[Traffic]) -> PlainTable:
+    """For people."""
+    figures = ("processes", "stage", "KiB", "x masters")
+    shown = PlainTable(
+        "scheme", "optimizer", "gradients", *figures, figures=figures,
+        title=f"what one process sends in a step of {UPDATES} updates, and over the fp32 masters' bytes",
+    )  # fmt: skip
+    for row in rows:
+        size = f"{row.sent / 1024:,.0f}"
+        shown.add_row(
+            row.scheme, row.optimizer, row.reduce_dtype, str(row.processes), str(row.stage), size, f"{row.share:.2f}"
+        )
+    return shown
+
+
+def as_data(rows: Sequence[Traffic]) -> list[dict[str, Any]]:
+    """JSON-ready."""
+    return [dataclasses.asdict(row) for row in rows]
+
+
+class Sent(TorchDispatchMode):
+    """Adds up what this process sends within the context."""
+
+    def __init__(self, world: int):
+        super().__init__()
+        self.bytes = 0.0
+        self._ring = (world - 1) / world
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.bytes += self._sent(func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def _sent(self, name: str, args: Sequence[Any]) -> float:
+        largest = max(
+            (sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args), default=0
+        )
+        if name in ("recv_", "barrier", "monitored_barrier_"):
+            return 0.0
+        if name == "send":
+            return largest
+        # Of what is gathered or scattered the whole is the larger argument.
+        return largest * self._ring * (2 if name.startswith("allreduce") else 1)
+
+
+def _bytes(argument: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
+
+
+def _worker(folder: Path) -> None:
+    """One process: every job's learner takes a step to warm up and one that is counted; the first process writes."""
+    torch.set_num_threads(1)
+    processes = join_processes()
+    batch, rows = make_batch(groups_of(draw_sequences(MODEL, seed=0)), PAD), []
+    for job in json.loads((folder / "jobs.json").read_text()):
+        learner = _learner(folder / "model", job, processes, int(batch.length.sum()))
+        learner.learn(batch, 0)
+        with Sent(processes.world) as sent:
+            stats = learner.learn(batch, 1)
+        assert stats.updates == UPDATES
+        mean = sum(processes.gathered(sent.bytes)) / processes.world
+        masters = 4 * sum(whole_shape(p).numel() for p in learner.model.masters.values())
+        rows.append(Traffic(**job, processes=processes.world, sent=round(mean), share=mean / masters))
+    if processes.first:
+        (folder / "rows.json").write_text(json.dumps(as_data(rows)))
+    leave_processes()
+
+
+def _learner(folder: Path, job: dict[str, Any], processes: Processes, tokens: int) -> Learner:
+    """tokens: of the batch."""
+    config = LearnerConfig.model_validate(
+        {
+            "zero_stage": job["stage"],
+            "reduce_dtype": job["reduce_dtype"],
+            "optimizer": {"name": job["optimizer"]},
+            "mini_batches": UPDATES,
+            "micro_batch_tokens": tokens // UPDATES // processes.world,
+            "diagnostics_every": 0,
+        }
+    )
+    scheme = get_scheme(job["scheme"])
+    masters = load_masters(folder, torch.float32, reading=partitioned_loading(config))
+    shard_masters(masters, config, processes, [scheme])
+    return Learner(LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference")), config, processes=processes)
+
+
+if __name__ == "__main__":
+    _worker(Path(sys.argv[1]))

@@ -1,0 +1,186 @@
+"""One scheme's process of `python -m benchmarks delivery`: versions to a running vLLM server, whole and as deltas.
+
+    python -m benchmarks.delivery_worker '{"scheme": NAME, …}'     (see `Job`)
+
+prints one line of JSON (`Delivered`) last. A process of its own, for vLLM allows one engine in each.
+"""
+
+import dataclasses
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, Qwen3Config
+
+from benchmarks.publish import moe_config, random_masters
+from qarl.bench.batch import END, PAD, qwen3, write_tokenizer
+from qarl.configs.schema.run import RolloutConfig
+from qarl.learner.optim.rounding import stochastic_round
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
+from qarl.rollout.open import open_engine
+from qarl.sync.export import export_checkpoint
+
+_QWEN3: dict[str, dict[str, Any]] = {
+    "0.6b": {**qwen3(151936, 1024, 3072, 28, 16, 128), "num_key_value_heads": 8},
+    "tiny": qwen3(512, 128, 256, 2, 4, 32),
+}
+_MOVED = 0.3
+"""Root mean square of AdamW's updates over the learning rate, once its averages have settled over unlike gradients."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """shape: one of `delivery.SHAPES`. lr: of the step between two versions. folder: where versions are written.
+    transfer: as `rollout.server_transfer`."""
+
+    scheme: str
+    shape: str
+    lr: float
+    rounds: int
+    folder: str
+    transfer: str
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """Of one scheme: bytes of a whole version, of a delta and of bf16's, and seconds by the name of the work, medians
+    of all rounds. unquantized_bytes: of a whole version's embedding and output head."""
+
+    scheme: str
+    full_bytes: int
+    unquantized_bytes: int
+    delta_bytes: int
+    bf16_bytes: int
+    seconds: dict[str, float]
+
+
+class _Clock:
+    """Seconds of named work, over rounds."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """One round's."""
+        self._seconds.setdefault(name, []).append(seconds)
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(seconds) for name, seconds in self._seconds.items()}
+
+
+def run(job: Job) -> Delivered:
+    """Start a server on a random model's export and an engine in bf16 here, then hand them version after version."""
+    with tempfile.TemporaryDirectory(prefix="qarl-bench-", dir=job.folder) as temporary, ExitStack() as engines:
+        folder = Path(temporary)
+        config = _config(job.shape)
+        write_tokenizer(config.vocab_size, folder)
+
+        def started(scheme: str, **servers: Any) -> tuple[LowBitModel, Any]:
+            masters = random_masters(config, torch.bfloat16)
+            model = LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+            start = folder / ("served" if servers else "bf16") / "start"
+            export_checkpoint(model, folder, start)
+            rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **servers)
+            engine = engines.enter_context(open_engine(start, rollout, "bfloat16", placed=True))
+            shutil.rmtree(start)  # which may be in memory
+            return model, engine
+
+        served = started(job.scheme, servers=1, server_full_every=2, server_transfer=job.transfer)
+        plain = started("bf16")
+        for name, master in plain[0].masters.items():  # its codes are a copy: one model's masters are enough
+            master.data = served[0].masters[name].data
+        return _measured(*served, *plain, folder, job)
+
+
+def _config(shape: str) -> PretrainedConfig:
+    if shape == "1b-moe":
+        config: PretrainedConfig = moe_config(1e9)
+    else:
+        config = Qwen3Config(**_QWEN3[shape])
+    config.pad_token_id, config.eos_token_id = PAD, END
+    return config
+
+
+def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, folder: Path, job: Job) -> Delivered:
+    """Rounds of one publish each way."""
+    works = ("write", "send", "stage", "pause") if job.transfer == "http" else ("write", "stage", "pause")
+    clock, generator = _Clock(), torch.Generator().manual_seed(1)
+    sizes: dict[str, list[int]] = {"bf16": [], "whole": [], "delta": []}
+    for number in range(job.rounds):
+        sizes["bf16"].append(_from_disk(plain, engine, folder, clock))
+        for kind, version in (("whole", 2 * number + 1), ("delta", 2 * number + 2)):
+            _step(model, job.lr, generator)
+            if kind == "whole":
+                _copy_once(model, clock)
+            report, sent = server.load(model.low_bit_tensors(), version), server.sent
+            assert not report.missing + report.unconsumed, f"version {version} was refused: {report}"
+            assert sent.whole == (kind == "whole"), f"version {version} was sent as {sent}"
+            sizes[kind].append(sent.bytes)
+            for work in works:
+                clock.add(f"{kind}: {work}", getattr(sent, work))
+    return Delivered(
+        scheme=job.scheme,
+        full_bytes=sizes["whole"][0],
+        unquantized_bytes=_unquantized(model),
+        delta_bytes=round(statistics.median(sizes["delta"])),
+        bf16_bytes=sizes["bf16"][0],
+        seconds=clock.medians(),
+    )
+
+
+def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock) -> int:
+    """What there is without QaRL: the checkpoint is saved, and vLLM reloads it, here in this process; its bytes."""
+    saved = folder / "saved"
+    with clock.of("bf16: write"):
+        digest = export_checkpoint(model, folder, saved)
+    with clock.of("bf16: load, paused"):
+        engine.reload_from(saved)
+    shutil.rmtree(saved)
+    return digest.bytes
+
+
+def _unquantized(model: LowBitModel) -> int:
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    return sum(item.tensor.nbytes for item in model.low_bit_tensors() if item.name.endswith(ends))
+
+
+def _copy_once(model: LowBitModel, clock: _Clock) -> None:
+    items = list(model.low_bit_tensors())
+    target = [np.empty(item.tensor.nbytes, np.uint8) for item in items]
+    for octets in target:
+        octets.fill(1)  # pages of its own
+    with clock.of("copy once"):
+        for item, octets in zip(items, target, strict=True):
+            np.copyto(octets, item.tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+@torch.no_grad()
+def _step(model: LowBitModel, lr: float, generator: torch.Generator) -> None:
+    """Masters in bfloat16, moved as by AdamW and rounded stochastically, and a version made of them."""
+    for master in model.masters.values():
+        for part in master.view(-1).split(1 << 22):
+            moved = part.float() + lr * _MOVED * torch.randn(part.shape, generator=generator)
+            part.copy_(stochastic_round(moved, torch.bfloat16, generator))
+    model.refresh()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(dataclasses.asdict(run(Job(**json.loads(sys.argv[1]))))) + "\n")

@@ -1,0 +1,147 @@
+"""TRL's side of `python -m benchmarks learner --against trl`: its training step on QaRL's batch, in TRL's environment.
+
+    TRL-PYTHON -m benchmarks.learner.trl_worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
+
+`GRPOTrainer.train` runs unchanged. Completions enter through its public `rollout_func`; the clock starts when that
+hands them over, and stops at the callback after the batch's last optimizer step. In between lies everything TRL does
+with completions: decoding, rewards and advantages, padding, log-probs before the update, loss, backward, AdamW.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learner.job import Job, Steps
+from qarl.bench.batch import Sequences, digest
+from qarl.bench.step_memory import StepMemory
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no-checkpointing": {"gradient_checkpointing": False},
+    "fp32": {"gradient_checkpointing": False, "bf16": False},
+}
+"""What differs from TRL's defaults (gradient checkpointing, log-probs chunked over the output head, fp32 masters under
+bf16 autocast). fp32 computes in float32, which CPUs without bf16 units do faster."""
+
+
+class Clock:
+    """Seconds, memory and tokens of every batch; the first warms up."""
+
+    def __init__(self, job: Job, memory: StepMemory) -> None:
+        self._job, self.memory = job, memory
+        self.batches, self.seconds, self.seen = 0, [], []
+
+    def begin(self) -> None:
+        """Completions are there."""
+        self.batches += 1
+        if self._job.memory and self.batches == 1 + self._job.steps + 1:
+            self.memory.begin()
+        self._start, self._cpu = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        """The batch's last update is done."""
+        self._synchronize()
+        seconds = {"total": time.perf_counter() - self._start, "cpu": time.process_time() - self._cpu}
+        if 1 < self.batches <= 1 + self._job.steps:
+            self.seconds.append(seconds)
+        if self._job.memory and self.batches == 1 + self._job.steps + 1:
+            self.memory.end()
+
+    def look(self, inputs: dict[str, Any]) -> None:
+        """Remember the sequences of a micro-batch, while warming up."""
+        if self.batches == 1:
+            parts = (inputs[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
+            for prompt, prompt_mask, completion, mask in zip(*parts, strict=True):
+                self.seen.append([*prompt[prompt_mask.bool()].tolist(), *completion[mask.bool()].tolist()])
+
+    @staticmethod
+    def _synchronize() -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def rows_a_forward(sequences: Sequences, updates: int, budget: int) -> int:
+    """Sequences a forward: as many as divide an update's and stay within `budget` tokens when padded, at least 1.
+
+    TRL pads prompts and completions each to their longest, and takes the same number of sequences every time.
+    """
+    an_update = len(sequences.completions) // updates
+    padded = max(map(len, sequences.prompts)) + max(map(len, sequences.completions))
+    return max(n for n in range(1, an_update + 1) if an_update % n == 0 and (n == 1 or n * padded <= budget))
+
+
+def arguments(job: Job, sequences: Sequences, output: str, cuda: bool) -> dict[str, Any]:
+    """Of `GRPOConfig`: GRPO with clip 0.2, no KL penalty, AdamW, bound 1 on the gradient's norm."""
+    rows, an_update = (
+        rows_a_forward(sequences, job.updates, job.micro_batch_tokens), len(sequences.completions) // job.updates,
+    )  # fmt: skip
+    batches = 1 + job.steps + job.memory
+    return {
+        "output_dir": output, "per_device_train_batch_size": rows, "gradient_accumulation_steps": an_update // rows,
+        "steps_per_generation": job.updates * (an_update // rows), "num_generations": sequences.samples,
+        "max_completion_length": max(map(len, sequences.completions)), "max_steps": batches * job.updates,
+        "learning_rate": job.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "loss_type": "grpo", "epsilon": 0.2, "beta": 0.0, "shuffle_dataset": False, "report_to": "none",
+        "use_cpu": not cuda, "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
+        **SETTINGS[job.setting],
+    }  # fmt: skip
+
+
+def run(job: Job) -> Steps:
+    """The same steps as `learner.worker.run`."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    sequences = Sequences.load(Path(job.batch))
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    cuda = torch.cuda.is_available()
+    clock = Clock(job, StepMemory(cuda))
+
+    class Trainer(GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            clock.look(inputs)
+            return super()._compute_loss(model, inputs)
+
+    class AtEnd(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % job.updates == 0:
+                clock.end()
+
+    def rollout(prompts: list[str], _trainer: Any) -> dict[str, Any]:
+        n = sequences.samples
+        numbers = [int(p) for p in prompts]  # each prompt n times in a row
+        assert numbers == [i for i in range(len(sequences.prompts)) for _ in range(n)], numbers
+        given = {
+            "prompt_ids": [sequences.prompts[i] for i in numbers],
+            "completion_ids": sequences.completions,
+            "logprobs": sequences.logprobs,
+        }
+        clock.begin()
+        return given
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return sequences.rewards
+
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
+            reward_funcs=reward,
+            args=GRPOConfig(**arguments(job, sequences, output, cuda)),
+            train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(sequences.prompts))]}),
+            processing_class=tokenizer,
+            callbacks=[AtEnd()],
+            rollout_func=rollout,
+        )
+        trainer.train()
+    return Steps(clock.seconds, clock.memory.step, clock.memory.total, digest(clock.seen))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(run(Job(**json.loads(sys.argv[1]))).as_line() + "\n")

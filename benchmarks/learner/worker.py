@@ -1,0 +1,96 @@
+"""QaRL's side of `python -m benchmarks learner`: a process, a model in one scheme, steps on a batch.
+
+    python -m benchmarks.learner.worker '{"model": FOLDER, "batch": FILE, …}'     (see `Job`)
+
+prints one line of JSON (`Steps`) last. A process of its own, so that one trainer's memory is not another's.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.learner.job import Job, Steps
+from qarl.bench.batch import PAD, Sequences, digest
+from qarl.bench.step_memory import StepMemory
+
+
+def run(job: Job) -> Steps:
+    """Warm up with one step, time `job.steps` more, and take the memory of a last one where it is asked for."""
+    if job.variant != "compile":
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as in a run without learner.compile
+    sequences = Sequences.load(Path(job.batch))
+    import torch
+
+    from qarl.configs.schema.learner import LearnerConfig
+    from qarl.learner.batching import make_batch
+    from qarl.learner.learner import Learner
+    from qarl.quant.checkpoint.load import load_masters
+    from qarl.quant.layers.context import LayerContext
+    from qarl.quant.model.low_bit_model import LowBitModel
+    from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+
+    cuda = torch.cuda.is_available()
+    dtype, groups = COMPUTE_DTYPES[job.dtype], groups_of(sequences)
+    memory = StepMemory(cuda)
+    masters = load_masters(Path(job.model), torch.float32, torch.device("cuda" if cuda else "cpu"))
+    model = LowBitModel(masters, get_scheme(job.setting), LayerContext(dtype, job.kernel))
+    learner = Learner(model, LearnerConfig.model_validate(learner_options(job)))
+    learner.stopwatch.synchronize = cuda
+
+    def step(number: int) -> dict[str, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        stats = learner.learn(make_batch(groups, PAD), number)
+        seconds = {"total": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        assert stats.updates == job.updates, f"{stats.updates} of {job.updates} updates were taken"
+        return {**stats.seconds, **seconds}
+
+    step(0)
+    found = [step(1 + i) for i in range(job.steps)]
+    if job.memory:
+        memory.begin()
+        step(1 + job.steps)
+        memory.end()
+    batch = make_batch(groups, PAD)
+    seen = digest(row[:n].tolist() for row, n in zip(batch.tokens, batch.length, strict=True))
+    return Steps(found, memory.step, memory.total, seen)
+
+
+def learner_options(job: Job) -> dict:
+    """GRPO with clip 0.2 and the mean over each sequence's tokens, AdamW: what TRL is set to as well."""
+    return {
+        "objective": {"name": "grpo"},
+        "optimizer": {"name": "adamw", "lr": job.lr, "weight_decay": 0.0, "betas": (0.9, 0.999)},
+        "mini_batches": job.updates,
+        "diagnostics_every": 0,
+        "micro_batch_tokens": job.micro_batch_tokens,
+        "kernel": job.kernel,
+        "gradient_checkpointing": job.variant == "checkpointing",
+        "compile": job.variant == "compile",
+    }
+
+
+def groups_of(sequences: Sequences) -> list:
+    """The batch as the sampler would have handed it over."""
+    from qarl.rollout.types import Completion, Group, Prompt
+
+    n, groups = sequences.samples, []
+    for i, prompt in enumerate(sequences.prompts):
+        rows = range(i * n, (i + 1) * n)
+        completions = tuple(
+            Completion(
+                token_ids=tuple(sequences.completions[r]),
+                logprobs=tuple(sequences.logprobs[r]),
+                text="",
+                weight_version=0,
+                finish_reason="stop",
+            )
+            for r in rows
+        )
+        groups.append(Group(Prompt(str(i), "", tuple(prompt)), completions, tuple(sequences.rewards[r] for r in rows)))
+    return groups
+
+
+if __name__ == "__main__":
+    sys.stdout.write(run(Job(**json.loads(sys.argv[1]))).as_line() + "\n")

@@ -1,0 +1,1 @@
+"""The benchmarks' options, a module each."""

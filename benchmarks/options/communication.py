@@ -1,0 +1,48 @@
+"""`python -m benchmarks communication`: its options."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.names import OPTIMIZERS
+from qarl.cli.options import numbers, scheme_names, words
+from qarl.report.tables import PlainTable
+
+
+def add_options(names: Any) -> argparse.ArgumentParser:
+    """The benchmark's parser."""
+    parser = names.add_parser(
+        "communication",
+        help="bytes that learner processes send in a step, by ZeRO stage",
+        description=(
+            "Count what several learner processes on this machine send in a step of two updates, by ZeRO stage, over "
+            "the bytes of the fp32 masters (docs/processes.md)."
+        ),
+    )
+    parser.add_argument("--processes", type=numbers("2,4", 2), default="2,4", help="comma-separated (default 2,4)")
+    parser.add_argument("--stages", type=_stages, default="0,1,2,3", help="of ZeRO, comma-separated (default 0,1,2,3)")
+    parser.add_argument("--schemes", type=scheme_names, default="w4a16", help="comma-separated (default w4a16)")
+    parser.add_argument(
+        "--optimizers", type=words(OPTIMIZERS), default="adamw,muon", help="comma-separated: adamw, muon "
+        "(default both)",
+    )  # fmt: skip
+    return parser
+
+
+def _stages(text: str) -> tuple[int, ...]:
+    return tuple(map(int, words(("0", "1", "2", "3"))(text)))
+
+
+def measure(known: argparse.Namespace, console: Console) -> tuple[PlainTable, Any]:
+    """What `known` asks for, as a table and JSON-ready."""
+    from benchmarks import communication
+
+    rows = communication.measure(
+        schemes=known.schemes,
+        stages=known.stages,
+        processes=known.processes,
+        optimizers=known.optimizers,
+        say=lambda line: console.print(line, highlight=False),
+    )
+    return communication.table(rows), communication.as_data(rows)

@@ -1,0 +1,33 @@
+"""Options of the benchmarks that measure TRL too."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.names import TRL_SETTINGS
+from qarl.cli.options import split, words
+from qarl.configs.errors import ConfigError
+
+
+def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
+    """Add `--against` and what goes with it. settings: TRL's, measured unless others are named."""
+    parser.add_argument("--against", choices=("trl",), help="measure TRL's GRPOTrainer too, doing the same")
+    parser.add_argument(
+        "--trl-settings", type=words(TRL_SETTINGS), metavar="NAMES", help="comma-separated: default (of TRL), "
+        f"no-checkpointing, fp32 (no-checkpointing in float32) (default {settings})",
+    )  # fmt: skip
+    parser.add_argument("--trl-python", metavar="PATH", help="default .venv-trl/bin/python, made by `make trl-env`")
+    parser.set_defaults(trl_default=settings)
+
+
+def trl_settings(known: argparse.Namespace, *others: str) -> tuple[tuple[str, ...], Path]:
+    """TRL's settings to measure, none without `--against trl`, and its interpreter. Raises `ConfigError` for an option
+    of TRL's without that. others: further ones, by their names in `known`."""
+    from qarl.bench.process import TRL_PYTHON
+
+    for name in ("trl_settings", "trl_python", *others):
+        given = getattr(known, name)
+        if not known.against and given is not None:
+            value = ",".join(given) if isinstance(given, tuple) else given
+            raise ConfigError(f"--{name.replace('_', '-')} {value} goes with --against trl")
+    settings = (known.trl_settings or split(known.trl_default)) if known.against else ()
+    return settings, Path(known.trl_python or TRL_PYTHON)

@@ -1,0 +1,216 @@
+"""`python -m benchmarks publish`: making a weight version and handing it over, against memory-copy bandwidth.
+
+A random Qwen3-MoE is materialized and its stream consumed as an engine consumes it: each tensor copied once into memory
+that was there before. No engine runs, so what an engine does with the tensors afterwards is not in the figures. Each
+round starts with plain copies, and shares are of the fastest one's bandwidth: other processes on the machine slow both.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
+from benchmarks.peak_memory import PeakMemory
+from qarl.configs.errors import ConfigError
+from qarl.quant.checkpoint.load import empty_model
+from qarl.quant.digest import ReceivedDigest, StreamDigest
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.materialize import materialize
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
+from qarl.report.tables import PlainTable
+
+_COPIED_BYTES = 1 << 29
+_RANDOM_VALUES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kind of work. bytes: that must be read and written. seconds: of each round. shares: of the copy bandwidth
+    measured in the same round."""
+
+    name: str
+    bytes: int
+    seconds: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def gigabytes_a_second(self) -> float:
+        """At the median of the rounds, 10^9 bytes."""
+        return self.bytes / statistics.median(self.seconds) / 1e9
+
+
+@dataclass(frozen=True)
+class PublishFigures:
+    """What was measured. All sizes in bytes. copy_bandwidth: read and written by a plain copy, bytes a second, median.
+
+    materializers: what made the low-bit tensors, by scheme. master_bytes: read by a materialization. low_bit_bytes: of
+    the stream. largest_layer: of the largest matrix or stack of experts, as master. peak_extra: resident memory beyond
+    the masters, at its highest.
+    """
+
+    model: str
+    scheme: str
+    dtype: str
+    master_dtype: str
+    threads: int
+    materializers: dict[str, str]
+    parameters: int
+    master_bytes: int
+    low_bit_bytes: int
+    largest_layer: int
+    peak_extra: int
+    copy_bandwidth: float
+    work: tuple[Work, ...]
+
+
+def measure(scheme: str, parameters: float, dtype: str, master_dtype: str, repeats: int) -> PublishFigures:
+    """Everything, on one random model of about that many parameters. Raises `ConfigError` for unusable values."""
+    found = get_scheme(scheme)
+    if parameters < 1e6:
+        raise ConfigError(f"--parameters {parameters:g} must be at least 1e6")
+    compute, master = COMPUTE_DTYPES[dtype], MASTER_DTYPES[master_dtype]
+    config = moe_config(parameters)
+    masters = random_masters(config, master)
+    materialize(torch.ones(128, 256, dtype=master), found, compute)  # compiles: neither time nor memory of a version
+    with PeakMemory() as building:
+        model = LowBitModel(masters, found, LayerContext(compute, "reference"))
+    sink = [torch.zeros_like(item.tensor) for item in model.low_bit_tensors()]
+    with PeakMemory() as running:
+        bandwidths, work = _rounds(model, sink, repeats)
+    low_bit_bytes = sum(tensor.nbytes for tensor in sink)
+    return PublishFigures(
+        model=f"Qwen3-MoE, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_experts} "
+        f"experts of {config.moe_intermediate_size}, vocabulary {config.vocab_size}",
+        scheme=scheme, dtype=dtype, master_dtype=master_dtype, threads=torch.get_num_threads(),
+        materializers=model.materializers(),
+        parameters=sum(p.numel() for p in model.masters.values()),
+        master_bytes=sum(p.nbytes for p in model.masters.values()),
+        low_bit_bytes=low_bit_bytes,
+        largest_layer=max(p.nbytes for p in model.masters.values()),
+        peak_extra=max(building.bytes, low_bit_bytes + running.bytes - 2 * _COPIED_BYTES),
+        copy_bandwidth=statistics.median(bandwidths),
+        work=work,
+    )  # fmt: skip
+
+
+def moe_config(parameters: float) -> Qwen3MoeConfig:
+    """Layers as in Qwen3-30B-A3B, with 16 of its 128 experts and a fifth of its vocabulary, as many as make up the
+    parameters; below 2.5e8, layers an eighth as wide."""
+    large = parameters >= 2.5e8
+    hidden, intermediate, experts = (2048, 768, 16) if large else (256, 128, 4)
+    heads, head_dim, vocabulary = (32, 128, 32768) if large else (4, 64, 2048)
+    layer = 3 * experts * hidden * intermediate + hidden * head_dim * (2 * heads + 2 * 2)
+    layers = max(1, round((parameters - 2 * vocabulary * hidden) / layer))
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden, "moe_intermediate_size": intermediate, "intermediate_size": intermediate,
+        "num_experts": experts, "num_experts_per_tok": 2, "num_attention_heads": heads, "num_key_value_heads": 2,
+        "head_dim": head_dim, "vocab_size": vocabulary, "num_hidden_layers": layers, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return Qwen3MoeConfig(**sizes)
+
+
+def random_masters(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of this architecture: 4 million normal values, again and again."""
+    model: Any = empty_model(config)
+    model = model.to(dtype).to_empty(device="cpu").eval()
+    model.tie_weights()
+    model.config.architectures = [type(model).__name__]  # without it vLLM takes an export for a model of embeddings
+    values = torch.randn(_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for part in parameter.view(-1).split(_RANDOM_VALUES):
+                part.copy_(values[: part.numel()])
+    return model
+
+
+def _rounds(model: LowBitModel, sink: list[torch.Tensor], repeats: int) -> tuple[list[float], tuple[Work, ...]]:
+    """Copy bandwidth of each round, and the work of all; a first round, not counted, warms up."""
+    source, target = (torch.full((_COPIED_BYTES,), value, dtype=torch.uint8) for value in (1, 2))
+    master_bytes, low_bit_bytes = (sum(t.nbytes for t in found) for found in (model.masters.values(), sink))
+    seconds: list[tuple[float, ...]] = []
+    for _ in range(repeats + 1):
+        copy = min(_seconds(lambda: target.copy_(source)) for _ in range(3))
+        made, sent = _seconds(model.refresh), _seconds(lambda: _publish(model, sink))
+        proven = _seconds(lambda: _publish_proven(model, sink))
+        seconds.append((copy, made, sent, made + sent, proven, made + proven))
+    copies, *others = zip(*seconds[1:], strict=True)
+    bandwidths = [2 * _COPIED_BYTES / copy for copy in copies]
+    made_bytes, sent_bytes = master_bytes + low_bit_bytes, 2 * low_bit_bytes
+    named = {
+        "materialize": made_bytes,
+        "publish": sent_bytes,
+        "materialize + publish": made_bytes + sent_bytes,
+        "publish, digest on both ends": sent_bytes,
+        "materialize + publish, digest on both ends": made_bytes + sent_bytes,
+    }
+    work = []
+    for (name, moved), times in zip(named.items(), others, strict=True):
+        shares = tuple(moved / t / bandwidth for t, bandwidth in zip(times, bandwidths, strict=True))
+        work.append(Work(name, moved, times, shares))
+    return bandwidths, tuple(work)
+
+
+def _publish(model: LowBitModel, sink: list[torch.Tensor]) -> None:
+    for item, target in zip(model.low_bit_tensors(), sink, strict=True):
+        _consume(item.tensor, target)
+
+
+def _publish_proven(model: LowBitModel, sink: list[torch.Tensor]) -> None:
+    sender, receiver = StreamDigest(), ReceivedDigest()
+    for item, target in zip(model.low_bit_tensors(), sink, strict=True):
+        sender.update(item)
+        receiver.update(item)
+        _consume(item.tensor, target)
+    assert sender.hexdigest() == receiver.hexdigest()
+
+
+def _consume(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """A plain memory copy in this thread: with OpenMP's barrier for every tensor, another process on the machine costs
+    a scheduler's time slice each, a hundred times the copy."""
+    np.copyto(target.view(torch.uint8).numpy(), tensor.detach().view(torch.uint8).numpy())
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def table(found: PublishFigures) -> PlainTable:
+    """Figures for a person."""
+    made = ", ".join(f"{scheme}: {how}" for scheme, how in found.materializers.items())
+    over = found.peak_extra - found.low_bit_bytes
+    figures = ("must move", "seconds", "GB/s", "of copy bandwidth")
+    title = (
+        f"{found.model}: {found.parameters / 1e9:.3f}e9 parameters, {found.scheme}, {found.dtype}, "
+        f"masters {found.master_dtype}, {found.threads} threads\nmade by {made}"
+    )
+    caption = (
+        f"copy bandwidth {found.copy_bandwidth / 1e9:.1f} GB/s, read and written; all figures are medians of "
+        f"{len(found.work[0].seconds)} rounds\nmemory beyond the masters at its peak: {_mib(found.peak_extra)} = "
+        f"low-bit tensors {_mib(found.low_bit_bytes)} + {_mib(over)} (the largest layer's master is "
+        f"{_mib(found.largest_layer)})"
+    )
+    shown = PlainTable("work", *figures, figures=figures, title=title, caption=caption)
+    for work in found.work:
+        shown.add_row(
+            work.name, f"{work.bytes / 1e9:.2f} GB", f"{statistics.median(work.seconds):.3f}",
+            f"{work.gigabytes_a_second:.1f}", f"{statistics.median(work.shares):.0%}",
+        )  # fmt: skip
+    return shown
+
+
+def as_data(found: PublishFigures) -> dict:
+    """JSON-ready, every round included."""
+    return dataclasses.asdict(found)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,1 @@
+"""`python -m benchmarks train`: a whole training against TRL's, by the time to each accuracy."""

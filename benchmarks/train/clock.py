@@ -1,0 +1,48 @@
+"""Seconds and CPU seconds of a training, its evaluations left out. The same clock for every trainer."""
+
+import time
+
+import psutil
+
+from benchmarks.train.job import Curve, Point
+
+
+class Clock:
+    """`evaluated` before the first step, `begin` where that begins, then `evaluate` and `evaluated` around every
+    evaluation."""
+
+    def __init__(self, samples: int) -> None:
+        """samples: completions a step."""
+        self._samples = samples
+        self._points: list[Point] = []
+        self._begin: float | None = None
+        self._left_out = self._cpu_left_out = 0.0
+        self._startup = 0.0
+
+    def begin(self) -> None:
+        """The first step begins. Later calls do nothing."""
+        if self._begin is None:
+            self._startup = time.time() - psutil.Process().create_time()
+            self._begin, self._cpu_begin = time.perf_counter(), time.process_time()
+
+    def evaluate(self) -> None:
+        """An evaluation begins."""
+        self._paused, self._cpu_paused = time.perf_counter(), time.process_time()
+
+    def evaluated(self, step: int, accuracy: float) -> None:
+        """It has ended, and gave this accuracy."""
+        if self._begin is None:
+            self._points.append(Point(step=step, samples=0, seconds=0.0, cpu_seconds=0.0, accuracy=accuracy))
+            return
+        seconds = self._paused - self._begin - self._left_out
+        cpu_seconds = self._cpu_paused - self._cpu_begin - self._cpu_left_out
+        samples = step * self._samples
+        self._points.append(
+            Point(step=step, samples=samples, seconds=seconds, cpu_seconds=cpu_seconds, accuracy=accuracy)
+        )
+        self._left_out += time.perf_counter() - self._paused
+        self._cpu_left_out += time.process_time() - self._cpu_paused
+
+    def curve(self) -> Curve:
+        """All of it so far."""
+        return Curve(self._startup, tuple(self._points))

@@ -1,0 +1,53 @@
+"""QaRL's side of `python -m benchmarks train`: one run of `qarl train`, with a clock that leaves evaluations out.
+
+python -m benchmarks.train.worker '{"model": "tiny-qwen3", …}'     (a run's configuration)
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from benchmarks.train.clock import Clock
+from benchmarks.train.job import Curve
+
+
+def run(tree: dict) -> Curve:
+    """tree: the configuration; its `output` must be a new folder. The environment is that of the benchmark's process,
+    which is set as `qarl train` sets its own."""
+    from rich.console import Console
+
+    from qarl.configs.load import config_from_tree
+    from qarl.learner.processes import Processes
+    from qarl.report.dashboard import Dashboard
+    from qarl.report.early_warning import EarlyWarning
+    from qarl.report.metrics import StepMetrics
+    from qarl.report.run_folder import RunFolder
+    from qarl.train import train
+
+    config = config_from_tree(tree)
+    clock = Clock(config.rollout.prompts * config.rollout.samples)
+
+    class Clocked(Dashboard):
+        def entered(self, phase: str) -> None:
+            super().entered(phase)
+            if phase == "sample":
+                clock.begin()
+            if phase == "evaluate":
+                clock.evaluate()
+
+        def baseline(self, accuracy: float) -> None:
+            super().baseline(accuracy)
+            clock.evaluated(0, accuracy)
+
+        def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
+            super().stepped(metrics, warnings)
+            if metrics.accuracy is not None:
+                clock.evaluated(metrics.step, metrics.accuracy)
+
+    with Clocked(config, Console(file=sys.stderr)) as dashboard:
+        train(config, RunFolder.create(config), dashboard, Processes())
+    return clock.curve()
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n" + run(json.loads(sys.argv[1])).as_line() + "\n")

@@ -1,1 +1,0 @@
-"""`qarl bench learner`: a step's seconds and memory, per scheme and against TRL."""

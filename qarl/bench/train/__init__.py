@@ -1,1 +1,0 @@
-"""`qarl bench train`: a whole training against TRL's, by the time to each accuracy."""

@@ -1,0 +1,67 @@
+"""The speed benchmarks: what they count and refuse; how fast a machine is they cannot test."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import publish
+from benchmarks.peak_memory import PeakMemory
+from qarl.configs.errors import ConfigError
+from qarl.quant.materialize.size import stored_bytes
+from qarl.quant.schemes import SchemeError, get_scheme
+
+
+def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
+    """Contract: materializing reads every master once and writes every published byte once; publishing reads and
+    writes the published bytes. Counted here from shapes alone."""
+    found = publish.measure("w4a16", 2e6, "bfloat16", "float32", repeats=1)
+    config = publish.moe_config(2e6)
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    heads, shared = config.num_attention_heads * config.head_dim, 2 * config.head_dim
+    expert = config.moe_intermediate_size
+    shapes = [(heads, hidden), (shared, hidden), (shared, hidden), (hidden, heads)]
+    shapes += [(expert, hidden), (expert, hidden), (hidden, expert)] * config.num_experts
+    low_bit = layers * sum(stored_bytes(get_scheme("w4a16"), shape, torch.bfloat16) for shape in shapes)
+    plain = 2 * config.vocab_size * hidden + hidden
+    plain += layers * (config.num_experts * hidden + 2 * hidden + 2 * config.head_dim)
+    parameters = plain + layers * sum(o * i for o, i in shapes)
+    assert found.parameters == parameters and found.master_bytes == 4 * parameters
+    assert found.low_bit_bytes == low_bit + 2 * plain
+    made, sent, both, *_ = found.work
+    assert made.bytes == found.master_bytes + found.low_bit_bytes and sent.bytes == 2 * found.low_bit_bytes
+    assert both.bytes == made.bytes + sent.bytes and all(s > 0 for w in found.work for s in w.seconds)
+    assert "made by" in str(publish.table(found).title)
+
+
+@pytest.mark.parametrize("parameters", [2e6, 5e7, 2.5e8, 1e9, 7e9])
+def test_the_model_has_about_the_parameters_asked_for(parameters: float):
+    from qarl.quant.checkpoint.load import empty_model
+
+    count = sum(p.numel() for p in empty_model(publish.moe_config(parameters)).parameters())
+    assert count == pytest.approx(parameters, rel=0.25 if parameters < 1e9 else 0.05)
+
+
+def test_masters_are_all_filled():
+    for name, parameter in publish.random_masters(publish.moe_config(2e6), torch.bfloat16).named_parameters():
+        assert parameter.dtype == torch.bfloat16 and parameter.isfinite().all() and parameter.std() > 0, name
+
+
+def test_peak_memory_sees_what_was_freed_again():
+    with PeakMemory() as peak:
+        held = np.ones(1 << 26, np.uint8)
+        held += 1
+        del held
+    assert 0.9 * 2**26 < peak.bytes < 4 * 2**26
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scheme": "w4a17"}, SchemeError, "'w4a17'.*did you mean"),
+        ({"parameters": 10.0}, ConfigError, "--parameters 10 must be at least"),
+    ],
+)
+def test_unusable_values_are_refused_before_anything_is_built(changes: dict, error: type[Exception], message: str):
+    options = {"scheme": "w4a16", "parameters": 1e9, "dtype": "bfloat16", "master_dtype": "bfloat16", "repeats": 1}
+    with pytest.raises(error, match=message):
+        publish.measure(**{**options, **changes})
