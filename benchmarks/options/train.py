@@ -39,9 +39,9 @@ def add_options(names: Any) -> argparse.ArgumentParser:
 def measure(known: argparse.Namespace, console: Console, overrides: dict[str, str]) -> tuple[PlainTable, Any]:
     """Train, draw the curves where asked for, and return the table and the same JSON-ready."""
     settings, python = trl_settings(known, "trl_lr")
+    from benchmarks.plots import plot_stem
     from benchmarks.train import measure as training
     from benchmarks.train import table as shown
-    from qarl.report.plots import plot_stem
 
     options = training.TrainOptions(
         schemes=known.schemes, seeds=known.seeds, trl=settings, trl_python=python,

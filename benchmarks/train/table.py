@@ -5,8 +5,8 @@ from statistics import median
 
 from rich.text import Text
 
+from benchmarks.plots import Line, LinePanel, draw
 from benchmarks.train.measure import Reached, Training, summary
-from qarl.report.plots import Line, LinePanel, draw
 from qarl.report.tables import PlainTable
 
 OF_TRL_AT_MOST = 0.5

@@ -289,7 +289,7 @@ class RunConfig(Section):
         description="at each sign that a run goes wrong (docs/report.md): warn; or halve the learning rate; or halve "
         "the correction's cap, in logarithms; or stop",
     )
-    log: Literal["none", "wandb", "mlflow"] = Field(
+    log: Literal["none", "wandb"] = Field(
         default="none", description="where metrics go besides metrics.jsonl and TensorBoard (docs/metrics.md)"
     )
     output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")

@@ -95,11 +95,10 @@ def _add_speed(names: Any) -> None:
 
     speed = names.add_parser(
         "speed",
-        help="decoding, prefill and a whole training step per scheme, against bf16; or a step predicted for GPUs",
+        help="decoding, prefill and a whole training step per scheme, against bf16",
         description=(
             "Measure every scheme this machine runs: the engine's decoding and prefill, a whole training step with a "
-            "plain learner and with QaRL, memory, and how far all of it is from the machine's roofline. With --plan "
-            "nothing is run: a step on GPUs is predicted from a model's shapes and stated rates (docs/bench-speed.md)."
+            "plain learner and with QaRL, memory, and how far all of it is from the machine's roofline."
         ),
     )
     bench_speed.add_options(speed)

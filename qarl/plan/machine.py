@@ -9,8 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from qarl.plan.gpus import GPUS, parse_gpus
+from qarl.configs.errors import ConfigError
 from qarl.quant.runtime.answers import installed
+
+GPUS = {"a100": 80, "l40s": 48, "h100": 80, "h200": 141, "b200": 180}
+"""Lower-case name → memory, 10⁹ bytes as data sheets count. A100 of 80 GB."""
 
 _QUERY = ("index", "uuid", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
 
@@ -51,8 +54,11 @@ def parse_machine(text: str) -> Machine:
     sized = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)gb", text.lower())
     if sized:
         return Machine(f"{sized[1]} × {sized[2]} GB", "cuda", int(sized[1]), int(sized[2]) * 10**9)
-    count, kind = parse_gpus(text)
-    return Machine(f"{count} × {kind.upper()}", "cuda", count, int(GPUS[kind].memory))
+    named = re.fullmatch(r"([1-9]\d*)x(\w+)", text.lower())
+    if not named or named[2] not in GPUS:
+        kinds = ", ".join(name.upper() for name in GPUS)
+        raise ConfigError(f"--gpus {text!r}: give a count and a kind, such as 8xH100; known are {kinds}")
+    return Machine(f"{named[1]} × {named[2].upper()}", "cuda", int(named[1]), GPUS[named[2]] * 10**9)
 
 
 def this_machine() -> Machine:

@@ -71,10 +71,6 @@ class Shapes:
         """Of one token's keys and values in all layers. itemsize: of the compute dtype, as below."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
-    def checkpoint_bytes(self, scheme: str, itemsize: int) -> int:
-        """Of all tensors as published, norms and biases left out. scheme: its name."""
-        return self.quantized_bytes(scheme, itemsize) + (self.parameters - self.quantized) * itemsize
-
     def quantized_bytes(self, scheme: str, itemsize: int) -> int:
         """Of the matrices that a low-bit scheme quantizes, as published."""
         mlp = self._stored(self.mlp_matrices, scheme, itemsize) * max(self.experts, 1)

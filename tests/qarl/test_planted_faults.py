@@ -84,7 +84,7 @@ CONFIG: list[tuple[str, Any, str]] = [
     ("task.options", {"min_terms": 2}, "takes no options, got: min_terms"),
     ("task.template", {"enable_thinking": False}, "task.template.enable_thinking False would do nothing"),
     ("task.subset", "main", "task.subset 'main' names part of a Hugging Face data set"),
-    ("log", "wandbb", "log 'wandbb' must be one of none, wandb, mlflow"),
+    ("log", "wandbb", "log 'wandbb' must be one of none, wandb"),
 ]
 
 

@@ -85,7 +85,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --eval.samples 4", "eval.samples 4 with eval.temperature 0: greedy answers are all the same"),
         ("train --rollout.top_p 0.9", "rollout.top_p: a policy is trained on completions of its whole distribution"),
         ("train --config cut.yaml", "rollout.min_p: a policy is trained on completions of its whole distribution"),
-        ("train --log wandbb", "log 'wandbb' must be one of none, wandb, mlflow"),
+        ("train --log wandbb", "log 'wandbb' must be one of none, wandb"),
         ("train --rollout.temperature 0", "rollout.temperature 0 must be a number, above 0, at most 10"),
         ("train --eval.top_p 0.9", "eval.top_p 0.9 with eval.temperature 0 would do nothing"),
         ("train --objective gpro", "name 'gpro' is no objective"),

@@ -1,14 +1,10 @@
-"""The figures of `qarl bench speed`, and its prediction, for a person."""
-
-from collections.abc import Sequence
+"""The tables of `qarl bench speed`."""
 
 from rich.text import Text
 
 from qarl.bench.speed.figures import KEPT_AT_LEAST, OVER_PLAIN_AT_MOST, SAMPLING_SHARE, EngineRow, Spread
 from qarl.bench.speed.job import PHASES
 from qarl.bench.speed.measure import Figures
-from qarl.bench.speed.plan import Plan
-from qarl.bench.speed.rates import in_words
 from qarl.bench.speed.roofline import Machine
 from qarl.report.tables import PlainTable
 
@@ -92,39 +88,3 @@ def _memory(figures: Figures) -> PlainTable:
     for name, memory in figures.memory.items():
         shown.add_row(name, *(f"{getattr(memory, column) / 2**20:,.0f}" for column in columns))
     return shown
-
-
-def plan_tables(plan: Plan) -> list[PlainTable]:
-    """The predicted steps, and below them everything that was assumed."""
-    options, cluster = plan.options, plan.cluster
-    columns = ("s/step", "of bf16", "split", "decode tok/s a GPU", "kept", "over plain", "GiB a GPU")
-    title = (
-        f"PREDICTED, not run: {options.model} on {cluster.count} × {cluster.name}, {options.prompts} × "
-        f"{options.samples} completions of {options.tokens} tokens after {options.prompt_tokens}"
-    )
-    shown = PlainTable("learner", *columns, figures=columns, title=title, caption="\n".join(_assumptions(plan)))
-    fits = cluster.gpu.memory
-    for row in plan.rows:
-        split = "/".join(f"{100 * row.phases[phase] / row.seconds:.0f}" for phase in PHASES)
-        shown.add_row(
-            row.scheme if row.kind == "bf16" else f"{row.scheme} {row.kind}", f"{row.seconds:,.1f}",
-            f"{row.of_bf16:.2f} ×", split, f"{row.decode:,.0f}", "-" if row.kept is None else f"{row.kept:.0%}",
-            "-" if row.over_plain is None else f"{row.over_plain:+.1%}",
-            Text(f"{row.memory / 2**30:,.0f}", style="" if row.memory < fits else "red"),
-        )  # fmt: skip
-    return [shown]
-
-
-def _assumptions(plan: Plan) -> Sequence[str]:
-    shapes, options, cluster = plan.shapes, plan.options, plan.cluster
-    return [
-        f"split: percent of the step in {', '.join(PHASES)}; {options.updates} updates a batch, {options.optimizer}",
-        f"model: {shapes.parameters / 1e9:.2f}e9 parameters, {(shapes.active + shapes.head) / 1e9:.2f}e9 a token",
-        f"rates: {cluster.source}; link {cluster.gpu.link / 1e9:,.0f} GB/s one way",
-        f"assumed: {', '.join(in_words(plan.assumed))}",
-        "assumed: all completions as long as given, cached prompts, even routing; no waiting, no overlap of phases; "
-        "GiB: engine's weights, codes, masters, gradients, moments; activations and "
-        f"{plan.rows[0].cache_a_token / 1024:,.0f} KiB a cached token come on top; "
-        f"red above the {cluster.gpu.memory / 2**30:,.0f} of this GPU",
-        *(f"{name} left out: {reason}" for name, reason in plan.skipped.items()),
-    ]

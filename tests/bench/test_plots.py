@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.plots import BarPanel, Bars, Line, LinePanel, draw, plot_stem
 from qarl.configs.errors import ConfigError
-from qarl.report.plots import BarPanel, Bars, Line, LinePanel, draw, plot_stem
 
 LINES = LinePanel(
     "decode", "batch", "tok/s",
