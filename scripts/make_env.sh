@@ -169,7 +169,7 @@ compile_locks() {
 sync_env() {
     if [[ $device == cuda ]]; then
         MIN_FREE_GIB=$((2 * MIN_FREE_GIB))
-        bash scripts/env/check_cuda.sh "$python" || say "going on: what is made here runs once that is mended (qarl doctor --machine)"
+        bash scripts/env/check_cuda.sh "$python" || say "going on: what is made here runs once that is mended (qarl check --machine)"
     fi
     [[ -f $stamp ]] || check_disk
     rm -f "$stamp"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from qarl.advice.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
 from qarl.bench.random_policy import NAMES, random_policy
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch
@@ -26,7 +27,6 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
 from qarl.rollout.engine import Engine
 from qarl.rollout.types import Group, Prompt, Sampling
-from qarl.run.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
 from qarl.run.session import model_folder
 
 

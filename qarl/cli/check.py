@@ -1,23 +1,23 @@
-"""`qarl check`: all that a run needs, looked at in seconds, one prompt and what the reward makes of its answer too."""
+"""`qarl check`: all that a run needs, looked at before it begins."""
 
 import argparse
+import dataclasses
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 
+from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.options import dotted_overrides
+from qarl.cli.mismatch import investigated, mismatch_config
+from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, told_to
 from qarl.run.check import check_files
-
-if TYPE_CHECKING:  # which imports torch
-    from qarl.run.preview import Finding
 
 
 def add_check(commands: Any) -> None:
@@ -25,7 +25,7 @@ def add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check",
         help="look at a configuration before it runs: model, one prompt, the reward, lengths, disk, kernels",
-        usage="qarl check [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]",
+        usage="qarl check [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]\n       qarl check --machine",
         description="Look at everything a run needs, without an engine or training. CONFIG is a YAML file, or the "
         "name of a shipped one; options are those of `qarl train`. Exit status 1 where something looks wrong.",
         allow_abbrev=False,
@@ -36,28 +36,65 @@ def add_check(commands: Any) -> None:
         metavar="CONFIG",
         help="YAML file, or a shipped name; default: as `qarl train`",
     )
+    check.add_argument(
+        "--sample",
+        action="store_true",
+        help="sample one batch too, and test on it that learner and sampler are one policy: ratios, dtypes, "
+        "temperature, positions, end tokens, seeds and more",
+    )
+    check.add_argument(
+        "--machine",
+        action="store_true",
+        help="look at the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators, every scheme's "
+        "kernel; no model is needed",
+    )
+    check.add_argument("--json", metavar="FILE", help="write the findings as JSON too")
     add_flags(check, FLAGS)
     check.set_defaults(run=_check)
 
 
 def _check(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     overrides = dotted_overrides(known, rest)
-    file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
-    config = load_config(file, overrides)
-    warnings = show(checked(config, console), console)
-    console.print(f"{warnings} warning{'s' * (warnings != 1)}" if warnings else "all well", highlight=False)
+    if known.machine and (known.config or overrides or known.sample):
+        other = known.config or ("--sample" if known.sample else f"--{next(iter(overrides))}")
+        raise ConfigError(f"{other} with --machine, which looks at the machine alone; leave one of them out")
+    check_json(known.json)
+    if known.machine:
+        quiet_libraries()
+        from qarl.advice.machine import machine_findings
+
+        findings, tested = show(machine_findings(), console), ""
+    else:
+        findings, tested = _of_run(mismatch_config(known.config, overrides), known.sample, console)
+    warnings = sum(finding.level == "warning" for finding in findings)
+    console.print(
+        f"{warnings} warning{'s' * (warnings != 1)}{tested}" if warnings else f"all well{tested}", highlight=False
+    )
+    write_json(known.json, [dataclasses.asdict(finding) for finding in findings])
     return 1 if warnings else 0
 
 
-def checked(config: RunConfig, console: Console, new: bool = True) -> list["Finding"]:
-    """What `qarl.run.preview` says of a configuration, with its phases on the console. new: whether a run's folder is
-    to be made."""
+def _of_run(config: RunConfig, sample: bool, console: Console) -> tuple[list[Finding], str]:
+    """What was seen, and in words what was tested on a sampled batch."""
+    findings = show(_previewed(config, console, new=not sample), console)
+    if not sample:
+        return findings, ""
+    investigation = investigated(config, console)
+    from qarl.advice.pitfalls import CHECKS
+
+    findings += show(investigation.pitfalls, console)
+    return findings, f"; {len(CHECKS)} tests on {int(investigation.batch.response_mask.sum()):,} tokens"
+
+
+def _previewed(config: RunConfig, console: Console, new: bool) -> list[Finding]:
+    """What `qarl.advice.preview` says of a configuration, with its phases on the console. new: whether a run's folder
+    is to be made."""
     quiet_libraries(config.learner.compile is True)
     with told_to(console):
         with phase("checking files, task and reward"):
             task = check_files(config, new)
         with phase("importing torch and transformers"):
-            from qarl.run.preview import preview
+            from qarl.advice.preview import preview
             from qarl.run.session import check_processes, model_folder, require_schemes
         check_processes(config, 1)
         with phase("checking kernels"):
@@ -66,11 +103,13 @@ def checked(config: RunConfig, console: Console, new: bool = True) -> list["Find
             return list(preview(config, task, model_folder(config.model)))
 
 
-def show(findings: Sequence["Finding"], console: Console) -> int:
-    """Print them; how many are warnings."""
+def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
+    """Print each as it comes; returns all."""
+    shown = []
     for finding in findings:
-        mark = "warning: " if finding.warning else ""
-        lines = finding.text.split("\n")
-        body = lines[0] if len(lines) == 1 else "\n" + textwrap.indent(finding.text, "  | ")
-        console.print(f"{mark}{finding.title}: {body}", markup=False, highlight=False, soft_wrap=True)
-    return sum(finding.warning for finding in findings)
+        mark = "warning: " if finding.level == "warning" else ""
+        body = "\n" + textwrap.indent(finding.text, "  | ") if "\n" in finding.text else finding.text
+        remedy = f"\n  -> {finding.remedy}" if finding.remedy else ""
+        console.print(f"{mark}{finding.about}: {body}{remedy}", markup=False, highlight=False, soft_wrap=True)
+        shown.append(finding)
+    return shown

@@ -14,8 +14,6 @@ from rich.console import Console
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
-from qarl.cli.data import add_data
-from qarl.cli.doctor import add_doctor
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
 from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
@@ -84,7 +82,6 @@ def _parser() -> Parser:
     add_check(commands)
     add_init(commands)
     _add_export(commands)
-    add_data(commands)
     add_eval(commands)
     add_report(commands)
     add_mismatch(commands)
@@ -95,7 +92,6 @@ def _parser() -> Parser:
     add_bench(commands)
     add_compare(commands)
     add_plan(commands)
-    add_doctor(commands)
     _add_schemes(commands)
     add_tasks(commands)
     return parser

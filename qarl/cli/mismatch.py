@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from qarl.advice.finding import with_remedy
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import check_json, dotted_overrides, write_json
@@ -45,18 +46,17 @@ def _mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> i
     check_output(page, "--page")
     check_json(known.json)
     found = investigated(config, console)
+    from qarl.advice.mismatch import scored_learners
     from qarl.page.mismatch import findings, mismatch_page
-    from qarl.page.verdict import Finding
-    from qarl.run.mismatch import scored_learners
 
     learners = scored_learners(found)
     title = f"{config.model}, {config.scheme}, {config.dtype}"
     lines = findings(learners, found.layers, found.multiplies)
-    lines += [Finding("warning", p.name, f"{p.size}. To change: {p.remedy}.") for p in found.pitfalls]
+    lines += found.pitfalls
     page.write_text(mismatch_page(title, lines, learners, found.layers), encoding="utf-8")
     for line in lines:
-        of = f"{line.of}: " if line.of else ""
-        console.print(f"{of}{line.text}", soft_wrap=True, markup=False, highlight=False)
+        of = f"{line.about}: " if line.about else ""
+        console.print(f"{of}{with_remedy(line)}", soft_wrap=True, markup=False, highlight=False)
     layers = [dataclasses.asdict(row) for row in found.layers]
     pitfalls = [dataclasses.asdict(each) for each in found.pitfalls]
     measured = {each.name: each.measured for each in learners}
@@ -72,13 +72,13 @@ def mismatch_config(config: str | None, overrides: dict[str, str]) -> RunConfig:
 
 
 def investigated(config: RunConfig, console: Console) -> Any:
-    """`qarl.run.mismatch.investigate`, with its phases on the console."""
+    """`qarl.advice.mismatch.investigate`, with its phases on the console."""
     quiet_libraries()
     with told_to(console):
         with phase("checking files, task and reward"):
             check_files(config, new=False)
         with phase("importing torch and vllm"):
-            from qarl.run.mismatch import investigate
+            from qarl.advice.mismatch import investigate
             from qarl.run.session import check_input
         check_input(config)
         with phase("sampling, and scoring by three learners"):

@@ -8,12 +8,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from qarl.advice.finding import Finding, with_remedy
 from qarl.configs.errors import ConfigError
 from qarl.page.figures import age_figures, curve_figures, digits, layer_figures, mismatch_figures, time_split
 from qarl.page.ratios import ratio_figures, treatment
 from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
 from qarl.page.tokens import mismatch_columns, packed_tokens
-from qarl.page.verdict import Finding, verdict
+from qarl.page.verdict import verdict
 from qarl.report.token_files import read_step
 
 MARK = "<!doctype html><!-- qarl report -->"
@@ -44,7 +45,7 @@ def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
     parts = {
         "title": html.escape(title),
         "refresh": f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
-        "verdict": verdict_html(findings),
+        "verdict": verdict_html(findings, len(kinds)),
         "data": page_json(_data(kinds)),
     }
     return filled("page.html", _SCRIPTS, parts)
@@ -108,15 +109,15 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
     }
 
 
-def verdict_html(findings: Sequence[Finding]) -> str:
-    """Text without a script: it can be read, searched for and printed as it is."""
+def verdict_html(findings: Sequence[Finding], headlines: int = 0) -> str:
+    """Text without a script: readable, searchable, printable. headlines: how many of the first are."""
     words = {"good": "good", "note": "note", "warning": "look"}
     items = []
-    for finding in findings:
-        of = f"<b>{html.escape(finding.of)}</b> " if finding.of else ""
+    for place, finding in enumerate(findings):
+        of = f"<b>{html.escape(finding.about)}</b> " if finding.about else ""
         level = f'<span class="level">{words[finding.level]}</span>'
-        kind = f"{finding.level} headline" if finding.headline else finding.level
-        text = re.sub(r"\S+e-\d+", r'<span class="whole">\g<0></span>', html.escape(finding.text))
+        kind = f"{finding.level} headline" if place < headlines else finding.level
+        text = re.sub(r"\S+e-\d+", r'<span class="whole">\g<0></span>', html.escape(with_remedy(finding)))
         items.append(f'<li class="{kind}">{level}<span>{of}{text}</span></li>')
     return "\n".join(items)
 

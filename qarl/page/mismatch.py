@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from qarl.advice.finding import Finding
 from qarl.page.build import filled, page_json, verdict_html
 from qarl.page.figures import digits, mismatch_figures, thinned
-from qarl.page.verdict import Finding
 from qarl.report.layer_errors import LayerErrors, ScoredLearner
 
 POINTS = 1500

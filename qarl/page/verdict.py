@@ -6,15 +6,13 @@ error; thresholds are named below, and docs/report.md says which they are.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
+from qarl.advice.finding import Finding, Level
 from qarl.page.runs import Configuration, RecordedRun
 from qarl.report.early_warning import early_warnings
 from qarl.tasks.paths import PERFECTIBLE
 
-Level = Literal["good", "note", "warning"]
 Remark = tuple[Level, str]
 
 APART = 0.05
@@ -30,16 +28,6 @@ PARTS = {"dtype": "the compute dtype", "scheme": "the scheme", "staleness": "sta
 COLLAPSED = 0.1
 PERFECTED = 0.95
 """Training accuracy that a sound run comes to on questions its first policy solved now and then (arXiv 2510.26788)."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A sentence or two. of: the configuration it is about; "" where there is one only. headline: its outcome."""
-
-    level: Level
-    of: str
-    text: str
-    headline: bool = False
 
 
 def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
@@ -79,10 +67,10 @@ def _headline(kind: Configuration, of: str) -> Finding:
     if all(run.metrics[-1]["weight_version"] == 0 for run in runs):
         return Finding(
             "warning", of, f"Learned nothing in {steps}{seeds}: the rewards of every group were equal, so nothing was "
-            "published. Look at the completions below for what the reward was given.", True,
+            "published. Look at the completions below for what the reward was given.",
         )  # fmt: skip
     level, outcome = _outcome(runs)
-    return Finding(level, of, f"{outcome} in {steps}{seeds}. {_together(runs)}".rstrip(), True)
+    return Finding(level, of, f"{outcome} in {steps}{seeds}. {_together(runs)}".rstrip())
 
 
 def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:

@@ -1,4 +1,4 @@
-"""Questions that a policy answers rightly now and then (`qarl data perfectible`).
+"""Questions that a policy answers rightly now and then (`qarl eval --perfectible`).
 
 A policy that solves a question sometimes can learn to solve it always: a run on such questions that does not come to
 95 % has a fault ("Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788, section 3.2).

@@ -89,7 +89,7 @@ def test_the_starters_reward_is_what_it_says(starter: Path):
     assert task.rewards(responses) == [1.0, 0.5, 0.0] and task.correct(responses) == [True, False, False]
 
 
-@pytest.mark.parametrize("command", ["check", "doctor", "mismatch"])
+@pytest.mark.parametrize("command", ["check", "mismatch"])
 @pytest.mark.parametrize(("field", "value"), [("rollout.prompts", "few"), ("bitwise", "few")])
 def test_a_fields_value_is_not_taken_for_the_configuration(
     command: str, field: str, value: str, capsys: pytest.CaptureFixture[str]

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from qarl.advice import mismatch as run_mismatch
 from qarl.bench import mismatch as bench_mismatch
 from qarl.bench.mismatch import MismatchOptions
 from qarl.configs.load import load_config
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, refuse_graphs_over_freed_memory
-from qarl.run import mismatch as run_mismatch
 
 
 def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -31,7 +31,7 @@ def test_graphs_are_refused_over_memory_that_a_publish_frees():
 
 
 def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """`qarl bench mismatch`, `qarl mismatch` and `qarl doctor` multiply with vLLM's kernels for it."""
+    """`qarl bench mismatch`, `qarl mismatch` and `qarl check --sample` multiply with vLLM's kernels for it."""
     devices = []
 
     def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> None:

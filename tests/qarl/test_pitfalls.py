@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from qarl.advice.mismatch import has_own_head
+from qarl.advice.pitfalls import Evidence, find_pitfalls
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import make_batch
 from qarl.rollout.types import Completion, Group, Prompt
-from qarl.run.mismatch import has_own_head
-from qarl.run.pitfalls import Evidence, find_pitfalls
 
 END, VOCABULARY, PROMPT, LONGEST = 1, 40, (5, 6, 7), 24
 KINDS = {"aligned": 0.0, "other kernels": 0.01, "plain": 0.25}
@@ -131,8 +131,8 @@ def test_a_planted_pitfall_is_found(name: str):
     for seed in range(5):
         planted = PLANTED[name](healthy(seed, "other kernels"))
         found = find_pitfalls(planted)
-        assert name in [pitfall.name for pitfall in found]
-        assert all(pitfall.size and pitfall.remedy for pitfall in found)
+        assert name in [pitfall.about for pitfall in found]
+        assert all(pitfall.text and pitfall.remedy for pitfall in found)
         if name not in WITH_OTHERS:
             assert len(found) == 1, found
 
@@ -140,7 +140,7 @@ def test_a_planted_pitfall_is_found(name: str):
 def test_rewards_that_differ_by_rounding_alone():
     evidence = with_rewards(healthy(0), *[100 + 1e-5 * n for n in range(8)])
     (pitfall,) = find_pitfalls(evidence)
-    assert pitfall.name == "group deviation" and "advantages divide by that" in pitfall.size
+    assert pitfall.about == "group deviation" and "advantages divide by that" in pitfall.text
     unscaled = dataclasses.replace(evidence, config=LearnerConfig.model_validate({"advantage": "dr_grpo"}))
     assert find_pitfalls(unscaled) == []
 
@@ -149,7 +149,7 @@ def test_the_ratio_of_the_common_pitfall_is_seen():
     """verl-omni's float32 loss: a mean ratio of 0.99996 with hardly any noise."""
     evidence = with_sampler(healthy(0, "aligned"), lambda values: values - math.log(0.99996))
     (pitfall,) = find_pitfalls(evidence)
-    assert "0.99996" in pitfall.size
+    assert "0.99996" in pitfall.text
 
 
 @pytest.mark.parametrize(("head", "own"), [(None, False), ("equal", False), ("other", True)])

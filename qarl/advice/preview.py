@@ -4,9 +4,9 @@ of a right and a wrong answer, lengths, disk, kernels."""
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from qarl.advice.finding import Finding
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
@@ -30,15 +30,6 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a master weight. Moments are fp32."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at. warning: whether it will likely spoil the run, though nothing refuses it."""
-
-    title: str
-    text: str
-    warning: bool = False
-
-
 def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     """All findings, in the order a person reads them. task: of the configuration. folder: the model's.
 
@@ -49,8 +40,8 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     asked = task.problems("train", 0, _LOOKED_AT, config.seed)
     problems = list({problem.id: problem for problem in asked}.values())  # a small table comes round again
     yield _model(config, folder)
-    yield Finding("kernels", _kernels(config))
-    yield Finding("task", task.describe() or f"{task.name}: built in, without end")
+    yield Finding("note", "kernels", _kernels(config))
+    yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
     yield from _prompt(prompter, problems[0])
     yield from _judged(task, problems)
     yield from _lengths(config, prompter, problems)
@@ -64,7 +55,7 @@ def _model(config: RunConfig, folder: Path) -> Finding:
     positions = tree.get("max_position_embeddings")
     room = f"; {asked} of its {positions} positions are asked for" if isinstance(positions, int) else ""
     parameters = f"{_parameters(folder):,} parameters"
-    return Finding("model", f"{config.model}: {tree.get('model_type')}, {parameters}{room}")
+    return Finding("note", "model", f"{config.model}: {tree.get('model_type')}, {parameters}{room}")
 
 
 def _parameters(folder: Path) -> int:
@@ -81,7 +72,7 @@ def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
     tokens = len(prompter.prompt(problem).token_ids)
     text = prompter.text(problem)
     cut = "…" if len(text) > _LONGEST_SHOWN else ""
-    yield Finding(f"problem {problem.id}, as the model sees it ({tokens} tokens)", text[:_LONGEST_SHOWN] + cut)
+    yield Finding("note", f"problem {problem.id}, as the model sees it ({tokens} tokens)", text[:_LONGEST_SHOWN] + cut)
 
 
 def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
@@ -93,23 +84,29 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
     rewards, verdicts = task.rewards(responses), task.correct(responses)
     for kind, response, reward, verdict in zip(_JUDGED, responses, rewards, verdicts, strict=True):
         signal = "no signal" if reward is None else f"reward {reward:g}"
-        yield Finding(kind, f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}")
+        yield Finding("note", kind, f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}")
     right, other = ([r for r in rewards[part] if r is not None] for part in (slice(0, 2), slice(2, 4)))
     if not right or (other and max(right) <= max(other)):
-        yield Finding("reward", "gives the reference answer no more than a wrong one; look at --reward", warning=True)
+        yield Finding("warning", "reward", "gives the reference answer no more than a wrong one", "look at --reward")
     if not any(verdicts[:2]) or any(verdicts[2:]):
-        told = "does not tell the reference answer from a wrong one; look at --task.correct"
-        yield Finding("accuracy", told, warning=True)
+        text = "does not tell the reference answer from a wrong one"
+        yield Finding("warning", "accuracy", text, "look at --task.correct")
 
 
 def _lengths(config: RunConfig, prompter: Prompter, problems: list[Problem]) -> Iterator[Finding]:
     prompts = sorted(prompter.lengths(problems))
     answers = sorted(len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"]) for p in problems)
-    limits = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
-    for what, lengths, limit in (("prompts", prompts, limits[0]), ("reference answers", answers, limits[1])):
+    for what, lengths, option in (
+        ("prompts", prompts, "rollout.max_prompt_tokens"),
+        ("reference answers", answers, "rollout.max_new_tokens"),
+    ):
+        limit = getattr(config.rollout, option.partition(".")[2])
         spread = f"{lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median; {limit} allowed"
         beyond = sum(length > limit for length in lengths)
-        yield Finding(what, spread + (f", which {beyond} of {len(lengths)} exceed" if beyond else ""), bool(beyond))
+        if beyond:
+            yield Finding("warning", what, f"{spread}, which {beyond} of {len(lengths)} exceed", f"raise --{option}")
+        else:
+            yield Finding("note", what, spread)
 
 
 def _memory(config: RunConfig) -> Finding:
@@ -117,8 +114,8 @@ def _memory(config: RunConfig) -> Finding:
     try:
         plan = make_plan(config, *sizes_of(config.model), this_machine(), 1)
     except ConfigError as error:
-        return Finding("memory", f"not planned: {error}")
-    return Finding("memory", one_line(plan), warning=not plan.fits)
+        return Finding("note", "memory", f"not planned: {error}")
+    return Finding("note" if plan.fits else "warning", "memory", one_line(plan))
 
 
 def _disk(config: RunConfig, folder: Path) -> Finding:
@@ -129,7 +126,8 @@ def _disk(config: RunConfig, folder: Path) -> Finding:
     place = next(path for path in (new_path(config).absolute(), *new_path(config).absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     text = f"{_gib(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written, and the export; "
-    return Finding("disk", f"{text}{_gib(free)} free at {str(place)!r}", needed > free)
+    level = "warning" if needed > free else "note"
+    return Finding(level, "disk", f"{text}{_gib(free)} free at {str(place)!r}")
 
 
 def _gib(size: int) -> str:

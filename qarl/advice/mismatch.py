@@ -17,6 +17,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from qarl.advice.finding import Finding
+from qarl.advice.pitfalls import Evidence, find_pitfalls
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.run import RolloutConfig, RunConfig
 from qarl.learner.batching import Batch, make_batch
@@ -32,7 +34,6 @@ from qarl.report.layer_errors import LayerErrors, ScoredLearner
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
-from qarl.run.pitfalls import Evidence, Pitfall, find_pitfalls
 from qarl.run.prompts import Prompter, open_prompter, score_groups
 from qarl.run.session import model_folder
 from qarl.sync.export import export_checkpoint
@@ -85,7 +86,7 @@ class Investigation:
     learners: dict[str, torch.Tensor]
     layers: list[LayerErrors]
     multiplies: str
-    pitfalls: list[Pitfall]
+    pitfalls: list[Finding]
 
 
 def investigate(config: RunConfig) -> Investigation:

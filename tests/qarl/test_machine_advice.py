@@ -1,4 +1,4 @@
-"""`qarl doctor --machine` and what `make env DEVICE=cuda` tells: what is missing is named, with its remedy.
+"""`qarl check --machine` and what `make env DEVICE=cuda` tells: what is missing is named, with its remedy.
 
 Blind to GPUs: none was at hand, and what is said of one comes from a driver that is made up here.
 """
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from qarl.advice import machine as advice
+from qarl.advice.finding import Finding
 from qarl.cli.main import main
-from qarl.doctor import machine as doctor
 from qarl.plan import machine as machines
 
 ROOT = Path(__file__).parents[2]
@@ -24,15 +25,15 @@ def tool(place: Path, name: str, text: str = "") -> Path:
     return place
 
 
-def lines(monkeypatch: pytest.MonkeyPatch, path: str) -> dict[str, doctor.Line]:
+def lines(monkeypatch: pytest.MonkeyPatch, path: str) -> dict[str, Finding]:
     """Those that import nothing heavy, under that PATH."""
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     heavy = ("_torch", "_triton", "_group", "_operators", "_attention", "_runner")
     for name in heavy:
-        monkeypatch.setattr(doctor, name, lambda on_gpus, name=name: doctor.Line(name, ""))
-    monkeypatch.setattr(doctor, "_kernels", lambda: iter(()))
-    return {line.name: line for line in doctor.machine_lines()}
+        monkeypatch.setattr(advice, name, lambda on_gpus, name=name: Finding("good", name, ""))
+    monkeypatch.setattr(advice, "_kernels", lambda: iter(()))
+    return {line.about: line for line in advice.machine_findings()}
 
 
 def test_a_cpu_machine_is_well_without_gpu_and_compiler(tmp_path: Path, monkeypatch, capsys):
@@ -41,12 +42,12 @@ def test_a_cpu_machine_is_well_without_gpu_and_compiler(tmp_path: Path, monkeypa
     assert "none (gcc, clang or cc); only learner.compile needs it" in found["compiler"].text
     assert {"versions", "CPU", "memory", "disk, runs", "disk, cache", "nvcc"} <= found.keys()
     assert not found["versions"].remedy and "torch 2." in found["versions"].text
-    assert main(["doctor", "--machine"]) in (0, 1)  # by this machine's memory and disk
-    assert "ok      versions: python " in capsys.readouterr().out
+    assert main(["check", "--machine"]) in (0, 1)  # by this machine's memory and disk
+    assert "versions: python " in capsys.readouterr().out
 
 
 def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(doctor, "torch_is_for_cpus", lambda: False)
+    monkeypatch.setattr(advice, "torch_is_for_cpus", lambda: False)
     none = lines(monkeypatch, str(tmp_path / "empty"))
     assert none["GPUs"].remedy == "install NVIDIA's driver, or: make env DEVICE=cpu"
     assert none["compiler"].remedy.startswith("apt install gcc")
@@ -58,10 +59,10 @@ def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
 
 
 def test_a_check_that_fails_is_a_line(monkeypatch):
-    def _torch(on_gpus: bool) -> doctor.Line:
+    def _torch(on_gpus: bool) -> Finding:
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
-    line = doctor._guarded(_torch, False)
+    line = advice._guarded(_torch, False)
     assert line.text == "ImportError: libcudart.so.13: cannot open shared object file" and line.remedy
 
 
@@ -93,5 +94,5 @@ def test_make_env_names_what_is_missing_for_cuda(tmp_path: Path):
 
 @pytest.mark.parametrize(("given", "named"), [(["tiny-qwen3"], "tiny-qwen3"), (["--scheme", "w8a8"], "--scheme")])
 def test_the_machine_is_looked_at_alone(given: list[str], named: str, capsys):
-    assert main(["doctor", "--machine", *given]) == 2
+    assert main(["check", "--machine", *given]) == 2
     assert f"{named} with --machine" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from statistics import fmean, pstdev
 
 import torch
 
+from qarl.advice.finding import Finding
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch
 from qarl.rollout.types import Group
@@ -29,15 +30,6 @@ COINCIDENCE = -20.0
 """Log-probability of two equal completions, below which they are no coincidence."""
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
-
-
-@dataclass(frozen=True)
-class Pitfall:
-    """name: of the pitfall. size: what was found, with its figure. remedy: what to change."""
-
-    name: str
-    size: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -68,12 +60,13 @@ def _difference(evidence: Evidence) -> torch.Tensor:
     return (evidence.learner - batch.sampler_logprobs)[batch.response_mask].double()
 
 
-def _ratio_mean(evidence: Evidence) -> Iterator[Pitfall]:
+def _ratio_mean(evidence: Evidence) -> Iterator[Finding]:
     weight = _difference(evidence).exp()
     off = float(weight.mean()) - 1
     error = float(weight.std()) / math.sqrt(len(weight)) if len(weight) > 1 else 0.0
     if abs(off) > max(1e-5, ERRORS * error):
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "ratio mean before any update",
             f"mean π_learner/π_sampler is {1 + off:.5f}, {abs(off) / max(error, 1e-12):.0f} standard errors from 1",
             "a bias that rounding both ways does not make: compare dtypes of logits, log-softmax and stored values of "
@@ -81,13 +74,14 @@ def _ratio_mean(evidence: Evidence) -> Iterator[Pitfall]:
         )
 
 
-def _one_sided(evidence: Evidence) -> Iterator[Pitfall]:
+def _one_sided(evidence: Evidence) -> Iterator[Finding]:
     difference = _difference(evidence)
     outside = difference[difference.abs() > OUTSIDE]
     above = float((outside > 0).double().mean()) if len(outside) else 0.5
     if len(outside) >= FEW and max(above, 1 - above) >= ONE_SIDE:
         side = "above" if above > 0.5 else "below"
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "one-sided clipping",
             f"{max(above, 1 - above):.0%} of the {len(outside)} tokens whose ratio is off by more than 10 % are {side} "
             "1, before anything was learned",
@@ -95,13 +89,14 @@ def _one_sided(evidence: Evidence) -> Iterator[Pitfall]:
         )
 
 
-def _stored_precision(evidence: Evidence) -> Iterator[Pitfall]:
+def _stored_precision(evidence: Evidence) -> Iterator[Finding]:
     values = evidence.batch.sampler_logprobs[evidence.batch.response_mask]
     values = values[values != 0].unique()
     for dtype in (torch.bfloat16, torch.float16):
         if len(values) >= FEW and bool((values.to(dtype).to(values.dtype) == values).all()):
             step = float(torch.finfo(dtype).eps) / 2
-            yield Pitfall(
+            yield Finding(
+                "warning",
                 "stored log-probs' dtype",
                 f"all {len(values)} values of the sampler's log-probs are {str(dtype).removeprefix('torch.')} numbers, "
                 f"off by up to {step:.1e} of themselves",
@@ -110,7 +105,7 @@ def _stored_precision(evidence: Evidence) -> Iterator[Pitfall]:
             return
 
 
-def _temperature(evidence: Evidence) -> Iterator[Pitfall]:
+def _temperature(evidence: Evidence) -> Iterator[Finding]:
     rows = len(evidence.alone)
     mask, sampler = evidence.batch.response_mask[:rows], evidence.batch.sampler_logprobs[:rows]
 
@@ -121,7 +116,8 @@ def _temperature(evidence: Evidence) -> Iterator[Pitfall]:
     found = {temperature: apart(evidence.tempered(temperature)) for temperature in TEMPERATURES}
     best = min(found, key=lambda temperature: found[temperature])
     if plain > APART and found[best] < 0.2 * plain:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "temperature in log-probs",
             f"the sampler's log-probs are those of temperature {best:g}: {found[best]:.2g} nats a token from the "
             f"learner's, {plain:.2g} at temperature 1",
@@ -129,12 +125,13 @@ def _temperature(evidence: Evidence) -> Iterator[Pitfall]:
         )
 
 
-def _positions(evidence: Evidence) -> Iterator[Pitfall]:
+def _positions(evidence: Evidence) -> Iterator[Finding]:
     if evidence.packed is None:
         return
     apart = (evidence.packed - evidence.learner)[evidence.batch.response_mask].abs()
     if float(apart.mean()) > APART:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "positions, packed against padded",
             f"a sequence's log-probs are {float(apart.mean()):.2g} nats a token apart ({float(apart.max()):.2g} at "
             "most) between packed and padded batches",
@@ -143,11 +140,12 @@ def _positions(evidence: Evidence) -> Iterator[Pitfall]:
         )
 
 
-def _company(evidence: Evidence) -> Iterator[Pitfall]:
+def _company(evidence: Evidence) -> Iterator[Finding]:
     rows = len(evidence.alone)
     apart = (evidence.alone - evidence.learner[:rows])[evidence.batch.response_mask[:rows]].abs()
     if float(apart.mean()) > APART:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "log-probs that depend on the batch",
             f"a sequence alone and the same among others are {float(apart.mean()):.2g} nats a token apart "
             f"({float(apart.max()):.2g} at most)",
@@ -155,11 +153,12 @@ def _company(evidence: Evidence) -> Iterator[Pitfall]:
         )
 
 
-def _template(evidence: Evidence) -> Iterator[Pitfall]:
+def _template(evidence: Evidence) -> Iterator[Finding]:
     prompts = [group.prompt.token_ids for group in evidence.groups]
     changed = sum(list(evidence.encode(ids)) != list(ids) for ids in prompts)
     if changed:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "template round trip",
             f"{changed} of {len(prompts)} prompts are other tokens when their text is tokenized again",
             "train on the ids that were sampled from, never on text that is tokenized again",
@@ -167,14 +166,15 @@ def _template(evidence: Evidence) -> Iterator[Pitfall]:
     begin = evidence.begin_token
     doubled = sum(begin is not None and tuple(ids[:2]) == (begin, begin) for ids in prompts)
     if doubled:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "begin token twice",
             f"{doubled} of {len(prompts)} prompts begin with the begin token twice",
             "the chat template writes it already: tokenize its text without special tokens",
         )
 
 
-def _end_tokens(evidence: Evidence) -> Iterator[Pitfall]:
+def _end_tokens(evidence: Evidence) -> Iterator[Finding]:
     completions = [c for group in evidence.groups for c in group.completions]
     learned = evidence.batch.response_mask.sum(-1).tolist()
     wrong = 0
@@ -182,7 +182,8 @@ def _end_tokens(evidence: Evidence) -> Iterator[Pitfall]:
         ends = sum(token in evidence.end_tokens for token in completion.token_ids)
         wrong += count != len(completion.token_ids) or ends != (completion.finish_reason == "stop")
     if wrong:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "end token not counted once",
             f"{wrong} of {len(completions)} responses have an end token too many or too few among the tokens that are "
             "learned",
@@ -191,17 +192,17 @@ def _end_tokens(evidence: Evidence) -> Iterator[Pitfall]:
         )
 
 
-def _tied_embeddings(evidence: Evidence) -> Iterator[Pitfall]:
+def _tied_embeddings(evidence: Evidence) -> Iterator[Finding]:
     if evidence.tied == evidence.own_head:
         why = (
             "the checkpoint has an output head of its own, which tie_word_embeddings true leaves unread"
             if evidence.own_head
             else "the checkpoint has no output head, and tie_word_embeddings is false: the head is made up"
         )
-        yield Pitfall("tied embeddings", why, "correct tie_word_embeddings in the model's config.json")
+        yield Finding("warning", "tied embeddings", why, "correct tie_word_embeddings in the model's config.json")
 
 
-def _seeds(evidence: Evidence) -> Iterator[Pitfall]:
+def _seeds(evidence: Evidence) -> Iterator[Finding]:
     seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for group in evidence.groups:
         for completion in group.completions:
@@ -210,7 +211,8 @@ def _seeds(evidence: Evidence) -> Iterator[Pitfall]:
                 seen[key] = seen.get(key, 0) + 1
     repeated = sum(count - 1 for count in seen.values())
     if repeated:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "seeds shared",
             f"{repeated} completions of one prompt are another's repetition, though each is as unlikely as "
             f"{math.exp(COINCIDENCE):.0e}",
@@ -218,7 +220,7 @@ def _seeds(evidence: Evidence) -> Iterator[Pitfall]:
         )
 
 
-def _resolution(evidence: Evidence) -> Iterator[Pitfall]:
+def _resolution(evidence: Evidence) -> Iterator[Finding]:
     optimizer, master = evidence.config.optimizer, evidence.config.master_dtype
     if master == "float32" or optimizer.rounding_of(master) != "nearest":
         return
@@ -228,26 +230,29 @@ def _resolution(evidence: Evidence) -> Iterator[Pitfall]:
         lost += int((weights.detach().abs().float() * step > optimizer.lr).sum())
         total += weights.numel()
     if lost > total / 2:
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "learning rate below the masters' resolution",
             f"an update of {optimizer.lr:g} is rounded away in {lost / total:.0%} of the {master} masters",
             "learner.optimizer.rounding stochastic, or learner.master_dtype float32",
         )
 
 
-def _deviation(evidence: Evidence) -> Iterator[Pitfall]:
+def _deviation(evidence: Evidence) -> Iterator[Finding]:
     deviations = [pstdev(group.rewards) for group in evidence.groups if len(group.rewards) > 1]
     sizes = [max(map(abs, group.rewards)) for group in evidence.groups if len(group.rewards) > 1]
     idle = sum(deviation == 0 for deviation in deviations)
     if deviations and idle > 0.9 * len(deviations):
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "group deviation",
             f"in {idle} of {len(deviations)} groups all rewards are equal, so they teach nothing",
             "an easier or a harder task, more samples a prompt, or rollout.dynamic_sampling",
         )
     small = [d / size for d, size in zip(deviations, sizes, strict=True) if d and d < 1e-4 * size]
     if evidence.config.advantage == "grpo" and len(small) > 0.5 * len(deviations):
-        yield Pitfall(
+        yield Finding(
+            "warning",
             "group deviation",
             f"rewards within {len(small)} of {len(deviations)} groups differ by {fmean(small):.0e} of their size, and "
             "advantages divide by that",
@@ -261,6 +266,6 @@ CHECKS = (
 )  # fmt: skip
 
 
-def find_pitfalls(evidence: Evidence) -> list[Pitfall]:
-    """Those that are there; none of a healthy set-up."""
+def find_pitfalls(evidence: Evidence) -> list[Finding]:
+    """Warnings of those that are there; none of a healthy set-up."""
     return [pitfall for check in CHECKS for pitfall in check(evidence)]

@@ -1,1 +1,0 @@
-"""`qarl doctor`: what would keep a run from working, found before one is started."""
