@@ -5,7 +5,6 @@
 prints one line of JSON (`Delivered`) last. A process of its own, for vLLM allows one engine in each.
 """
 
-import dataclasses
 import json
 import shutil
 import statistics
@@ -23,6 +22,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config
 
 from benchmarks.publish import moe_config, random_masters
+from qarl.bench.answer import answer_line
 from qarl.bench.batch import END, PAD, qwen3, write_tokenizer
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.optim.rounding import stochastic_round
@@ -183,4 +183,4 @@ def _step(model: LowBitModel, lr: float, generator: torch.Generator) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(dataclasses.asdict(run(Job(**json.loads(sys.argv[1]))))) + "\n")
+    sys.stdout.write(answer_line(run(Job(**json.loads(sys.argv[1])))))

@@ -4,8 +4,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-_MARK = "QARL-STEPS "
-
 
 @dataclass(frozen=True)
 class Job:
@@ -39,13 +37,3 @@ class Steps:
     step_bytes: int
     total_bytes: int
     digest: str
-
-    def as_line(self) -> str:
-        """One line of output, found again among what libraries print."""
-        return _MARK + json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def find(output: str) -> "Steps | None":
-        """In a worker's output; None where it printed none."""
-        found = [line for line in output.splitlines() if line.startswith(_MARK)]
-        return Steps(**json.loads(found[-1].removeprefix(_MARK))) if found else None

@@ -164,7 +164,9 @@ def _run(trainer: str, job: Job, trl_python: Path, wanted: str) -> Steps:
     what = f"{trainer} {job.setting}"
     # glibc's heap would count what it keeps of freed memory
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536"} if job.memory else {}
-    steps = run_worker(f"benchmarks.learner.{module}", job.as_argument(), Steps.find, what, python, environment)
+    steps = run_worker(
+        f"benchmarks.learner.{module}", job.as_argument(), lambda data: Steps(**data), what, python, environment
+    )
     if steps.digest != wanted:
         raise WorkerError(f"{what} did not train on the batch's own tokens")
     return steps

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learner.job import Job, Steps
+from qarl.bench.answer import answer_line
 from qarl.bench.batch import Sequences, digest
 from qarl.bench.step_memory import StepMemory
 
@@ -144,4 +145,4 @@ def run(job: Job) -> Steps:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(run(Job(**json.loads(sys.argv[1]))).as_line() + "\n")
+    sys.stdout.write(answer_line(run(Job(**json.loads(sys.argv[1])))))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from benchmarks.learner.job import Job, Steps
+from qarl.bench.answer import answer_line
 from qarl.bench.batch import PAD, Sequences, digest
 from qarl.bench.step_memory import StepMemory
 
@@ -93,4 +94,4 @@ def groups_of(sequences: Sequences) -> list:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(run(Job(**json.loads(sys.argv[1]))).as_line() + "\n")
+    sys.stdout.write(answer_line(run(Job(**json.loads(sys.argv[1])))))

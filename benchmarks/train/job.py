@@ -5,8 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-_MARK = "QARL-CURVE "
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,11 @@ class Curve:
     points: tuple[Point, ...]
     answers: tuple[tuple[str, ...], ...] = ()
 
-    def as_line(self) -> str:
-        """One line of output, found again among what libraries print."""
-        return _MARK + json.dumps(dataclasses.asdict(self))
-
     @staticmethod
-    def find(output: str) -> "Curve | None":
-        """In a worker's output; None where it printed none."""
-        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
-        if not lines:
-            return None
-        tree = json.loads(lines[-1].removeprefix(_MARK))
-        points = tuple(Point(**point) for point in tree["points"])
-        return Curve(tree["startup"], points, tuple(map(tuple, tree["answers"])))
+    def parse(data: dict[str, Any]) -> "Curve":
+        """From a worker's answer."""
+        points = tuple(Point(**point) for point in data["points"])
+        return Curve(data["startup"], points, tuple(map(tuple, data["answers"])))
 
 
 def reached(points: Sequence[Point], accuracy: float) -> Point | None:

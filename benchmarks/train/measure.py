@@ -135,7 +135,7 @@ def config_of(options: TrainOptions, scheme: str, seed: int) -> RunConfig:
 def _qarl(config: RunConfig) -> Curve:
     with tempfile.TemporaryDirectory() as folder:
         tree = config.model_copy(update={"output": str(Path(folder) / "run")}).model_dump_json()
-        return run_worker("benchmarks.train.worker", tree, Curve.find, f"qarl {config.scheme}")
+        return run_worker("benchmarks.train.worker", tree, Curve.parse, f"qarl {config.scheme}")
 
 
 def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
@@ -148,7 +148,7 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
         write_problems(file, task.problems("train", 0, config.steps * config.rollout.prompts, seed), asked)
         job = trl_job(config, options, setting, model_folder(config.model), file)
         worker = "benchmarks.train.trl_worker"
-        curve = run_worker(worker, job.as_argument(), Curve.find, f"trl {setting}", options.trl_python)
+        curve = run_worker(worker, job.as_argument(), Curve.parse, f"trl {setting}", options.trl_python)
 
     def accuracy(answers: tuple[str, ...]) -> float:
         responses = [Response(problem, text) for problem, text in zip(asked, answers, strict=True)]

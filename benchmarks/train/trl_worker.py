@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.learner.trl_worker import SETTINGS
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve, TrlJob
+from qarl.bench.answer import answer_line
 
 
 def rows_a_forward(prompt_tokens: int, job: TrlJob) -> int:
@@ -115,4 +116,4 @@ def _encode(tokenizer: Any, questions: list[str], chat: bool, padded: bool = Fal
 
 
 if __name__ == "__main__":
-    sys.stdout.write(run(TrlJob(**json.loads(sys.argv[1]))).as_line() + "\n")
+    sys.stdout.write(answer_line(run(TrlJob(**json.loads(sys.argv[1])))))

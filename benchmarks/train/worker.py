@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve
+from qarl.bench.answer import answer_line
 
 
 def run(tree: dict) -> Curve:
@@ -50,4 +51,4 @@ def run(tree: dict) -> Curve:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n" + run(json.loads(sys.argv[1])).as_line() + "\n")
+    sys.stdout.write(answer_line(run(json.loads(sys.argv[1]))))

@@ -5,9 +5,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import qarl
+from qarl.bench.answer import last_answer
 from qarl.configs.errors import ConfigError, QarlError
 
 T = TypeVar("T")
@@ -34,13 +35,13 @@ def require_trl(python: Path) -> None:
 def run_worker(
     module: str,
     argument: str,
-    find: Callable[[str], T | None],
+    parse: Callable[[Any], T],
     what: str,
     python: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> T:
-    """What `find` sees in the output of `python -m module argument`. python: this one unless another environment's;
-    that finds this package, and nothing else of ours, by PYTHONPATH. environment: variables besides.
+    """The answer of `python -m module argument`, as `parse` reads its JSON. python: this one unless another
+    environment's; that finds this package, and nothing else of ours, by PYTHONPATH. environment: variables besides.
 
     Raises `WorkerError`, naming `what` ran, with the end of what it printed.
     """
@@ -49,8 +50,8 @@ def run_worker(
     command = [str(python or sys.executable), "-m", module, argument]
     variables = {**os.environ, **ours, **(environment or {})}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    found = find(ended.stdout)
-    if ended.returncode or found is None:
+    answer = last_answer(ended.stdout)
+    if ended.returncode or answer is None:
         said = "\n".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-12:])
         raise WorkerError(f"{what} ended with status {ended.returncode}:\n{said}")
-    return found
+    return parse(answer)

@@ -72,9 +72,14 @@ def check_json(file: str | None) -> None:
 
 
 def write_json(file: str | None, data: Any) -> None:
-    """Write `data` to `file`, if one was asked for; NaN and infinities, which JSON has not, as null."""
+    """Write `data` to `file`, if there is one: a line for each key, NaN and infinities, which JSON has not, as null."""
     if file:
-        Path(file).write_text(json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+        lines = [json.dumps(item, separators=(",", ":"), allow_nan=False) for item in _finite(data)]
+        if isinstance(data, dict):
+            values = (json.dumps(value, separators=(",", ":"), allow_nan=False) for value in _finite(data).values())
+            lines = [f"{name}: {value}" for name, value in zip(lines, values, strict=True)]
+        begin, end = "{}" if isinstance(data, dict) else "[]"
+        Path(file).write_text("\n".join([begin, ",\n".join(lines), end, ""]))
 
 
 def _finite(data: Any) -> Any:

@@ -17,6 +17,7 @@ from benchmarks.train import table as train_table
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve, Point, TrlJob, reached, write_problems
 from benchmarks.train.trl_worker import arguments, rows_a_forward
+from qarl.bench.answer import answer_line, last_answer
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.task import TaskConfig
 from qarl.quant.schemes import SchemeError
@@ -99,7 +100,7 @@ def test_the_clock_leaves_evaluations_out():
     assert first == Point(0, 0, 0.0, 0.0, 0.1) and curve.startup > 0
     assert 0.02 <= second.seconds <= third.seconds < 0.2 and third.cpu_seconds < 0.2
     assert [p.samples for p in curve.points] == [0, 8, 16]
-    assert Curve.find(f"noise\n{curve.as_line()}\nnoise") == curve and Curve.find("noise") is None
+    assert Curve.parse(last_answer(answer_line(curve))) == curve
 
 
 def test_trl_takes_over_what_a_run_says():

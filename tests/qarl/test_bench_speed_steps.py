@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from qarl.bench.answer import answer_line, last_answer
 from qarl.bench.batch import MODELS, write_model
 from qarl.bench.speed import measure as speed
 from qarl.bench.speed.figures import Spread, engine_rows, kept, step_rows
@@ -151,8 +152,8 @@ def test_figures_become_tables_and_json():
     assert "2.00 × (2.00-2.00)" in text and "w8a8 qarl" in text and "+4.2%" in text
     data = json.loads(json.dumps(speed.as_data(figures)))
     assert data["steps"][2]["kept"]["median"] == pytest.approx((6 / 6.5 + 1) / 2) and data["rounds"]["bf16"]
-    assert Answer.find(f"noise\n{ROUNDS['bf16'][0].as_line()}\nnoise") == ROUNDS["bf16"][0]
-    assert Answer.find("noise") is None
+    assert Answer.parse(last_answer(f"noise\n{answer_line(ROUNDS['bf16'][0])}\nnoise")) == ROUNDS["bf16"][0]
+    assert last_answer("noise") is None
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,10 @@ def test_a_process_measures_engine_steps_and_memory(tmp_path: Path, monkeypatch:
     asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"), clock="cpu")
     made = run(asked)
     assert [(cell.context, cell.batch) for cell in made.cells] == [(4, 1), (6, 1)]
-    assert Answer.find(made.as_line()) == made and set(made.machine["products"]) >= {"bfloat16", "float32"}
+    assert Answer.parse(last_answer(answer_line(made))) == made and set(made.machine["products"]) >= {
+        "bfloat16",
+        "float32",
+    }
     for kind in ("plain", "qarl"):
         (step,) = made.steps[kind]
         assert tuple(step) == PHASES and min(step.values()) > 0

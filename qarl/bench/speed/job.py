@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_MARK = "QARL-SPEED "
-
 KINDS = ("bf16", "plain", "qarl")
 """What is trained and what samples: nothing low-bit; a plain 16-bit learner under a low-bit sampler; QaRL."""
 
@@ -90,16 +88,8 @@ class Answer:
     steps: dict[str, list[dict[str, float]]]
     memory: dict[str, Memory] = field(default_factory=dict)
 
-    def as_line(self) -> str:
-        """One line of output, found again among what libraries print."""
-        return _MARK + json.dumps(dataclasses.asdict(self))
-
     @staticmethod
-    def find(output: str) -> "Answer | None":
-        """In a worker's output; None where it printed none."""
-        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
-        if not lines:
-            return None
-        data = json.loads(lines[-1].removeprefix(_MARK))
+    def parse(data: dict[str, Any]) -> "Answer":
+        """From a worker's answer."""
         memory = {kind: Memory(**values) for kind, values in data["memory"].items()}
         return Answer(data["machine"], [Cell(**cell) for cell in data["cells"]], data["steps"], memory)

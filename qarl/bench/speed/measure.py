@@ -164,7 +164,7 @@ def _cache_gib(options: Options, shapes: Shapes) -> int:
 
 
 def _answer(asked: Job) -> Answer:
-    return run_worker("qarl.bench.speed.worker", asked.as_argument(), Answer.find, f"the process of {asked.scheme}")
+    return run_worker("qarl.bench.speed.worker", asked.as_argument(), Answer.parse, f"the process of {asked.scheme}")
 
 
 def as_data(figures: Figures) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from qarl.bench.answer import answer_line
 from qarl.bench.process import WorkerError
 from qarl.bench.speed.job import CLOCKS, PHASES, Answer, Cell, Job, Memory
 from qarl.bench.speed.roofline import measure_machine, synchronize
@@ -205,4 +206,4 @@ def _watch(job: Job) -> Stopwatch:
 if __name__ == "__main__":
     words = json.loads(sys.argv[1])
     tuples = {name: tuple(words[name]) for name in ("batches", "contexts", "kinds")}
-    sys.stdout.write(run(Job(**words | tuples)).as_line() + "\n")
+    sys.stdout.write(answer_line(run(Job(**words | tuples))))
