@@ -34,7 +34,7 @@ _LARGEST_PRODUCT = 1 << 25
 """Elements of a weight gradient that CUDA multiplies at once (`quant.layers.straight_through`)."""
 
 _WIDE_ON_CPUS = ("fp8",)
-"""Schemes whose kernel holds weights in fp32 on CPUs (`rollout.vllm.cpu_fp8`)."""
+"""Schemes whose kernel holds weights in fp32 on CPUs (`quant.kernels.vllm_cpu.fp8`)."""
 
 _ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
 """That vLLM computes at once at most, and sizes its buffers for."""

@@ -84,7 +84,7 @@ def takes_heads_of(size: int) -> bool:
 
 def cpu_isa(dtype: torch.dtype, head_size: int) -> str:
     """The name of vLLM's kernel for a compute dtype and head size, but for AMX's, which QaRL's engines do not run
-    (`rollout.vllm.cpu_attention`)."""
+    (`quant.kernels.vllm_cpu.attention`)."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, _BLOCK, head_size)

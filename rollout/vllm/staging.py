@@ -29,8 +29,8 @@ from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.platforms import current_platform
 
+from qarl.quant.kernels.vllm_cpu.experts import PerExpertMethod
 from qarl.rollout.engine import EngineError
-from qarl.rollout.vllm.cpu_experts import PerExpertMethod
 from qarl.rollout.vllm.worker import checkpoint_names, name_w4a8_weights_once, own_parameters
 
 _TORCHS = ("_parameters", "_buffers", "_modules")

@@ -93,7 +93,7 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
 @pytest.mark.parametrize("rows", [48, 80])
 @dtypes
 def test_vllm_multiplies_w8a8_of_any_rows(rows: int, dtype: torch.dtype):
-    """vLLM's own kernel for CPUs with AMX takes neither these rows nor float16: `rollout.vllm.cpu_int8` stands in."""
+    """vLLM's own kernel for CPUs with AMX takes neither these rows nor float16: `vllm_cpu.int8` stands in."""
     linear, x = make_linear("w8a8", "vllm", dtype, (rows, 128), bias=False), heavy(9, 128, seed=3).to(dtype)
     used, weight = dequantized_activation(x, linear), dequantized_weight(linear)
     exact = used @ weight.t()
@@ -104,8 +104,8 @@ def test_vllm_multiplies_w8a8_of_any_rows(rows: int, dtype: torch.dtype):
 
 @no_cuda
 def test_fp8_products_in_fp32_are_those_of_e4m3():
-    """`rollout.vllm.cpu_fp8` against the product it stands in for: the same values, the sums in another order."""
-    from qarl.rollout.vllm.cpu_fp8 import decoded
+    """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums in another order."""
+    from qarl.quant.kernels.vllm_cpu.fp8 import decoded
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     torch.testing.assert_close(decoded(every), every.float(), rtol=0, atol=0, equal_nan=True)
@@ -126,7 +126,7 @@ def test_int4_weights_are_packed_as_vllm_packs_them(shape: tuple[int, int]):
     from vllm.model_executor.layers.quantization.utils import quant_utils
     from vllm.scalar_type import scalar_types
 
-    from qarl.rollout.vllm.cpu_int4 import repacked
+    from qarl.quant.kernels.vllm_cpu.int4 import repacked
 
     rows, columns = shape
     generator = torch.Generator().manual_seed(rows)
