@@ -8,7 +8,7 @@ from qarl.configs.load import is_embedded, shipped_names
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.scheme_names import check_scheme_name
 from qarl.configs.words import did_you_mean, quoted
-from qarl.quant.checkpoint.folder import check_folder, local_folder
+from qarl.quant.checkpoint.folder import check_folder, hub_file, local_folder
 from qarl.report.loggers import require_logger
 from qarl.report.run_folder import new_path
 from qarl.run.replay import check_rollouts
@@ -89,7 +89,9 @@ def _check_model(config: RunConfig) -> None:
         near = did_you_mean(config.model, embedded)
         hub = f"; a hub id has its owner before it, as in Qwen/{config.model}" if _misses_owner(config.model) else ""
         raise type(error)(f"{error}{near or hub}") from error
-    if folder is not None:
+    if folder is None:
+        hub_file(config.model)  # before a task is loaded, and before torch is imported
+    else:
         check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
 
 

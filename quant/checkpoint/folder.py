@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.errors import ModelError
+from qarl.configs.hub import hub_or_cache
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -31,6 +32,26 @@ def local_folder(name: str) -> Path | None:
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
         raise ModelError(f"model folder {name!r} does not exist; give a transformers folder, or a hub id (owner/name)")
     return None
+
+
+def hub_file(name: str, file: str = "config.json") -> Path:
+    """A file of a hub id's, downloaded if it is not in the cache. Raises `ModelError` where it cannot be had."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with hub_or_cache():
+            return Path(hf_hub_download(name, file))
+    except Exception as error:
+        raise not_in_hub(name, error) from error
+
+
+def not_in_hub(name: str, error: Exception) -> ModelError:
+    """What a user is told where a hub id could not be downloaded for `error`."""
+    reason = str(error).strip().partition("\n")[0]
+    return ModelError(
+        f"model {name!r} is no folder here, and could not be had from the hub: {reason}; check the path or the id, the "
+        "network (HF_ENDPOINT for a mirror, HF_HOME for a cache filled elsewhere), and HF_TOKEN for gated models"
+    )
 
 
 def check_folder(folder: Path, tokens: int) -> None:

@@ -15,7 +15,7 @@ from transformers import (
 
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
-from qarl.quant.checkpoint.folder import check_model, local_folder, tensor_shapes, weight_files
+from qarl.quant.checkpoint.folder import check_model, local_folder, not_in_hub, tensor_shapes, weight_files
 from qarl.quant.checkpoint.missing_experts import expert_faults
 
 
@@ -29,11 +29,7 @@ def resolve_model(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
-        raise ModelError(
-            f"model {name!r} is no folder here, and could not be had from the hub: {_first_line(error)}; check the "
-            "path or the id, the network (HF_ENDPOINT for a mirror, HF_HOME for a cache filled elsewhere), and "
-            "HF_TOKEN for gated models"
-        ) from error
+        raise not_in_hub(name, error) from error
 
 
 def load_config(name: str) -> PreTrainedConfig:
