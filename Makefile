@@ -17,10 +17,10 @@ WORKERS ?= 2
 LOCK_ARGS ?=
 
 BIN = $(VENV)/bin
-PYTEST = "$(BIN)/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(PYTEST_ARGS)
+PYTEST = "$(BIN)/python" -m pytest --ignore tests/test_workarounds.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(PYTEST_ARGS)
 MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
 
-.PHONY: help env trl-env train test test-fast test-thorough check hooks lock clean
+.PHONY: help env trl-env train test test-fast test-thorough test-workarounds check hooks lock clean
 
 help: ## list the targets
 	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
@@ -44,6 +44,9 @@ test-fast: env ## the test suite without the tests marked slow
 
 test-thorough: env ## the whole test suite with four times the random examples
 	@$(PYTEST) --hypothesis-profile=thorough
+
+test-workarounds: env ## after an upgrade: does each library still have the fault that is worked around?
+	@"$(BIN)/python" -m pytest tests/test_workarounds.py $(PYTEST_ARGS)
 
 check: env ## lint, formatting and types (pyright needs node; it fetches one where PATH has none)
 	@"$(BIN)/ruff" check .
