@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from qarl.configs.files import written_aside
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -32,13 +33,12 @@ def rounded_policy(source: Path, scheme: str, folder: Path) -> Path:
     with torch.no_grad():
         for name, linear in low_bit.linears.items():
             plain.get_parameter(f"{name}.weight").copy_(linear.codes().dequantized(torch.float32))
-    building = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(building, ignore_errors=True)
-    plain.save_pretrained(building)
-    for file in source.iterdir():
-        if not (building / file.name).exists():
-            shutil.copy(file, building)
-    return building.rename(folder)
+    with written_aside(folder) as building:
+        plain.save_pretrained(building)
+        for file in source.iterdir():
+            if not (building / file.name).exists():
+                shutil.copy(file, building)
+    return folder
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Publish into a folder: a checkpoint that vLLM and transformers load."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from qarl.configs.errors import QarlError
+from qarl.configs.files import written_aside
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LowBitTensor
 
@@ -44,20 +44,18 @@ def write_checkpoint(
     """
     if folder.exists():
         raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
-    building = folder.with_name(folder.name + ".part")
-    shutil.rmtree(building, ignore_errors=True)
     try:
-        building.mkdir(parents=True)
-        digest = _write_shards(stream, building, shard_bytes)
-        (building / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        if note is not None:
-            (building / "qarl.json").write_text(json.dumps({**note, "digest": digest.hexdigest()}, indent=2) + "\n")
-        for name in _COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, building / name)
-        os.replace(building, folder)
+        with written_aside(folder) as building:
+            building.mkdir(parents=True)
+            digest = _write_shards(stream, building, shard_bytes)
+            (building / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            if note is not None:
+                note = {**note, "digest": digest.hexdigest()}
+                (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
+            for name in _COMPANIONS:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, building / name)
     except (OSError, SafetensorError) as error:  # safetensors' own is what a full disk raises while it writes
-        shutil.rmtree(building, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
     return digest

@@ -1,7 +1,6 @@
 """`qarl report`: runs as one page. Loads neither torch nor vLLM."""
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.options import refuse_rest
+from qarl.configs.files import written_aside
 
 _SECONDS = 10
 """Between two looks at runs that are watched, at least."""
@@ -45,9 +45,8 @@ def _report(known: argparse.Namespace, rest: list[str], console: Console) -> int
 
     def write(runs: list[RecordedRun], refresh: int = 0) -> None:
         page = report_page(runs, refresh).encode("utf-8", errors="replace")
-        building = output.with_name(f".{output.name}.part")
-        building.write_bytes(page)
-        os.replace(building, output)  # a browser loads a whole page or the one before
+        with written_aside(output) as building:  # a browser loads a whole page or the one before
+            building.write_bytes(page)
         steps = ", ".join(f"{run.name} {run.metrics[-1]['step']} of {run.config.steps} steps" for run in runs)
         size = f"{len(page) / 2**20:.2f} MiB"
         console.print(f"wrote {output}: {size}; {steps}", soft_wrap=True, markup=False, highlight=False)

@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from qarl.configs.errors import ModelError
+from qarl.configs.files import written_aside
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
 from qarl.embedded.tokenizer import EOS, PAD, token_id, token_ids, train_tokenizer
@@ -328,12 +329,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _rebuild(recipe: TinyRecipe, folder: Path, progress: Progress) -> None:
-    """Build beside `folder`, then rename to it. The caller holds the lock: leftovers are a dead process's."""
-    building = folder.with_suffix(".building")
-    shutil.rmtree(building, ignore_errors=True)
-    build_tiny(recipe, building, progress)
+    """Build anew. The caller holds the lock."""
     shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
+    with written_aside(folder) as building:
+        build_tiny(recipe, building, progress)
 
 
 def _write_manifest(directory: Path, recipe: TinyRecipe) -> None:

@@ -7,7 +7,6 @@ writes a step's file over the one before. Any reader of Parquet takes the folder
 Axes: T tokens, of all completions of a file laid end to end.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from qarl.configs.errors import InputError
+from qarl.configs.files import written_aside
 from qarl.learner.clip_reasons import CLIP_REASONS
 
 FORMAT = "4"
@@ -100,9 +100,8 @@ def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Pa
         columns.append(pa.ListArray.from_arrays(offsets, flat))
     folder.mkdir(exist_ok=True)
     target = step_file(folder, step)
-    building = target.with_suffix(".part")
-    pq.write_table(pa.Table.from_arrays(columns, schema=schema), building, compression="zstd")
-    os.replace(building, target)
+    with written_aside(target) as building:
+        pq.write_table(pa.Table.from_arrays(columns, schema=schema), building, compression="zstd")
     return target
 
 
@@ -122,7 +121,7 @@ def drop_after(folder: Path, step: int) -> None:
     for later, file in step_files(folder).items():
         if later > step:
             file.unlink()
-    for file in folder.glob("step-*.part"):
+    for file in folder.glob("step-*.parquet.part"):
         file.unlink()
 
 

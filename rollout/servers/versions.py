@@ -10,7 +10,6 @@ The folder gets its name when all of it is written: a replica reads a whole vers
 """
 
 import json
-import os
 import re
 import shutil
 import stat
@@ -21,6 +20,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from qarl.configs.files import written_aside
 from qarl.quant.delta import DeltaError, HeldVersion
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LowBitTensor
@@ -133,16 +133,13 @@ def write_delta(delta: bytes, parent: Path, version: HeldVersion, base: str) -> 
 def _write(parent: Path, version: int, write: Callable[[Path], dict[str, object]]) -> Version:
     """The folder whose files `write` makes, and its manifest with what that returns."""
     folder = parent / f"version-{version}"
-    building = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        for leftover in (building, folder):
-            shutil.rmtree(leftover, ignore_errors=True)
-        building.mkdir(parents=True)
-        manifest = {"version": version, **write(building)}
-        (building / MANIFEST).write_text(json.dumps(manifest) + "\n")
-        os.replace(building, folder)
+        with written_aside(folder) as building:
+            building.mkdir(parents=True)
+            manifest = {"version": version, **write(building)}
+            (building / MANIFEST).write_text(json.dumps(manifest) + "\n")
     except Exception as error:  # of the disk by way of safetensors too, which has errors of its own
-        shutil.rmtree(building, ignore_errors=True)
         raise EngineError(
             f"cannot write weight version {version} for the servers to {str(parent)!r}: {error}; free space, or give "
             "another folder as rollout.server_folder"

@@ -212,7 +212,7 @@ def test_a_stale_folder_is_rebuilt_and_a_dead_builds_leftover_removed(cache, bui
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["recipe"]["versions"]["torch"] = "0.1"
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    leftover = folder.with_suffix(".building")
+    leftover = folder.with_name(f"{folder.name}.part")
     leftover.mkdir()
     (leftover / "junk").touch()
     messages: list[str] = []

@@ -138,7 +138,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path):
     recorder = TokenRecorder(tmp_path, 1, TOKENIZER, None, True)
     for step in (1, 2, 3):
         recorder.write(step, groups, None)
-    (tmp_path / "step-000004.part").write_bytes(b"PAR1")
+    (tmp_path / "step-000004.parquet.part").write_bytes(b"PAR1")
     assert list(step_files(tmp_path)) == [1, 2, 3]
     resumed = TokenRecorder(tmp_path, 1, TOKENIZER, 2, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
