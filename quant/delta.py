@@ -1,10 +1,10 @@
 """A weight version as its difference from the one before: which bytes of the packed tensors changed, and how.
 
 A step at a learning rate of 1e-6 changes one packed byte in thousands, so a delta is a hundredth of the version and
-smaller (docs/publish.md). Both ends hold the version before in host memory (`HeldVersion`). A delta names the digest of
-the version it is from and that of the version it makes, and is applied whole or not at all: what is truncated, altered
-or meant for another version is refused with `DeltaError`, and nothing has changed. The digests are those of a stream
-(`quant.digest`): proof against faults. Who may announce a version, the transport has to know.
+smaller (docs/explain/publish.md). Both ends hold the version before in host memory (`HeldVersion`). A delta names the
+digest of the version it is from and that of the version it makes, and is applied whole or not at all: what is
+truncated, altered or meant for another version is refused with `DeltaError`, and nothing has changed. The digests are
+those of a stream (`quant.digest`): proof against faults. Who may announce a version, the transport has to know.
 
 Layout, integers little-endian:
 

@@ -55,7 +55,7 @@ class Scheme:
     format: how codes are stored in a checkpoint. ignore: layer names or `re:` patterns left alone.
     bound: on the mean |Δ log p| a token (canary) and the mean |log w| a sequence (step-0 gate) between learner and
     engine, in nats; k3_bound: on the k3 estimate of KL(sampler ‖ learner). Beyond them a run stops
-    (docs/mismatch.md says how they were chosen).
+    (docs/explain/mismatch.md says how they were chosen).
     """
 
     name: str

@@ -348,7 +348,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
 def main(arguments: list[str]) -> int:
     """Write the pages, or say which would change."""
     different = []
-    for file in sorted((ROOT / "docs").glob("*.md")):
+    for file in sorted((ROOT / "docs").rglob("*.md")):
         before = file.read_text(encoding="utf-8")
         after = rendered(before)
         if after != before:

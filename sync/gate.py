@@ -30,5 +30,5 @@ def require_equal(found: Mismatch) -> None:
         raise GateError(
             f"step-0 gate: bitwise, and {found.equal:.2%} of the sampled tokens have equal log-probs in learner and "
             f"sampler, the farthest {found.max_abs:.4g} nats apart; another scheme or dtype may be equal "
-            "(docs/cuda.md), or leave bitwise out"
+            "(docs/explain/cuda.md), or leave bitwise out"
         )

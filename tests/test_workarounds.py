@@ -1,4 +1,4 @@
-"""docs/workarounds.md is true: files and tests exist, and every fault it works around is still there.
+"""docs/lab/workarounds.md is true: files and tests exist, and every fault it works around is still there.
 
 Most faults are looked for in the library's source, which takes milliseconds and is blind to a fault that moved
 elsewhere; tests of what a workaround is for (publishes against a fresh engine, and so on) see those.
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/workarounds.md").read_text()
+PAGE = (ROOT / "docs/lab/workarounds.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
 TABLE = [row for row in ROWS if row[0] != "fault"]
 
@@ -85,7 +85,7 @@ def installed(library: str) -> Path:
 
 def mended(fault: str) -> str:
     places = ", ".join(row[1] for row in TABLE if fault in row[3])
-    return f"upstream may have mended {fault!r}: see whether {places} can go, and the row in docs/workarounds.md"
+    return f"upstream may have mended {fault!r}: see whether {places} can go, and the row in docs/lab/workarounds.md"
 
 
 @pytest.mark.parametrize("fault", UPSTREAM)
@@ -156,7 +156,7 @@ def test_rows_were_read_against_what_is_installed():
     for library, version in versions.items():
         found = importlib.metadata.version(library).partition("+")[0]
         assert found == version, (
-            f"{library} is {found}, docs/workarounds.md was read against {version}: run this file's tests, "
+            f"{library} is {found}, docs/lab/workarounds.md was read against {version}: run this file's tests, "
             "read the rows, and write the new version there"
         )
 

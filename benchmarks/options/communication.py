@@ -17,7 +17,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         help="bytes that learner processes send in a step, by ZeRO stage",
         description=(
             "Count what several learner processes on this machine send in a step of two updates, by ZeRO stage, over "
-            "the bytes of the fp32 masters (docs/processes.md)."
+            "the bytes of the fp32 masters (docs/guide/processes.md)."
         ),
     )
     parser.add_argument("--processes", type=numbers("2,4", 2), default="2,4", help="comma-separated (default 2,4)")

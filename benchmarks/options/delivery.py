@@ -15,7 +15,8 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     parser = names.add_parser(
         "delivery",
         help="weight versions to a running vLLM server: whole, as deltas, and bf16 from disk",
-        description="Time and bytes of a publish to a vLLM server, and how long it pauses (docs/publish.md#deltas).",
+        description="Time and bytes of a publish to a vLLM server, and how long it pauses "
+        "(docs/explain/publish.md#deltas).",
     )
     parser.add_argument("--shape", choices=DELIVERY_SHAPES, default="0.6b", help="of a random Qwen3 (default 0.6b)")
     parser.add_argument(

@@ -19,7 +19,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         help="how many codes and scales a step changes, and the bytes of a delta publish",
         description=(
             "Step random matrices of a model's shapes as a run would, and count what changes of their low-bit version "
-            "(docs/publish.md#deltas)."
+            "(docs/explain/publish.md#deltas)."
         ),
     )
     parser.add_argument(

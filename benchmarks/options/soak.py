@@ -15,7 +15,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
     parser = names.add_parser(
         "soak",
         help="a long run on a server: does memory grow?",
-        description="Memory of learner and server over many steps and publishes (docs/servers.md#what-is-proven).",
+        description="Memory of learner and server over many steps and publishes (docs/lab/servers-measured.md).",
     )
     parser.add_argument("--steps", type=whole(40), default=500, help="of the run, each with a publish; 40 or more, "
                         "of which 20 parts are compared (default 500)")  # fmt: skip

@@ -17,8 +17,8 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         help="a whole training against TRL's: wall time, CPU time and completions to each held-out accuracy",
         description=(
             "Train from the same policy on the same problems, QaRL in each scheme and TRL's GRPOTrainer with its own "
-            "generation, each in a process of its own (docs/bench-train.md). Every field of the configuration is an "
-            "option by its dotted name, as in qarl train; TRL takes over model, task, rollout, steps and mini-batches."
+            "generation, each in a process of its own (docs/lab/bench-train.md). Every field of a configuration "
+            "is an option by its dotted name; TRL takes over model, task, rollout, steps, mini-batches."
         ),
         allow_abbrev=False,
     )

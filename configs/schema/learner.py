@@ -48,7 +48,8 @@ class OptimizerConfig(Section):
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon: decay of its moving average")
     rounding: Literal["nearest", "stochastic"] | None = Field(
         default=None,
-        description="of 16-bit masters after their step (docs/precision.md); without it stochastic, nearest for fp32",
+        description="of 16-bit masters after their step (docs/guide/precision.md); without it stochastic, "
+        "nearest for fp32",
     )
     rounding_seed: int = Field(
         default=0, ge=0, le=LARGEST_SEED, description="of stochastic rounding; another for an independent repetition"
@@ -90,7 +91,7 @@ class LearnerConfig(Section):
     ratio_fix: Literal["none", "shadow_forward"] = Field(
         default="none",
         description="shadow_forward: ratios from the published codes, for an unaligned learner whose clip cuts tokens "
-        "for precision alone (docs/objectives.md)",
+        "for precision alone (docs/reference/objectives.md)",
     )
     mini_batches: int = Field(default=4, ge=1, description="optimizer steps a batch; 1 for strictly on-policy learning")
     micro_batch_tokens: int = Field(
@@ -103,7 +104,7 @@ class LearnerConfig(Section):
     share_prompts: bool | Literal["auto"] = Field(
         default="auto",
         description="compute a prompt once for all its completions in a forward; auto: packed on CPUs "
-        "(docs/learner.md)",
+        "(docs/explain/learner.md)",
     )
     logprob_chunk_tokens: int = Field(
         default=512, ge=1, description="response tokens whose logits are held at once; lower it for large vocabularies"
@@ -121,7 +122,7 @@ class LearnerConfig(Section):
     input_gradients: Literal["auto", "exact", "compute"] = Field(
         default="auto",
         description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "
-        "them; auto: compute where the device multiplies that dtype natively (docs/learner.md)",
+        "them; auto: compute where the device multiplies that dtype natively (docs/explain/learner.md)",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -134,7 +135,7 @@ class LearnerConfig(Section):
         "with the engine's operators",
     )
     master_dtype: Dtype = Field(
-        default="float32", description="of the master weights; bfloat16 halves their memory (docs/precision.md)"
+        default="float32", description="of the master weights; bfloat16 halves their memory (docs/guide/precision.md)"
     )
     compute_dtype: Dtype | None = Field(
         default=None, description="of an unaligned learner's forward, for comparisons; without it the run's dtype"
@@ -162,7 +163,7 @@ class LearnerConfig(Section):
         default=0,
         ge=0,
         description="steps between measurements of what the gap in precision does to the gradient: five backwards over "
-        "2,048 tokens (docs/mismatch.md); 0: never",
+        "2,048 tokens (docs/explain/mismatch.md); 0: never",
     )
     loss_scale: float = Field(
         default=65536.0, gt=0, description="initial, for float16 gradients; grows and backs off by itself"

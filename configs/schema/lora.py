@@ -1,4 +1,4 @@
-"""Low-rank adapters on frozen masters, or none. docs/lora.md says what is trained then."""
+"""Low-rank adapters on frozen masters, or none. docs/guide/lora.md says what is trained then."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from qarl.configs.schema.base import Choice, chooser, pattern_fault
 
-_LORA = "lora: train low-rank adapters over frozen masters (docs/lora.md); none: train the masters"
+_LORA = "lora: train low-rank adapters over frozen masters (docs/guide/lora.md); none: train the masters"
 
 
 class NoLora(Choice):

@@ -1,8 +1,7 @@
 """What is maximized: objectives, corrections, aggregations and the KL penalty, each chosen by its name.
 
-docs/objectives.md derives every one. Bounds are on ratios: 4e-4 allows a ratio of 1.0004. `default_correction` and
-`default_aggregation` are what a run takes that names none.
-"""
+docs/reference/objectives.md derives every one. Bounds are on ratios: 4e-4 allows a ratio of 1.0004.
+`default_correction` and `default_aggregation` are what a run takes that names none."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -128,7 +127,8 @@ class OwnConfig(Objective):
 
     name: Literal["own"] = Field(default="own", description=_WHAT)
     function: Text = Field(
-        description="objective 'own': file.py:function or package.module:function(given, config) (docs/objectives.md)"
+        description="objective 'own': file.py:function or package.module:function(given, config) "
+        "(docs/reference/objectives.md)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a weight version's codes and scales come from: `quantization.*` of the configuration. docs/scales.md"""
+"""Where a weight version's codes and scales come from: `quantization.*` of the configuration. docs/guide/scales.md"""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ class QuantizationConfig(Section):
     scale: ScaleRule = Field(
         default="minmax",
         description="minmax: of each version's extremes; kept: the first version's, for integer weights "
-        "(docs/scales.md)",
+        "(docs/guide/scales.md)",
     )
     init: Literal["gptq"] | None = Field(
         default=None,

@@ -86,11 +86,12 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool = Field(
         default=True,
-        description="decode without CUDA graphs; false is faster on GPUs, and has run on none yet (docs/cuda.md)",
+        description="decode without CUDA graphs; false is faster on GPUs, and has run on none yet "
+        "(docs/explain/cuda.md)",
     )
     servers: Servers | None = Field(
         default=None,
-        description="sample on vLLM servers (docs/servers.md): their URLs, or how many to start on this machine; "
+        description="sample on vLLM servers (docs/guide/servers.md): their URLs, or how many to start on this machine; "
         "without it inside the run",
     )
     server_key_file: Text | None = Field(
@@ -119,7 +120,7 @@ class RolloutConfig(Section):
         ge=0,
         le=16,
         description="batches that servers sample while the learner works on one: 1, by the weights before; from 2 on "
-        "new weights reach them while they sample (docs/servers.md)",
+        "new weights reach them while they sample (docs/guide/servers.md)",
     )
 
     @model_validator(mode="after")
@@ -257,7 +258,7 @@ class RunConfig(Section):
     )
     layers: Annotated[tuple[LayerRule, ...], BeforeValidator(_rules_from_text)] = Field(
         default=(),
-        description="layers in other schemes (docs/layers.md), first match wins: PATTERN=SCHEME,…",
+        description="layers in other schemes (docs/guide/layers.md), first match wins: PATTERN=SCHEME,…",
     )
     dtype: Dtype = Field(
         default="bfloat16",
@@ -266,7 +267,7 @@ class RunConfig(Section):
     bitwise: bool = Field(
         default=False,
         description="learner's and sampler's log-probs equal to the last bit, or the run stops; on GPUs by vLLM's "
-        "batch-invariant kernels, which are slower (docs/cuda.md)",
+        "batch-invariant kernels, which are slower (docs/explain/cuda.md)",
     )
     steps: int = Field(default=200, ge=1, le=10**9, description="training steps")
     seed: int = Field(
@@ -286,11 +287,11 @@ class RunConfig(Section):
     )
     early_warning: Literal["warn", "lower_rate", "lower_cap", "stop"] = Field(
         default="warn",
-        description="at each sign that a run goes wrong (docs/report.md): warn; or halve the learning rate; or halve "
-        "the correction's cap, in logarithms; or stop",
+        description="at each sign that a run goes wrong (docs/guide/report.md): warn; or halve the learning rate; "
+        "or halve the correction's cap, in logarithms; or stop",
     )
     log: Literal["none", "wandb"] = Field(
-        default="none", description="where metrics go besides metrics.jsonl and TensorBoard (docs/metrics.md)"
+        default="none", description="where metrics go besides metrics.jsonl and TensorBoard (docs/reference/metrics.md)"
     )
     output: Text | None = Field(default=None, description="run folder to make; without it runs/<model>-<scheme>-<time>")
     quantization: QuantizationConfig = Field(default_factory=lambda: QuantizationConfig())

@@ -45,8 +45,8 @@ class TaskConfig(Section):
     )
     reward: Text | None = Field(
         default=None,
-        description="exact, math, or your function as mine.py:name or package.module:name (docs/tasks.md); several "
-        "with weights: mine.py:a=1,mine.py:b=0.2. Without it the task's own",
+        description="exact, math, or your function as mine.py:name or package.module:name (docs/guide/tasks.md); "
+        "several with weights: mine.py:a=1,mine.py:b=0.2. Without it the task's own",
     )
     correct: Text | None = Field(
         default=None,

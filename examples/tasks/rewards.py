@@ -1,4 +1,4 @@
-"""Rewards in every signature QaRL takes (docs/tasks.md). On the embedded policy, from this folder:
+"""Rewards in every signature QaRL takes (docs/guide/tasks.md). On the embedded policy, from this folder:
 
 qarl train --task chat.jsonl --task.prompt messages --reward rewards.py:trl_format --steps 2 --eval.problems 2
 qarl train --task questions.csv --reward rewards.py:compute_score --steps 2 --eval.problems 2

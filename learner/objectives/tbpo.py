@@ -7,7 +7,7 @@
 
 The paper's w̃ is the `geometric` correction, this objective's default. Clipping is on the ratio itself, not on the
 minimum of two surrogates, so a negative sample that has left the band on either side gives no gradient: error tokens
-cannot be pushed without bound. `gspo_dual_clip` with c = 1 + δ_h is the same function (docs/objectives.md).
+cannot be pushed without bound. `gspo_dual_clip` with c = 1 + δ_h is the same function (docs/reference/objectives.md).
 """
 
 import torch

@@ -1,7 +1,7 @@
 """An fp32 value → a 16-bit master: to the nearest, or at random without bias.
 
 At a learning rate of 1e-6 an update is some 5e-5 of a weight, and bfloat16 steps by 4e-3 to 8e-3 of it: rounded to the
-nearest, almost no update arrives (docs/precision.md). A stochastic master moves by a whole step in about one of a
+nearest, almost no update arrives (docs/guide/precision.md). A stochastic master moves by a whole step in about one of a
 hundred updates, and its expectation is the fp32 value.
 """
 

@@ -30,7 +30,7 @@ def add_serve_rollouts(commands: Any) -> None:
         help="start vLLM servers that runs sample on (rollout.servers)",
         usage="qarl serve-rollouts [--replicas N] [OPTIONS OF qarl train] [-- VLLM OPTIONS]",
         description="Start vLLM servers on a configuration's policy for runs of that configuration to sample on, until "
-        "Ctrl-C or SIGTERM. Runs publish their weights to them (docs/servers.md).",
+        "Ctrl-C or SIGTERM. Runs publish their weights to them (docs/guide/servers.md).",
         epilog="Whatever follows -- goes to vLLM, and wins: qarl serve-rollouts --replicas 4 --devices 2 -- "
         "--tensor-parallel-size 2",
         allow_abbrev=False,

@@ -48,7 +48,7 @@ def add_tasks(commands: Any) -> None:
         help="the built-in tasks; with a name, its options and an example",
         description="List the built-in tasks, or show one's options, defaults and an example.",
         epilog="Questions of your own: qarl train --task FILE, a .jsonl, .csv, .tsv or .parquet with columns question "
-        "and answer, or hf:DATASET (docs/tasks.md).",
+        "and answer, or hf:DATASET (docs/guide/tasks.md).",
     )
     tasks.add_argument("name", nargs="?", metavar="NAME", help="a task's name")
     tasks.set_defaults(run=_tasks)
@@ -81,7 +81,7 @@ def _all(width: int) -> Iterator[str]:
 def _one(name: str, width: int) -> Iterator[str]:
     """What a task asks, its options with their defaults, and an example. Raises `TaskError` for an unknown name."""
     if name == MATH:
-        yield f"{_MATH} (docs/tasks.md); it has no other options, and its questions are not read here"
+        yield f"{_MATH} (docs/guide/tasks.md); it has no other options, and its questions are not read here"
         return
     _, config = dataset_of(name)
     yield f"{name}: {_summary(name)}"

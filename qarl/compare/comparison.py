@@ -15,7 +15,8 @@ UNQUANTIZED = "bf16"
 
 @dataclass(frozen=True)
 class Figure:
-    """One number a run, from a metric of its steps (docs/metrics.md; "seconds" is a step's, without evaluation).
+    """One number a run, from a metric of its steps (docs/reference/metrics.md; "seconds" is a step's, without
+    evaluation).
 
     over: "first" or "last", the mean over so many steps that measured it; "mean", over all of them; "reaches", the
     first step at which it is at least `number`.

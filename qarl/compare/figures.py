@@ -125,7 +125,7 @@ def remarks(cells: Mapping[Cell, Measured]) -> list[str]:
     curves = [measured.curves for measured in cells.values() if measured.curves]
     environments = [measured.environment for measured in cells.values() if measured.environment]
     lines = [
-        f"no step measured {metric!r} (figures); docs/metrics.md lists what there is"
+        f"no step measured {metric!r} (figures); docs/reference/metrics.md lists what there is"
         for metric in dict.fromkeys(itertools.chain(*curves))
         if all(value is None for curve in curves for value in curve[metric])
     ]

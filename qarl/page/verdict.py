@@ -1,7 +1,7 @@
 """A report's first lines: what became of the runs, in words, and what asks for attention.
 
 Compared are a run's first and last tenths of steps. A difference is called one where it is beyond twice its standard
-error; thresholds are named below, and docs/report.md says which they are.
+error; thresholds are named below, and docs/guide/report.md says which they are.
 """
 
 import math

@@ -1,7 +1,8 @@
 """What one process of a run holds in memory, part by part, from a model's sizes and the configuration alone.
 
 Most parts are there all the time. Activations come and go with micro-batches; beside them one more thing is in the
-making at any time: a layer's backward, an optimizer step, or what the engine computes; the largest counts. docs/plan.md
+making at any time: a layer's backward, an optimizer step, or what the engine computes; the largest counts.
+docs/guide/plan.md
 says how far this is from what was measured, and that nothing was measured on a GPU.
 
 Symbols: C hidden columns, Q and K columns of queries and of keys, I columns of the MLP or of an expert, V vocabulary,

@@ -2,7 +2,7 @@
 
 A file is written under another name and renamed, so a run that is killed leaves whole files, and one that is resumed
 writes a step's file over the one before. Any reader of Parquet takes the folder as one table
-(`pandas.read_parquet("runs/NAME/tokens")`); docs/report.md lists the columns.
+(`pandas.read_parquet("runs/NAME/tokens")`); docs/guide/report.md lists the columns.
 
 Axes: T tokens, of all completions of a file laid end to end.
 """

@@ -47,7 +47,7 @@ def materialize(
     out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
     views and every stream that was made of them then hold the new weight.
     scale: for integer codes, scales to use instead of those of the weight's extremes, [O, Q] in `dtype`, positive;
-    codes beyond their range are clamped (docs/scales.md).
+    codes beyond their range are clamped (docs/guide/scales.md).
     Raises `SchemeError` for a shape the scheme cannot hold and for fp4 from fp16 masters, `PrecisionError` for weights
     that are not finite or whose scale overflows `dtype`; `out` is not usable after that.
     """

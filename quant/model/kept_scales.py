@@ -1,6 +1,6 @@
 """Scales that outlive a weight version, on a `LowBitModel`, and a start from codes that others computed under theirs.
 
-docs/scales.md has what both are worth.
+docs/guide/scales.md has what both are worth.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

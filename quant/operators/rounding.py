@@ -9,7 +9,7 @@
 
 On CUDA vLLM's own operators compute them, its defaults where nothing is compiled by Inductor; torch's do the same there
 without vLLM. Source: vLLM 0.32's `fused_add_rms_norm_kernel` and `rms_norm_kernel`, whose sm_90 code adds with
-`HADD2.BF16`, and rounds with one `F2FP.BF16` after two fp32 products (docs/cuda.md).
+`HADD2.BF16`, and rounds with one `F2FP.BF16` after two fp32 products (docs/explain/cuda.md).
 
 Axes: N any leading axes, C columns, H heads, D head size.
 """

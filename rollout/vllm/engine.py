@@ -144,7 +144,8 @@ class VllmEngine:
         return stage(model, config, tensors, changed)
 
     def reload_from(self, checkpoint: Path) -> None:
-        """vLLM's own reload of a checkpoint from disk, for benchmarks: wrong on CPUs in four ways (docs/publish.md)."""
+        """vLLM's own reload of a checkpoint from disk, for benchmarks: wrong on CPUs in four ways "
+        "(docs/explain/publish.md)."""
         self._call("collective_rpc", "reload_weights", kwargs={"weights_path": str(checkpoint)})
 
     def shared_layers(self) -> "EngineLayers":

@@ -85,7 +85,7 @@ def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
     of the version published last; a version that does not fit leaves the one before.
 
     Blind spot: one server; two are `tests/runs/test_train_servers.py`'s. Completions of two calls are not compared: up
-    to four sequences at once, the unquantized output head rounds otherwise (docs/servers.md)."""
+    to four sequences at once, the unquantized output head rounds otherwise (docs/guide/servers.md)."""
     model = served.model
     engine = joined(served, tmp_path)
     with pytest.raises(EngineError, match="publish again"):
@@ -212,7 +212,8 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
     Three publishes, of two policies in turn: on a busy machine a server may have ended all it was asked for, and wait
     for more, when one of them comes.
 
-    Blind spot: within 0.02 nats, for how many sequences are decoded together rounds the output head (docs/servers.md);
+    Blind spot: within 0.02 nats, for how many sequences are decoded together rounds the output head
+    (docs/guide/servers.md);
     weights so far apart, and keys and values of theirs, differ by 0.3 in the mean."""
     model = served.model
     odd = [master.detach().clone() for master in model.masters.values()]

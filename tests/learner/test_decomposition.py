@@ -1,5 +1,5 @@
 """The log-ratio's parts: what is planted is recovered, each under its own name. The models are tiny and the engine is a
-tensor of log-probs, so what a real engine does is not seen here (docs/mismatch.md has those figures)."""
+tensor of log-probs, so what a real engine does is not seen here (docs/explain/mismatch.md has those figures)."""
 
 import copy
 import dataclasses

@@ -119,7 +119,7 @@ def test_diagnosing_changes_nothing_else():
 
 
 def test_only_16_bit_masters_lose_updates():
-    """At a rate of 1e-6, as docs/precision.md says: nearest bfloat16 loses nearly all, fp32 next to none."""
+    """At a rate of 1e-6, as docs/guide/precision.md says: nearest bfloat16 loses nearly all, fp32 next to none."""
     shares = {}
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(0)

@@ -158,7 +158,8 @@ def generated(count: int, sampler: Sampler) -> tuple[list[Completion], np.ndarra
 
 @pytest.mark.parametrize(("flat", "least"), [(False, 0.95), (True, 0.85)])
 def test_precision_and_recall_on_generated_completions(flat: bool, least: float):
-    """Over the tokens of 1,000 completions, with errors of the two kinds that are looked for (docs/metrics.md has the
+    """Over the tokens of 1,000 completions, with errors of the two kinds that are looked for
+    (docs/reference/metrics.md has the
     figures, and where both fail). A policy of more entropy draws more improbable tokens that are none."""
     completions, truth = generated(1000, Sampler(0, flat))
     found = improbable_tokens(completions) | repeated_tokens([c.token_ids for c in completions])
@@ -181,7 +182,7 @@ BLIND: dict[str, tuple[list[int], bool]] = {
 
 @pytest.mark.parametrize("case", BLIND)
 def test_where_it_fails(case: str):
-    """What docs/metrics.md says it misses, and what it takes for an error and is none."""
+    """What docs/reference/metrics.md says it misses, and what it takes for an error and is none."""
     tokens, wrong = BLIND[case]
     assert repeated_tokens([tokens]).any() == (not wrong)
-    assert case in (ROOT / "docs/metrics.md").read_text()
+    assert case in (ROOT / "docs/reference/metrics.md").read_text()

@@ -17,7 +17,7 @@ def test_a_run_on_two_servers_is_the_run_in_process(
 ):
     """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal to the last bit. The
     output head is quantized: an unquantized one rounds otherwise where four sequences or fewer are decoded at once, and
-    two servers come to that sooner than one engine (docs/servers.md)."""
+    two servers come to that sooner than one engine (docs/guide/servers.md)."""
     options = [
         "--model", str(random_policy(False)), "--scheme", scheme, "--layers", "lm_head=w8a8", "--task", "chain_sum",
         "--reward", "tests.support.rewards:reward", "--rollout.max_prompt_tokens", "64", "--max-new-tokens", "8",
