@@ -12,7 +12,7 @@ from qarl.configs.load import field_paths
 from qarl.configs.words import did_you_mean
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|\.?inf|\.?nan)", re.IGNORECASE)
-_KINDS = {"int": "a whole number", "float": "a number"}
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 class UsageError(InputError):
@@ -22,35 +22,58 @@ class UsageError(InputError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` where argparse would print its usage and exit, and for an option that is given twice."""
+    """Raises `UsageError` where argparse would print its usage and exit, and for an option that is given twice.
+
+    What went wrong is taken from the action and its value, not from argparse's sentences, which change with Python's
+    releases.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **{"formatter_class": _Formatter, **settings})
+        super().__init__(*arguments, **{"formatter_class": _Formatter, "exit_on_error": False, **settings})
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
 
-    def error(self, message: str) -> NoReturn:
-        """In our words what argparse says in its own."""
-        raise UsageError(f"{self._in_words(message)} (`{self.prog} --help` lists what it takes)")
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As argparse's. Raises `UsageError`."""
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            name = error.argument_name
+            if any(action.nargs == 0 and _name(action) == name for action in self._actions):
+                self.error(f"option {name} takes no value")
+            self.error(f"{name} {error.message}" if name else str(error))
 
-    def _in_words(self, message: str) -> str:
-        argument, _, fault = message.removeprefix("argument ").partition(": ")
-        if "expected one argument" in fault:
-            return f"option {argument} needs a value"
-        if "ignored explicit argument" in fault:
-            return f"option {argument} takes no value"
-        missing = re.fullmatch(r"the following arguments are required: (.+)", message)
-        if missing:
-            return f"{self.prog} needs {missing[1]}"
-        kind = re.fullmatch(r"invalid (\w+) value: (.+)", fault)
-        if kind:
-            return f"{argument} {kind[2]} must be {_KINDS.get(kind[1], kind[1])}"
-        choice = re.fullmatch(r"invalid choice: (.+?) \(choose from (.+)\)", fault)
-        if choice:
-            words = [word.strip().strip("'") for word in choice[2].split(",")]
-            near = did_you_mean(choice[1].strip("'"), words)
-            return f"{argument} {choice[1]} must be one of {', '.join(words)}{near}"
-        return f"{argument} {fault}" if fault else message
+    def error(self, message: str) -> NoReturn:
+        """Raise it as a `UsageError`."""
+        missing = message.removeprefix("the following arguments are required: ")
+        message = message if missing == message else f"{self.prog} needs {missing}"
+        raise UsageError(f"{message} (`{self.prog} --help` lists what it takes)")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in _KINDS:
+                raise
+            self.error(f"{_name(action)} {arg_string!r} must be {_KINDS[action.type]}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = list(action.choices or ())
+        if choices and value not in choices:
+            near = did_you_mean(str(value), choices)
+            self.error(f"{_name(action)} {value!r} must be one of {', '.join(map(str, choices))}{near}")
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            self.error(f"option {_name(action)} needs a value")
+
+
+def _name(action: argparse.Action) -> str | None:
+    return argparse.ArgumentError(action, "").argument_name
 
 
 class _Formatter(argparse.HelpFormatter):
