@@ -145,7 +145,7 @@ class VllmEngine:
 
     def reload_from(self, checkpoint: Path) -> None:
         """vLLM's own reload of a checkpoint from disk, for benchmarks: wrong on CPUs in four ways "
-        "(docs/explain/publish.md)."""
+        "(docs/lab/publish-measured.md)."""
         self._call("collective_rpc", "reload_weights", kwargs={"weights_path": str(checkpoint)})
 
     def shared_layers(self) -> "EngineLayers":
