@@ -128,7 +128,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     config, resumed = _configuration(known, dotted_overrides(known, rest))
     if known.dry_run:
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
-        check_files(config, new=resumed is None)
+        check_files(config, new=resumed is None, dry=True)
         return 0
     launching = (known.processes or 1) > 1 and "RANK" not in os.environ
     console.quiet = launching or os.environ.get("RANK", "0") != "0"  # one of several processes speaks

@@ -21,19 +21,19 @@ class UnusableRewardError(InputError):
     heading = "reward"
 
 
-def check_files(config: RunConfig, new: bool = True) -> Task:
+def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
     """Raise the error of the part that is wrong: scheme names, output, model folder, task, reward. Returns the task.
 
-    new: whether the run's folder is to be made. Costs milliseconds, but for the import of reasoning-gym (seconds) where
-    the task is one of its. What needs the model's architecture or the machine's kernels is checked by
-    `qarl.run.session.check_input`.
+    new: whether the run's folder is to be made. dry: whether the Hub is left alone, as far as the model goes. Costs
+    milliseconds, but for the import of reasoning-gym (seconds) where the task is one of its. What needs the model's
+    architecture or the machine's kernels is checked by `qarl.run.session.check_input`.
     """
     check_schemes(config)
     if new:
         check_new_folder(new_path(config), "run folder", "--output")
     require_logger(config.log)
     check_rollouts(config)
-    _check_model(config)
+    _check_model(config, dry)
     return check_task(config)
 
 
@@ -79,7 +79,7 @@ def check_task(config: RunConfig) -> Task:
     return task
 
 
-def _check_model(config: RunConfig) -> None:
+def _check_model(config: RunConfig, dry: bool) -> None:
     if is_embedded(config.model):
         return
     try:
@@ -89,9 +89,9 @@ def _check_model(config: RunConfig) -> None:
         near = did_you_mean(config.model, embedded)
         hub = f"; a hub id has its owner before it, as in Qwen/{config.model}" if _misses_owner(config.model) else ""
         raise type(error)(f"{error}{near or hub}") from error
-    if folder is None:
+    if folder is None and not dry:
         hub_file(config.model)  # before a task is loaded, and before torch is imported
-    else:
+    elif folder is not None:
         check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
 
 
