@@ -1,6 +1,6 @@
 """No engine, for learning from recorded completions: it takes what is published, and nothing can be asked of it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LayerReport, LowBitTensor
@@ -14,10 +14,6 @@ class AbsentEngine:
     weight_version = 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Raises `EngineError`."""
-        raise _absent()
-
-    def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
         """Raises `EngineError`."""
         raise _absent()
 

@@ -1,6 +1,6 @@
 """What the rest of the code may ask of an engine."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,11 +39,6 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """`sampling.samples` completions of each prompt, in the prompts' order."""
-        ...
-
-    def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
-        """What `generate` does, a step of the engine at a time, for benchmarks: after each, how many sequences it gave
-        a token. To be exhausted before anything else is asked."""
         ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -1,5 +1,6 @@
 """Bytes of matrices and of the inputs a backward keeps, by a scheme's name alone and without torch: for plans that have
-to answer at once. `quant.schemes` decides what a scheme is; tests/quant/test_stored.py holds this table to it.
+to answer at once. `quant.schemes` decides what a scheme is; tests/quant/test_materialize.py holds this table to the
+tensors that are stored.
 
 Axes: O output rows, I input columns.
 """

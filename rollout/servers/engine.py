@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -101,10 +101,6 @@ class ServerEngine:
         if not sampling.stop:
             completions = [self._with_text(prompts[i // step], one) for i, one in enumerate(completions)]
         return [completions[i : i + step] for i in range(0, len(completions), step)]
-
-    def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> NoReturn:
-        """See `Engine.sampled_by_step`: an engine's steps are not seen from here."""
-        raise EngineError("servers do not show their engines' steps; measure them with an engine in process")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`."""

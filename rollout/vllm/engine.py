@@ -79,7 +79,8 @@ class VllmEngine:
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
     def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
-        """See `Engine.sampled_by_step`."""
+        """What `generate` does, a step of the engine at a time, for benchmarks: after each, how many sequences it gave
+        a token. Exhaust it before any other call."""
         from vllm.inputs import tokens_input
 
         self._refuse_half_loaded()

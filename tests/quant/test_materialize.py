@@ -8,10 +8,10 @@ from compressed_tensors.compressors.format import infer_module_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qarl.quant.checkpoint.stored import STORED
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear, fuse_scales
 from qarl.quant.materialize import LowBitWeight, fp4, integer, materialize
-from qarl.quant.materialize.size import stored_bytes
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
 from tests.support.library import FP4, library, library_scale
 from tests.support.profiles import examples
@@ -246,14 +246,14 @@ for packed, words, scales in (
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize("name", SCHEMES)
 def test_tensors_have_checkpoint_names_dtypes_and_shapes(name: str, dtype: torch.dtype):
-    """What a checkpoint holds of a layer [128, 384], per scheme, in order; `stored_bytes` adds up the same."""
+    """What a checkpoint holds of a layer [128, 384], per scheme, in order; `STORED` adds up the same."""
     weight = torch.randn(128, 384, generator=torch.Generator().manual_seed(0))
     low_bit = materialize(weight, get_scheme(name), dtype)
     assert low_bit.shape == (128, 384)
     held = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in low_bit.tensors()]
     assert held == [(key, dtype if kind == "compute" else kind, shape) for key, kind, shape in HELD[name]]
     assert dict(low_bit.tensors()).get("weight_shape", torch.tensor([128, 384])).tolist() == [128, 384]
-    assert stored_bytes(get_scheme(name), (128, 384), dtype) == sum(t.nbytes for _, t in low_bit.tensors())
+    assert STORED[name].weight((128, 384), dtype.itemsize) == sum(t.nbytes for _, t in low_bit.tensors())
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -362,5 +362,3 @@ def test_a_scale_beyond_float16_is_refused_with_the_remedy():
 def test_shapes_a_scheme_cannot_hold_are_refused(name: str, shape: tuple[int, int], message: str):
     with pytest.raises(SchemeError, match=f"scheme '{name}': layer 'x' {re.escape(message)}"):
         materialize(torch.ones(shape), get_scheme(name), torch.bfloat16, "x")
-    with pytest.raises(SchemeError, match=re.escape(message)):
-        stored_bytes(get_scheme(name), shape, torch.bfloat16)

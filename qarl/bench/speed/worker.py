@@ -96,9 +96,10 @@ def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> l
     return [Prompt(str(n), "", tuple(draw.randrange(first, vocabulary) for _ in range(tokens))) for n in range(count)]
 
 
-def _cell(engine: Engine, context: int, batch: int, job: Job, draw: random.Random, vocabulary: int) -> Cell:
-    """Prefill is up to the first step of the engine that gives every sequence a token; each step after it that does so
-    again is decoding. Of a repeat the median step counts, of the repeats the quickest."""
+def _cell(engine: Any, context: int, batch: int, job: Job, draw: random.Random, vocabulary: int) -> Cell:
+    """engine: one in process, which has `sampled_by_step`. Prefill is up to the first step of the engine that gives
+    every sequence a token; each step after it that does so again is decoding. Of a repeat the median step counts, of
+    the repeats the quickest."""
     clock, sampling = CLOCKS[job.clock], Sampling(1, 1 + job.decode_tokens, seed=job.seed, ignore_end=True)
     prefills, decodes = [], []
     for _ in range(_REPEATS):
