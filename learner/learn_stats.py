@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from qarl.learner.ages import MismatchByAge
-from qarl.learner.decomposition import Decomposition
-from qarl.learner.gradient_passes import GradientErrors
+from qarl.learner.diagnostics.ages import MismatchByAge
+from qarl.learner.diagnostics.decomposition import Decomposition
+from qarl.learner.diagnostics.gradient_passes import GradientErrors
+from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.loss.metrics import LossMetrics
-from qarl.learner.lost_updates import LayerChanges
 from qarl.learner.mismatch import Mismatch
 
 
@@ -18,10 +18,10 @@ class LearnStats(LossMetrics):
     (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
     left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
-    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.lost_updates`, None
-    where they were not measured; log_ratio: see `learner.decomposition`, kl_from_start: nats a token, see
-    `learner.starting_policy`; both in the same steps. gradients: see `learner.gradient_passes`, where asked for.
-    ages: see `learner.ages`."""
+    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.diagnostics.lost_updates`, None
+    where they were not measured; log_ratio: see `learner.diagnostics.decomposition`, kl_from_start: nats a token, see
+    `learner.diagnostics.starting_policy`; both in the same steps. gradients: see `learner.diagnostics.gradient_passes`, where asked for.
+    ages: see `learner.diagnostics.ages`."""
 
     mismatch: Mismatch
     lr: float

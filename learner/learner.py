@@ -14,11 +14,14 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
-from qarl.learner.ages import Ages
 from qarl.learner.backends import make_backend
 from qarl.learner.batching import Batch, micro_batches, mini_batches
-from qarl.learner.decomposition import Decomposition, ShadowForwards
-from qarl.learner.gradient_passes import GradientErrors, GradientPasses
+from qarl.learner.diagnostics.ages import Ages
+from qarl.learner.diagnostics.decomposition import Decomposition, ShadowForwards
+from qarl.learner.diagnostics.gradient_passes import GradientErrors, GradientPasses
+from qarl.learner.diagnostics.lost_updates import Diagnosis, is_due
+from qarl.learner.diagnostics.starting_policy import StartingPolicy
+from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.gradients import compiles, rounds_weights
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.load_balance import load_balance_coefficient, load_balance_loss
@@ -26,7 +29,6 @@ from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
 from qarl.learner.loss.aggregation import Totals
 from qarl.learner.loss.loss import LossInput, needs_old, policy_loss
 from qarl.learner.loss.metrics import LossMetrics, mean
-from qarl.learner.lost_updates import Diagnosis, is_due
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives.ratios import shadowed
 from qarl.learner.optim.loss_scale import LossScale
@@ -35,9 +37,7 @@ from qarl.learner.overflow import require_finite_logprobs, require_finite_sample
 from qarl.learner.processes import Processes
 from qarl.learner.restraint import UNRESTRAINED, Restraint
 from qarl.learner.row_logprobs import RowLogprobs
-from qarl.learner.starting_policy import StartingPolicy
 from qarl.learner.stopwatch import Stopwatch
-from qarl.learner.token_log import TokenLog
 from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel
 

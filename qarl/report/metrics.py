@@ -10,11 +10,11 @@ from statistics import pstdev
 from typing import Any
 
 from qarl.configs.schema.run import RunConfig
-from qarl.learner.ages import MismatchByAge
-from qarl.learner.decomposition import Decomposition
-from qarl.learner.gradient_passes import GradientErrors
+from qarl.learner.diagnostics.ages import MismatchByAge
+from qarl.learner.diagnostics.decomposition import Decomposition
+from qarl.learner.diagnostics.gradient_passes import GradientErrors
+from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.learn_stats import LearnStats
-from qarl.learner.lost_updates import LayerChanges
 from qarl.learner.mismatch import Mismatch
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import open_logger

@@ -14,11 +14,11 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends import check_backend
 from qarl.learner.batching import Batch, make_batch, micro_batches
-from qarl.learner.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
-from qarl.learner.gradient_passes import GradientErrors
+from qarl.learner.diagnostics.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
+from qarl.learner.diagnostics.gradient_passes import GradientErrors
+from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.learner import Learner
-from qarl.learner.token_log import TokenLog
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme

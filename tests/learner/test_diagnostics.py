@@ -13,8 +13,8 @@ from torch import nn
 from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch, mini_batches
+from qarl.learner.diagnostics.lost_updates import Diagnosis, LayerChanges, is_due
 from qarl.learner.learner import Learner
-from qarl.learner.lost_updates import Diagnosis, LayerChanges, is_due
 from qarl.learner.optim import master_step
 from qarl.learner.optim.master_step import crossed_bfloat16
 from qarl.learner.optim.optimizer import MasterOptimizer

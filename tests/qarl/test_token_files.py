@@ -12,7 +12,7 @@ import torch
 from qarl.embedded.tokenizer import train_tokenizer
 from qarl.learner.batching import make_batch
 from qarl.learner.clip_reasons import CLIP_REASONS
-from qarl.learner.token_log import TokenLog
+from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.report.token_files import TokenFileError, drop_after, read_step, step_files
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
 from qarl.rollout.types import Group

@@ -7,7 +7,7 @@ neither its low-bit code nor its bfloat16 rounding did.
     crossed_bfloat16  of all masters, the share that an update took to another bfloat16
     flipped_codes     of all low-bit codes, the share that a materialization changed
 
-The last two by layer too. `learner.decomposition` measures in the same steps what of it the sampler's policy does.
+The last two by layer too. `learner.diagnostics.decomposition` measures in the same steps what of it the sampler's policy does.
 Source of the second: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; section 6.6).
 """
 

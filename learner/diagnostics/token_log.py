@@ -20,11 +20,11 @@ class TokenLog:
     old: the learner's log-probs before the updates, fp32 [B, T-1]; known: bool [B], the sequences it has them of.
     log_ratio: log π_cur - log π_proximal at the sequence's update, fp32 [B, T-1]; clip: int32 [B, T-1], place in
     `CLIP_REASONS`; updated: bool [B], the sequences that have these two. age: in updates, int64 [B], -1 for those in
-    none (`learner.ages`).
+    none (`learner.diagnostics.ages`).
 
     shown: rows that are likely to be looked at, int64 [m], those looked at first first. unquantized: of as many of them
     as are affordable, log-probs of the unquantized policy before the updates; of an aligned learner, in steps that
-    diagnose (`learner.decomposition`), else of none.
+    diagnose (`learner.diagnostics.decomposition`), else of none.
     """
 
     def __init__(self, batch: Batch, shown: Sequence[int] = ()):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from qarl.learner.batching import Batch
-from qarl.learner.decomposition import sample_rows
+from qarl.learner.diagnostics.decomposition import sample_rows
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.model.low_bit_model import LowBitModel

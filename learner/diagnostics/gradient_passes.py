@@ -11,7 +11,7 @@ last update moves:
     clipped   exp(α + β), or 0 where  the learner's own forward
               the objective clips
 
-α = log π_codes - log π_sampler and β = log π_learner - log π_codes, as in `learner.decomposition`. An aligned learner
+α = log π_codes - log π_sampler and β = log π_learner - log π_codes, as in `learner.diagnostics.decomposition`. An aligned learner
 multiplies the codes: β is 0, and all passes but the last are one.
 
 Source: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; sections 7.3 to 7.5, whose
@@ -28,7 +28,7 @@ import torch
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import ratio_from
 from qarl.learner.batching import Batch
-from qarl.learner.decomposition import clipped_tokens, sample_rows
+from qarl.learner.diagnostics.decomposition import clipped_tokens, sample_rows
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.model.low_bit_model import LowBitModel
 

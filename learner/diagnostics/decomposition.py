@@ -25,10 +25,10 @@ import torch
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import ratio_from
 from qarl.learner.batching import Batch
+from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.objectives import ObjectiveInput, find_objective
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
-from qarl.learner.token_log import TokenLog
 from qarl.quant.model.low_bit_model import LowBitModel
 
 SAMPLE_TOKENS = 2048
