@@ -18,10 +18,10 @@ class LearnStats(LossMetrics):
     (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
     left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
-    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `learner.diagnostics.lost_updates`, None
-    where they were not measured; log_ratio: see `learner.diagnostics.decomposition`, kl_from_start: nats a token, see
-    `learner.diagnostics.starting_policy`; both in the same steps. gradients: see `learner.diagnostics.gradient_passes`, where asked for.
-    ages: see `learner.diagnostics.ages`."""
+    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `diagnostics.lost_updates`, None
+    where they were not measured; log_ratio: see `diagnostics.decomposition`, kl_from_start: nats a token, see
+    `diagnostics.starting_policy`; both in the same steps. gradients: see `diagnostics.gradient_passes`, where due.
+    ages: see `diagnostics.ages`."""
 
     mismatch: Mismatch
     lr: float

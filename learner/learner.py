@@ -16,10 +16,8 @@ from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.backends import make_backend
 from qarl.learner.batching import Batch, micro_batches, mini_batches
-from qarl.learner.diagnostics.ages import Ages
-from qarl.learner.diagnostics.decomposition import Decomposition, ShadowForwards
-from qarl.learner.diagnostics.gradient_passes import GradientErrors, GradientPasses
-from qarl.learner.diagnostics.lost_updates import Diagnosis, is_due
+from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
+from qarl.learner.diagnostics.observers import observers
 from qarl.learner.diagnostics.starting_policy import StartingPolicy
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.gradients import compiles, rounds_weights
@@ -27,7 +25,7 @@ from qarl.learner.learn_stats import LearnStats
 from qarl.learner.load_balance import load_balance_coefficient, load_balance_loss
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
 from qarl.learner.loss.aggregation import Totals
-from qarl.learner.loss.loss import LossInput, needs_old, policy_loss
+from qarl.learner.loss.loss import LossInput, LossShare, needs_old, policy_loss
 from qarl.learner.loss.metrics import LossMetrics, mean
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives.ratios import shadowed
@@ -67,7 +65,7 @@ class Learner:
                 f"{'no' if reference is None else 'a'} reference policy"
             )
         self.model = model
-        self.config = self._loss_config = config
+        self.config = config
         self.processes = processes or Processes()
         self.backend = make_backend(model, config, self.processes)
         self.loss_scale = LossScale(
@@ -85,7 +83,6 @@ class Learner:
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
         self._temperature = temperature
-        self._diagnosis: Diagnosis | None = None
         self._start = StartingPolicy(model, self._add_logprobs)
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -167,41 +164,41 @@ class Learner:
         the others' are computed beforehand, and not at all where nothing is made of them (`needs_old`), but for steps
         that measure lost updates.
         """
-        self._diagnosis = Diagnosis() if is_due(self.config.diagnostics_every, step) else None
         lr = self.schedule.rate(step) * restraint.rate
-        self._loss_config = restraint.of_loss(self.config)
         self.backend.set_learning_rate(lr)
         self.stopwatch.take()
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
-        if trained:
-            self._start.note(batch, trained[0] if self.config.diagnostics_every else None)
-        shadow = kl_from_start = None
-        if self._diagnosis is not None and trained:
-            shadow = ShadowForwards(batch, trained[-1], self.model, self._add_logprobs)
-            with self.stopwatch("shadow"):
-                shadow.before_updates(log)
-        old, reference = RowLogprobs(batch), None
+        learning = self._learning(batch, step, trained, log)
+        watching = observers(learning, self._start)
+        for observer in watching:
+            observer.before_batch()
+        old, reference = learning.old, None
         with self.stopwatch("old"):
-            self._add_published(old, self._beforehand(batch, trained, gate is not None))
+            self._add_published(old, self._beforehand(learning, gate is not None))
         if gate is not None:
             gate(old.mismatch())
         if self._reference is not None:
             reference = RowLogprobs(batch)
             self._add_logprobs(reference, self._reference, torch.arange(len(batch.tokens)))
-        updates, gradients, ages = [], GradientErrors(), Ages(batch, self.config.mini_batches)
-        for n, index in enumerate(trained):
-            measured = shadow if n == len(trained) - 1 else None
-            if n == len(trained) - 1 and is_due(self.config.gradient_passes_every, step):
-                gradients = self._gradient_errors(batch, index, old if n else None)
-            ages.begin(n, index)
-            updates.append(self._update(batch, old, reference, index, n == 0, log, ages, measured))
-        if log is not None:
-            log.complete(old, ages.of_rows(), self.processes)
-        if self._diagnosis is not None:
-            with self.stopwatch("shadow"):
-                kl_from_start = self._start.kl()
+        loss_config = restraint.of_loss(self.config)
+        updates = [self._update(learning, watching, reference, loss_config, n) for n in range(len(trained))]
+        records = {name: value for observer in watching for name, value in observer.record().items()}
+        return self._stats(updates, old, lr, records)
+
+    def _learning(self, batch: Batch, step: int, trained: list[torch.Tensor], log: TokenLog | None) -> Learning:
+        def logprobs(sample: Batch) -> torch.Tensor:
+            self.model.context.gradients.scale = self.loss_scale.scale
+            return self._token_logprobs(self.backend.policy, sample, None, entropy=False)[0]
+
+        return Learning(
+            batch=batch, step=step, trained=trained, config=self.config, model=self.model, processes=self.processes,
+            stopwatch=self.stopwatch, old=RowLogprobs(batch), log=log, add_logprobs=self._add_logprobs,
+            logprobs=logprobs, backward=lambda loss: self.backend.backward(loss * self.loss_scale.scale),
+        )  # fmt: skip
+
+    def _stats(self, updates: list["_Update"], old: RowLogprobs, lr: float, records: dict[str, Any]) -> LearnStats:
         taken = sum(update.taken for update in updates)
         last = updates[-1].metrics.update_log_ratio if updates else 0.0
         return LearnStats(
@@ -214,85 +211,56 @@ class Learner:
             skipped=len(updates) - taken,
             loss_scale=self.loss_scale.scale,
             seconds=self.stopwatch.take(),
-            **(self._diagnosis.measured(self.model) if self._diagnosis else {}),
-            log_ratio=shadow.decomposition(old.values, self.config) if shadow else Decomposition(),
-            kl_from_start=kl_from_start,
-            gradients=gradients,
-            ages=ages.mismatch(self.processes),
+            **records,
         )
 
-    def _gradient_errors(self, batch: Batch, index: torch.Tensor, old: RowLogprobs | None) -> GradientErrors:
-        """Of a sample of the mini-batch at `index`, before it is learned from. old: None before the first update."""
-        scale = self.model.context.gradients.scale = self.loss_scale.scale
-
-        def logprobs(sample: Batch) -> torch.Tensor:
-            return self._token_logprobs(self.backend.policy, sample, None, entropy=False)[0]
-
-        passes = GradientPasses(batch, index, self.model, logprobs, lambda loss: self.backend.backward(loss * scale))
-        with self.stopwatch("shadow"):
-            return passes.measured(old, self.config)
-
-    def _beforehand(self, batch: Batch, trained: list[torch.Tensor], all_of_them: bool) -> torch.Tensor:
+    def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:
         """The rows whose old log-probs are computed before anything is updated, int64 [n]."""
-        wanted = torch.ones(len(batch.tokens), dtype=torch.bool)
-        if not all_of_them and trained and self.config.ratio_fix != "shadow_forward":
-            wanted[:] = needs_old(self.config) or self._diagnosis is not None
-            wanted[trained[0]] = False
-        return wanted.nonzero().flatten()
+        rows = torch.ones(len(learning.batch.tokens), dtype=torch.bool)
+        if not all_of_them and learning.trained and self.config.ratio_fix != "shadow_forward":
+            rows[:] = needs_old(self.config) or is_due(self.config.diagnostics_every, learning.step)
+            rows[learning.trained[0]] = False
+        return rows.nonzero().flatten()
 
     def _update(
         self,
-        batch: Batch,
-        old: RowLogprobs,
+        learning: Learning,
+        watching: list[Observer],
         reference: RowLogprobs | None,
-        index: torch.Tensor,
-        first: bool,
-        log: TokenLog | None,
-        ages: Ages,
-        measured: ShadowForwards | None,
+        loss_config: LearnerConfig,
+        number: int,
     ) -> "_Update":
-        """first: no update was taken since the batch was sampled, so that what this one's forward gives is old.
-        measured: to be given this update's log-probs before and after."""
-        if measured is not None:
-            with self.stopwatch("shadow"):
-                measured.before_last_update()
+        """The update of that number, from 0. Before the first one none was taken since the batch was sampled, so that
+        what its forward gives is old."""
+        batch, old, index = learning.batch, learning.old, learning.trained[number]
+        for observer in watching:
+            observer.before_update(number, index)
         self.model.context.gradients.scale = self.loss_scale.scale
         totals = Totals(len(index), int(batch.response_mask[index].sum()))
         known = bool(old.known[index].all())
-        adds = first and not known
+        adds = number == 0 and not known
         shadow = None
         if self.config.ratio_fix == "shadow_forward":
             shadow = RowLogprobs(batch)
             self._add_published(shadow, index)
         metrics = LossMetrics()
         parts = list(self._share(batch, index))
-        for number, part in enumerate(parts):
-            micro = part.index
-            rows = batch.rows(micro).to(self.model.device)
+        for part in parts:
+            rows = batch.rows(part.index).to(self.model.device)
             with self.stopwatch("forward"):
-                current, entropies = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=adds)
+                own, entropies = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=adds)
             if adds and part.counts:
-                old.add(micro, current.detach(), entropies)
+                old.add(part.index, own.detach(), entropies)
+            current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
+            denominator = current.detach() if adds else old.rows_like(current, part.index) if known else None
+            share, loss, balance = self._loss(part, rows, current, denominator, reference, loss_config, totals)
             if part.counts:
-                ages.add(micro, current, rows)
-            if measured is not None and part.counts:
-                measured.own.add(micro, current.detach(), entropies)
-            if shadow is not None:
-                current = shadowed(current, shadow.rows_like(current, micro))
-            given = LossInput(
-                current=current,
-                old=current.detach() if adds else old.rows_like(current, micro) if known else None,
-                sampler=rows.sampler_logprobs,
-                reference=reference and reference.rows_like(current, micro),
-                response_mask=rows.response_mask,
-                advantages=rows.advantages,
-            )
-            with self.stopwatch("forward"):
-                share = policy_loss(given, self._loss_config, totals)
-                if log is not None and part.counts:
-                    log.add(micro, share.tokens)
-                loss, balance = self._balanced(share.loss, rows, len(micro) / len(index))
-            if number == len(parts) - 1 and self.config.gradient_checkpointing is not True:
+                micro = MicroBatch(
+                    update=number, index=part.index, rows=rows, current=own, entropies=entropies, tokens=share.tokens
+                )
+                for observer in watching:
+                    observer.micro_batch(micro)
+            if part is parts[-1] and self.config.gradient_checkpointing is not True:
                 self.model.release_products()  # the step makes another version, when all gradients are there
             with self.stopwatch("backward"):
                 self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
@@ -300,11 +268,31 @@ class Learner:
                 metrics += replace(share.metrics, loss=float(loss.detach()), load_balance=balance)
         if adds:
             self._complete(old, self.model, index)
-        norm, taken = self._apply()
-        if measured is not None:
-            with self.stopwatch("shadow"):
-                measured.after_last_update(self.processes)
+        norm, taken = self._apply(watching, number)
         return _Update(metrics.total(self.processes), norm, taken)
+
+    def _loss(
+        self,
+        part: "_Part",
+        rows: Batch,
+        current: torch.Tensor,
+        old: torch.Tensor | None,
+        reference: RowLogprobs | None,
+        config: LearnerConfig,
+        totals: Totals,
+    ) -> tuple[LossShare, torch.Tensor, float]:
+        """A micro-batch's part of the loss; that with the routers' auxiliary loss; and what this added."""
+        terms = LossInput(
+            current=current,
+            old=old,
+            sampler=rows.sampler_logprobs,
+            reference=reference and reference.rows_like(current, part.index),
+            response_mask=rows.response_mask,
+            advantages=rows.advantages,
+        )
+        with self.stopwatch("forward"):
+            share = policy_loss(terms, config, totals)
+            return share, *self._balanced(share.loss, rows, len(part.index) / totals.sequences)
 
     def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, float]:
         """The loss with the routers' auxiliary one, where that is on, and what was added. share: of the mini-batch's
@@ -315,16 +303,16 @@ class Learner:
         balance = load_balance_loss(self.model, rows.real(), packed) * share
         return loss + self._balance * balance, float(balance.detach())
 
-    def _apply(self) -> tuple[float, bool]:
+    def _apply(self, watching: list[Observer], number: int) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
         with self.stopwatch("optimizer"):
-            step = self.backend.step(self._diagnosis is not None)
-            if self._diagnosis is not None:
-                self._diagnosis.add(step.arrived)
+            step = self.backend.step(any(observer.counts_arrivals for observer in watching))
         if step.taken:
             with self.stopwatch("materialize"):
-                self.model.refresh(self._diagnosis.flips if self._diagnosis else None)
+                self.model.refresh(next((o.flips for o in watching if o.flips is not None), None))
         self.loss_scale.update(step.taken)
+        for observer in watching:
+            observer.after_update(number, step.arrived)
         return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,10 +8,11 @@ Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1; k num
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from qarl.learner.batching import Batch
+from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer
 from qarl.learner.processes import Processes
 
 
@@ -25,10 +26,12 @@ class MismatchByAge:
     tokens: tuple[int, ...] = ()
 
 
-class Ages:
-    """Of one batch, filled in update by update: sums of tokens so many versions behind, [B, k]."""
+class Ages(Observer):
+    """Filled in update by update: sums of tokens so many versions behind, [B, k]."""
 
-    def __init__(self, batch: Batch, mini_batches: int):
+    def __init__(self, learning: Learning):
+        super().__init__(learning)
+        batch = learning.batch
         mask, behind = batch.response_mask, batch.versions_behind
         if behind is None:
             self._behind, self._tokens = torch.zeros(1, dtype=torch.int64), mask.sum(-1, keepdim=True)
@@ -36,26 +39,27 @@ class Ages:
             self._behind = behind[mask].unique()
             self._tokens = torch.stack([((behind == k) & mask).sum(-1) for k in self._behind], dim=-1)
         self._update = torch.full_like(batch.length, -1)
-        self._mini_batches = mini_batches
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def begin(self, update: int, index: torch.Tensor) -> None:
-        """The batch's update of that number, from 0, learns from the rows at `index`, int64 [n]."""
+    def before_update(self, update: int, index: torch.Tensor) -> None:
+        """Note the rows' update."""
         self._update[index] = update
 
-    def add(self, index: torch.Tensor, current: torch.Tensor, rows: Batch) -> None:
-        """This process's part: the learner's log-probs of the rows at `index`, fp32 [n, t]; rows: those, where
-        `current` is. Waits for no device."""
-        apart = (current.detach() - rows.sampler_logprobs).abs() * rows.response_mask
+    def micro_batch(self, micro: MicroBatch) -> None:
+        """Add up this process's part, without waiting for the device."""
+        rows = micro.rows
+        apart = (micro.current.detach() - rows.sampler_logprobs).abs() * rows.response_mask
         behind = rows.versions_behind
         of_each = [apart if behind is None else apart * (behind == k) for k in self._behind.tolist()]
-        self._sums.append((index, torch.stack([part.sum(-1) for part in of_each], dim=-1)))
+        self._sums.append((micro.index, torch.stack([part.sum(-1) for part in of_each], dim=-1)))
 
-    def of_rows(self) -> torch.Tensor:
-        """Of each sequence's oldest token, int64 [B], -1 where it was in no update."""
-        return self._ages().amax(-1)
+    def record(self) -> dict[str, Any]:
+        """`ages`; and into the log the age of each sequence's oldest token."""
+        if self.learning.log is not None:
+            self.learning.log.age = self._ages().amax(-1)
+        return {"ages": self._mismatch(self.learning.processes)}
 
-    def mismatch(self, processes: Processes) -> MismatchByAge:
+    def _mismatch(self, processes: Processes) -> MismatchByAge:
         """Of what all processes added, each of which had a share of the rows."""
         sums = torch.zeros(self._tokens.shape, dtype=torch.float64)
         if self._sums:
@@ -72,4 +76,6 @@ class Ages:
     def _ages(self) -> torch.Tensor:
         """Of a sequence's tokens so many versions behind, int64 [B, k]; -1 where it has none, or was in no update."""
         update = self._update[:, None]
-        return torch.where((self._tokens > 0) & (update >= 0), update + self._behind * self._mini_batches, -1)
+        return torch.where(
+            (self._tokens > 0) & (update >= 0), update + self._behind * self.learning.config.mini_batches, -1
+        )

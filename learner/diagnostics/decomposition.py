@@ -17,19 +17,18 @@ Source: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Fac
 Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of the sample.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import ratio_from
 from qarl.learner.batching import Batch
-from qarl.learner.diagnostics.token_log import TokenLog
+from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.objectives import ObjectiveInput, find_objective
-from qarl.learner.processes import Processes
+from qarl.learner.optim.optimizer import Arrived
 from qarl.learner.row_logprobs import RowLogprobs
-from qarl.quant.model.low_bit_model import LowBitModel
 
 SAMPLE_TOKENS = 2048
 """Prompts and responses of the sample, at most; one sequence at least."""
@@ -115,69 +114,79 @@ def clipped_tokens(current: torch.Tensor, proximal: torch.Tensor, batch: Batch, 
     return find_objective(config.objective)(given, config.objective).clipped
 
 
-class ShadowForwards:
-    """Of one batch, in the order of its methods. rows: the last mini-batch's, int64 [m], of which a sample is taken.
-    add_logprobs: computes a model's log-probs of the rows at an index, by all processes together. own: filled in by the
-    last update's forward."""
+class ShadowForwards(Observer):
+    """Of a sample of the last mini-batch, in the steps that diagnose."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        rows: torch.Tensor,
-        model: LowBitModel,
-        add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None],
-    ):
-        self.batch = batch
-        self.sample = sample_rows(batch, rows)
-        behind = batch.versions_behind
-        self._behind = behind is not None and bool(behind[self.sample].any())
-        self._model = model
-        self._add_logprobs = add_logprobs
+    def __init__(self, learning: Learning):
+        super().__init__(learning)
+        self._due = bool(learning.trained) and is_due(learning.config.diagnostics_every, learning.step)
+        self._model = learning.model
         self._values: dict[str, torch.Tensor] = {}
-        self.own = RowLogprobs(batch)
+        self._own = RowLogprobs(learning.batch)
+        self._behind = False
+        if self._due:
+            self.sample = sample_rows(learning.batch, learning.trained[-1])
+            behind = learning.batch.versions_behind
+            self._behind = behind is not None and bool(behind[self.sample].any())
 
-    def before_updates(self, log: TokenLog | None) -> None:
+    def before_batch(self) -> None:
         """By the codes that sampled, where they are still there; an aligned learner's old log-probs are these. The
-        rows that `log` wants so are scored by unquantized weights, which an unaligned learner does anyway."""
-        if not self._model.context.aligned:
-            if not self._behind:
-                self._values["before"] = self._published()
-        elif log is not None and len(log.shown):
-            with self._model.unquantized_forward():
-                self._add_logprobs(log.unquantized, self._model, sample_rows(self.batch, log.shown))
+        rows that the log wants so are scored by unquantized weights, which an unaligned learner does anyway."""
+        if not self._due:
+            return
+        log = self.learning.log
+        with self.learning.stopwatch("shadow"):
+            if not self._model.context.aligned:
+                if not self._behind:
+                    self._values["before"] = self._published()
+            elif log is not None and len(log.shown):
+                with self._model.unquantized_forward():
+                    rows = sample_rows(self.learning.batch, log.shown)
+                    self.learning.add_logprobs(log.unquantized, self._model, rows)
 
-    def before_last_update(self) -> None:
+    def before_update(self, update: int, index: torch.Tensor) -> None:
         """By the weights that are stepped last."""
         context = self._model.context
-        if context.aligned:
+        if not self._due or not self.learning.is_last(update) or context.aligned:
             return
-        self._values["published"] = self._published()
-        if context.compute_dtype != context.dtype:
-            with self._model.cast_forward():
-                self._values["cast"] = self._computed()
+        with self.learning.stopwatch("shadow"):
+            self._values["published"] = self._published()
+            if context.compute_dtype != context.dtype:
+                with self._model.cast_forward():
+                    self._values["cast"] = self._computed()
 
-    def after_last_update(self, processes: Processes) -> None:
-        """By the codes that are published next. Each process has added its part to `own`."""
-        self.own.complete(self.sample, processes)
-        self._values["after"] = self._published()
+    def micro_batch(self, micro: MicroBatch) -> None:
+        """The learner's own forward of the last update."""
+        if self._due and self.learning.is_last(micro.update):
+            self._own.add(micro.index, micro.current.detach(), micro.entropies)
 
-    def decomposition(self, old: torch.Tensor, config: LearnerConfig) -> Decomposition:
-        """old: the learner's log-probs before the updates, fp32 [B, T-1], as the ratio has them."""
-        rows, own, old = self.batch.rows(self.sample), self.own.values[self.sample], old[self.sample]
+    def after_update(self, update: int, arrived: Arrived | None) -> None:
+        """By the codes that are published next."""
+        if self._due and self.learning.is_last(update):
+            with self.learning.stopwatch("shadow"):
+                self._own.complete(self.sample, self.learning.processes)
+                self._values["after"] = self._published()
+
+    def record(self) -> dict[str, Any]:
+        """`log_ratio`."""
+        if not self._due:
+            return {}
+        batch, config = self.learning.batch, self.learning.config
+        rows, own, old = batch.rows(self.sample), self._own.values[self.sample], self.learning.old.values[self.sample]
         values = {"own": own, "cast": own, "published": own, "before": old, **self._values}
-        wide = rows.response_mask.shape[1]
-        forwards = Forwards(**{name: v[:, :wide] for name, v in values.items()}, sampler=rows.sampler_logprobs)
+        length = rows.response_mask.shape[1]
+        forwards = Forwards(**{name: v[:, :length] for name, v in values.items()}, sampler=rows.sampler_logprobs)
         forwards = replace(forwards, before=None) if self._behind else forwards
-        return decompose(forwards, old[:, :wide], rows, config)
+        return {"log_ratio": decompose(forwards, old[:, :length], rows, config)}
 
     def _published(self) -> torch.Tensor:
         with self._model.published_forward():
             return self._computed()
 
     def _computed(self) -> torch.Tensor:
-        found = RowLogprobs(self.batch)
-        self._add_logprobs(found, self._model, self.sample)
-        return found.values[self.sample]
+        computed = RowLogprobs(self.learning.batch)
+        self.learning.add_logprobs(computed, self._model, self.sample)
+        return computed.values[self.sample]
 
 
 def sample_rows(batch: Batch, rows: torch.Tensor, tokens: int = SAMPLE_TOKENS) -> torch.Tensor:

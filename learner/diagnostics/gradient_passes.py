@@ -11,8 +11,8 @@ last update moves:
     clipped   exp(α + β), or 0 where  the learner's own forward
               the objective clips
 
-α = log π_codes - log π_sampler and β = log π_learner - log π_codes, as in `learner.diagnostics.decomposition`. An aligned learner
-multiplies the codes: β is 0, and all passes but the last are one.
+α = log π_codes - log π_sampler and β = log π_learner - log π_codes, as in `diagnostics.decomposition`. An aligned
+learner multiplies the codes: β is 0, and all passes but the last are one.
 
 Source: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; sections 7.3 to 7.5, whose
 passes A, B, C and D these are, and 8.4).
@@ -20,17 +20,16 @@ Axes: B sequences, T tokens, of which T-1 are predicted.
 """
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import ratio_from
-from qarl.learner.batching import Batch
+from qarl.learner.diagnostics.base import Learning, Observer, is_due
 from qarl.learner.diagnostics.decomposition import clipped_tokens, sample_rows
 from qarl.learner.row_logprobs import RowLogprobs
-from qarl.quant.model.low_bit_model import LowBitModel
 
 Gradient = dict[str, torch.Tensor]
 _CHUNK = 1 << 22
@@ -57,25 +56,32 @@ class GradientErrors:
     clipped_error: float | None = None
 
 
-class GradientPasses:
-    """Over a sample of a batch's rows at `index`, int64 [n], as one micro-batch. logprobs: of sequences by the model's
-    present forward, fp32 [B, T-1], with gradient. backward: of a loss. The masters have no gradient before nor after.
-    Clean, score and ratio are held on the host, each as large as the fp32 masters."""
+class GradientPasses(Observer):
+    """Over a sample of the last mini-batch, as one micro-batch, before it is learned from. The masters have no gradient
+    before nor after. Clean, score and ratio are on the host, each as large as the fp32 masters."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        index: torch.Tensor,
-        model: LowBitModel,
-        logprobs: Callable[[Batch], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
-    ):
-        self._index = sample_rows(batch, index)
-        self._rows = batch.rows(self._index).to(model.device)
-        self._model, self._backward = model, backward
-        self._logprobs = lambda: logprobs(self._rows)
+    def __init__(self, learning: Learning):
+        super().__init__(learning)
+        self._model, self._backward = learning.model, learning.backward
+        self._errors = GradientErrors()
 
-    def measured(self, old: RowLogprobs | None, config: LearnerConfig) -> GradientErrors:
+    def before_update(self, update: int, index: torch.Tensor) -> None:
+        """Measure, before the last one where it is due."""
+        learning = self.learning
+        if learning.is_last(update) and is_due(learning.config.gradient_passes_every, learning.step):
+            self._index = sample_rows(learning.batch, index)
+            self._rows = learning.batch.rows(self._index).to(self._model.device)
+            with learning.stopwatch("shadow"):
+                self._errors = self._measured(learning.old if update else None, learning.config)
+
+    def record(self) -> dict[str, Any]:
+        """`gradients`."""
+        return {"gradients": self._errors}
+
+    def _logprobs(self) -> torch.Tensor:
+        return self.learning.logprobs(self._rows)
+
+    def _measured(self, old: RowLogprobs | None, config: LearnerConfig) -> GradientErrors:
         """old: the ratio's denominator where that is the learner's; None where no update was taken since the batch was
         sampled: the present log-probs are it."""
         rows = self._rows

@@ -7,7 +7,7 @@ neither its low-bit code nor its bfloat16 rounding did.
     crossed_bfloat16  of all masters, the share that an update took to another bfloat16
     flipped_codes     of all low-bit codes, the share that a materialization changed
 
-The last two by layer too. `learner.diagnostics.decomposition` measures in the same steps what of it the sampler's policy does.
+The last two by layer too. `diagnostics.decomposition` measures in the same steps what of it the sampler's policy does.
 Source of the second: "Defeating the trainer-generator precision mismatch in TRL" (Hugging Face, 2026; section 6.6).
 """
 
@@ -16,15 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qarl.learner.diagnostics.base import Learning, Observer, is_due
 from qarl.learner.optim.optimizer import Arrived
 from qarl.quant.materialize.code_changes import Changed, FlipCount
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import whole_shape
-
-
-def is_due(every: int, step: int) -> bool:
-    """Whether training step `step` (from 0) is measured: the first one, and each `every`-th from there; 0: none."""
-    return every > 0 and step % every == 0
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,17 @@ class LayerChanges:
     crossed_bfloat16: list[float | None] | None = None
 
 
-class Diagnosis:
-    """Of one batch's updates. flips: counts over their materializations."""
+class LostUpdates(Observer):
+    """Counts over a batch's updates and their materializations."""
 
-    def __init__(self) -> None:
-        self.flips = FlipCount()
+    def __init__(self, learning: Learning):
+        super().__init__(learning)
+        self.counts_arrivals = is_due(learning.config.diagnostics_every, learning.step)
+        self.flips = FlipCount() if self.counts_arrivals else None
         self._lost: list[float] = []
         self._crossed: defaultdict[str, Changed] = defaultdict(Changed)
 
-    def add(self, arrived: Arrived | None) -> None:
+    def after_update(self, update: int, arrived: Arrived | None) -> None:
         """Take in what an optimizer step returned (`MasterOptimizer.step` with `diagnose`)."""
         if arrived is None:
             return
@@ -54,10 +52,12 @@ class Diagnosis:
         for name, (crossed, weights) in arrived.crossed.items():
             self._crossed[name].add(crossed, weights)
 
-    def measured(self, model: LowBitModel) -> dict[str, Any]:
-        """The fields of `learner.learner.LearnStats`: means over the updates taken, None where there were none;
-        flipped_codes also where no layer has low-bit codes, crossed_bfloat16 where no weight of the model is
-        trained (LoRA)."""
+    def record(self) -> dict[str, Any]:
+        """Means over the updates taken, None where there were none; flipped_codes also where no layer has low-bit
+        codes, crossed_bfloat16 where no weight of the model is trained (LoRA)."""
+        if self.flips is None:
+            return {}
+        model = self.learning.model
         crossed = {} if model.adapted else self._crossed
         total = Changed()
         for each in crossed.values():

@@ -10,10 +10,12 @@ Axes: B sequences, T tokens, of which T-1 are predicted.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from qarl.learner.batching import Batch
+from qarl.learner.diagnostics.base import Learning, Observer, is_due
 from qarl.learner.diagnostics.decomposition import sample_rows
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.row_logprobs import RowLogprobs
@@ -72,3 +74,25 @@ class StartingPolicy:
             kept = {name: tensor.clone() for name, tensor in state.items()}
             group, advantages = torch.zeros_like(kept["length"]), torch.zeros_like(kept["sampler_logprobs"])
             self._sample = Batch(**kept, group=group, advantages=advantages)
+
+
+class StartDistance(Observer):
+    """The run's `StartingPolicy`, measured in the steps that diagnose."""
+
+    def __init__(self, learning: Learning, start: StartingPolicy):
+        super().__init__(learning)
+        self._start = start
+
+    def before_batch(self) -> None:
+        """Take the run's sample, before its first update."""
+        if self.learning.trained:
+            self._start.note(
+                self.learning.batch, self.learning.trained[0] if self.learning.config.diagnostics_every else None
+            )
+
+    def record(self) -> dict[str, Any]:
+        """`kl_from_start`."""
+        if not is_due(self.learning.config.diagnostics_every, self.learning.step):
+            return {}
+        with self.learning.stopwatch("shadow"):
+            return {"kl_from_start": self._start.kl()}

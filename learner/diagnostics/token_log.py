@@ -20,11 +20,11 @@ class TokenLog:
     old: the learner's log-probs before the updates, fp32 [B, T-1]; known: bool [B], the sequences it has them of.
     log_ratio: log π_cur - log π_proximal at the sequence's update, fp32 [B, T-1]; clip: int32 [B, T-1], place in
     `CLIP_REASONS`; updated: bool [B], the sequences that have these two. age: in updates, int64 [B], -1 for those in
-    none (`learner.diagnostics.ages`).
+    none (`diagnostics.ages`).
 
     shown: rows that are likely to be looked at, int64 [m], those looked at first first. unquantized: of as many of them
     as are affordable, log-probs of the unquantized policy before the updates; of an aligned learner, in steps that
-    diagnose (`learner.diagnostics.decomposition`), else of none.
+    diagnose (`diagnostics.decomposition`), else of none.
     """
 
     def __init__(self, batch: Batch, shown: Sequence[int] = ()):
@@ -45,10 +45,9 @@ class TokenLog:
         self.clip[index, :wide] = tokens.clip
         self.updated[index] = True
 
-    def complete(self, old: RowLogprobs, age: torch.Tensor, processes: Processes) -> None:
-        """Put together what the processes added, each of which had a share of the rows, the log-probs before and the
-        ages."""
-        self.old, self.known, self.age = old.values, old.known, age
+    def complete(self, old: RowLogprobs, processes: Processes) -> None:
+        """Put together what the processes added, each of which had a share of the rows, and the log-probs before."""
+        self.old, self.known = old.values, old.known
         if processes.world > 1:
             updated = processes.total(self.updated.int())
             processes.total(self.log_ratio)

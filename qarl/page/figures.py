@@ -155,8 +155,8 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
 
 
 def age_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Mismatch by age (`learner.diagnostics.ages`): means over all steps, and bands from the lowest to the highest; nothing where
-    every token is learned by the weights that sampled it."""
+    """Mismatch by age (`diagnostics.ages`): means over all steps, and bands from the lowest to the highest; nothing
+    where every token is learned by the weights that sampled it."""
     lines = []
     for number, kind in enumerate(kinds):
         of_age: dict[int, list[float]] = {}

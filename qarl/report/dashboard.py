@@ -199,7 +199,7 @@ def _hours(seconds: float) -> str:
 
 
 def _diagnosis(learn: LearnStats) -> str:
-    """What a step measured of `learner.diagnostics.lost_updates`, in words."""
+    """What a step measured of `diagnostics.lost_updates`, in words."""
     flipped = "" if learn.flipped_codes is None else f"   flipped codes {learn.flipped_codes:.2%}"
     return f"lost updates {learn.lost_updates:.1%}{flipped}"
 

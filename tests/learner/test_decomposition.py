@@ -14,6 +14,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends import check_backend
 from qarl.learner.batching import Batch, make_batch, micro_batches
+from qarl.learner.diagnostics.base import Learning
 from qarl.learner.diagnostics.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
 from qarl.learner.diagnostics.gradient_passes import GradientErrors
 from qarl.learner.diagnostics.token_log import TokenLog
@@ -119,11 +120,11 @@ def sampled_rows(learner: Learner) -> list[torch.Tensor]:
     rows: list[torch.Tensor] = []
     update = learner._update
 
-    def record(*arguments: Any) -> Any:
-        if arguments[-1] is not None:
-            rows.append(arguments[-1].sample)
-            assert torch.equal(arguments[-1].sample, arguments[3])
-        return update(*arguments)
+    def record(learning: Learning, *arguments: Any) -> Any:
+        if learning.is_last(arguments[-1]):
+            rows.append(learning.trained[-1])
+            assert torch.equal(sample_rows(learning.batch, rows[-1]), rows[-1])
+        return update(learning, *arguments)
 
     learner._update = record  # type: ignore[method-assign]
     return rows
@@ -262,9 +263,9 @@ def updated_rows(learner: Learner) -> list[torch.Tensor]:
     rows: list[torch.Tensor] = []
     update = learner._update
 
-    def record(*arguments: object) -> object:
-        rows.append(arguments[3])  # type: ignore[arg-type]
-        return update(*arguments)  # type: ignore[arg-type]
+    def record(learning: Learning, *arguments: Any) -> object:
+        rows.append(learning.trained[arguments[-1]])
+        return update(learning, *arguments)
 
     learner._update = record  # type: ignore[method-assign]
     return rows

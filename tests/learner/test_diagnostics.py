@@ -13,7 +13,8 @@ from torch import nn
 from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch, mini_batches
-from qarl.learner.diagnostics.lost_updates import Diagnosis, LayerChanges, is_due
+from qarl.learner.diagnostics.base import is_due
+from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.learner import Learner
 from qarl.learner.optim import master_step
 from qarl.learner.optim.master_step import crossed_bfloat16
@@ -134,8 +135,10 @@ def test_only_16_bit_masters_lose_updates():
 
 
 def test_a_batch_without_updates_has_no_measurement():
-    measured = Diagnosis().measured(make_learner().model)
-    assert measured.pop("layers") == LayerChanges() and set(measured.values()) == {None}
+    batch, learner = batch_of(), make_learner()
+    measured = learner.learn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)), step=0)
+    assert (measured.lost_updates, measured.crossed_bfloat16, measured.flipped_codes) == (None, None, None)
+    assert measured.layers == LayerChanges() and measured.kl_from_start is None
 
 
 def test_crossings_by_hand():

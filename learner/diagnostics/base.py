@@ -1,0 +1,96 @@
+"""What watches a batch being learned: a diagnostic is one file, and one line in `learner.diagnostics.observers`.
+
+Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.batching import Batch
+from qarl.learner.diagnostics.token_log import TokenLog
+from qarl.learner.loss.tokens import LossTokens
+from qarl.learner.optim.optimizer import Arrived
+from qarl.learner.processes import Processes
+from qarl.learner.row_logprobs import RowLogprobs
+from qarl.learner.stopwatch import Stopwatch
+from qarl.quant.materialize.code_changes import FlipCount
+from qarl.quant.model.low_bit_model import LowBitModel
+
+
+@dataclass(frozen=True)
+class Learning:
+    """One batch being learned, as observers see it. step: of the training, from 0. trained: rows of each of its
+    mini-batches that have an advantage, int64 [n]. old: the learner's log-probs before the updates, as they come to be
+    known. add_logprobs: computes a model's log-probs of the rows at an index, by all processes together. logprobs: of
+    sequences by the model's present forward, fp32 [B, T-1], with gradient. backward: of a loss."""
+
+    batch: Batch
+    step: int
+    trained: list[torch.Tensor]
+    config: LearnerConfig
+    model: LowBitModel
+    processes: Processes
+    stopwatch: Stopwatch
+    old: RowLogprobs
+    log: TokenLog | None
+    add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None]
+    logprobs: Callable[[Batch], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+
+    def is_last(self, update: int) -> bool:
+        """Whether the update of that number, from 0, is the batch's last one."""
+        return update == len(self.trained) - 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of this process after its loss. update: its update's number, from 0. index: its rows, int64 [n].
+    rows: those. current, entropies: of the learner's own forward, [n, t] on the model's device, entropies 0 where none
+    were computed. tokens: what the loss made of each."""
+
+    update: int
+    index: torch.Tensor
+    rows: Batch
+    current: torch.Tensor
+    entropies: torch.Tensor
+    tokens: LossTokens
+
+
+class Observer:
+    """Watches one batch. Every process calls every method, in the same order: what they compute together they may
+    compute here. Nothing here changes what is learned.
+
+    counts_arrivals: whether optimizer steps have to count what arrives of them. flips: counts the codes that
+    materializations change, None where nobody asks.
+    """
+
+    counts_arrivals = False
+    flips: FlipCount | None = None
+
+    def __init__(self, learning: Learning):
+        self.learning = learning
+
+    def before_batch(self) -> None:
+        """Before anything else is computed of the batch."""
+
+    def before_update(self, update: int, index: torch.Tensor) -> None:
+        """Before the update of that number, from 0, of the rows at `index`, int64 [n]."""
+
+    def micro_batch(self, micro: MicroBatch) -> None:
+        """After the loss of a micro-batch, before its backward. Should wait for no device."""
+
+    def after_update(self, update: int, arrived: Arrived | None) -> None:
+        """After an update, whose weight version is materialized. arrived: with `counts_arrivals`."""
+
+    def record(self) -> dict[str, Any]:
+        """Fields of `LearnStats`, by name, once the batch is learned; nothing for those to be left at their default."""
+        return {}
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether training step `step` (from 0) is measured: the first one, and each `every`-th from there; 0: none."""
+    return every > 0 and step % every == 0
