@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from qarl.learner.diagnostics.ages import MismatchByAge
 from qarl.learner.diagnostics.decomposition import Decomposition
-from qarl.learner.diagnostics.gradient_passes import GradientErrors
 from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.loss.metrics import LossMetrics
 from qarl.learner.mismatch import Mismatch
@@ -20,7 +19,7 @@ class LearnStats(LossMetrics):
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
     what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `diagnostics.lost_updates`, None
     where they were not measured; log_ratio: see `diagnostics.decomposition`, kl_from_start: nats a token, see
-    `diagnostics.starting_policy`; both in the same steps. gradients: see `diagnostics.gradient_passes`, where due.
+    `diagnostics.starting_policy`; both in the same steps.
     ages: see `diagnostics.ages`."""
 
     mismatch: Mismatch
@@ -37,5 +36,4 @@ class LearnStats(LossMetrics):
     layers: LayerChanges = field(default_factory=LayerChanges)
     log_ratio: Decomposition = field(default_factory=Decomposition)
     kl_from_start: float | None = None
-    gradients: GradientErrors = field(default_factory=GradientErrors)
     ages: MismatchByAge = field(default_factory=MismatchByAge)

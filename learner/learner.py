@@ -188,14 +188,9 @@ class Learner:
         return self._stats(updates, old, lr, records)
 
     def _learning(self, batch: Batch, step: int, trained: list[torch.Tensor], log: TokenLog | None) -> Learning:
-        def logprobs(sample: Batch) -> torch.Tensor:
-            self.model.context.gradients.scale = self.loss_scale.scale
-            return self._token_logprobs(self.backend.policy, sample, None, entropy=False)[0]
-
         return Learning(
             batch=batch, step=step, trained=trained, config=self.config, model=self.model, processes=self.processes,
             stopwatch=self.stopwatch, old=RowLogprobs(batch), log=log, add_logprobs=self._add_logprobs,
-            logprobs=logprobs, backward=lambda loss: self.backend.backward(loss * self.loss_scale.scale),
         )  # fmt: skip
 
     def _stats(self, updates: list["_Update"], old: RowLogprobs, lr: float, records: dict[str, Any]) -> LearnStats:

@@ -159,12 +159,6 @@ class LearnerConfig(Section):
         description="steps between measurements of lost updates, codes and bfloat16 roundings that change, where the "
         "log-ratio comes from and, with ratio_from sampler, the update's size; 0: never, saves a little time",
     )
-    gradient_passes_every: int = Field(
-        default=0,
-        ge=0,
-        description="steps between measurements of what the gap in precision does to the gradient: five backwards over "
-        "2,048 tokens (docs/explain/mismatch.md); 0: never",
-    )
     loss_scale: float = Field(
         default=65536.0, gt=0, description="initial, for float16 gradients; grows and backs off by itself"
     )

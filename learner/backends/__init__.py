@@ -52,12 +52,6 @@ def check_backend(config: LearnerConfig, processes: int) -> None:
     """Raise `ConfigError` for settings that this number of processes, or DeepSpeed, cannot honour."""
     if config.zero_stage is not None or processes > 1:
         deepspeed_config(config)
-        if config.gradient_passes_every:
-            raise ConfigError(
-                f"learner.gradient_passes_every {config.gradient_passes_every} compares whole gradients, which one "
-                f"process without ZeRO has, not {processes} with learner.zero_stage {config.zero_stage}; leave it out, "
-                "or replay the run in one process (`qarl train --from-rollouts`)"
-            )
     elif config.deepspeed is not None:
         raise ConfigError(
             f"learner.deepspeed is {config.deepspeed!r}, but one process without learner.zero_stage does not use "

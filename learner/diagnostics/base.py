@@ -25,8 +25,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 class Learning:
     """One batch being learned, as observers see it. step: of the training, from 0. trained: rows of each of its
     mini-batches that have an advantage, int64 [n]. old: the learner's log-probs before the updates, as they come to be
-    known. add_logprobs: computes a model's log-probs of the rows at an index, by all processes together. logprobs: of
-    sequences by the model's present forward, fp32 [B, T-1], with gradient. backward: of a loss."""
+    known. add_logprobs: computes a model's log-probs of the rows at an index, by all processes together."""
 
     batch: Batch
     step: int
@@ -38,8 +37,6 @@ class Learning:
     old: RowLogprobs
     log: TokenLog | None
     add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None]
-    logprobs: Callable[[Batch], torch.Tensor]
-    backward: Callable[[torch.Tensor], None]
 
     def is_last(self, update: int) -> bool:
         """Whether the update of that number, from 0, is the batch's last one."""

@@ -3,7 +3,6 @@
 from qarl.learner.diagnostics.ages import Ages
 from qarl.learner.diagnostics.base import Learning, Observer
 from qarl.learner.diagnostics.decomposition import ShadowForwards
-from qarl.learner.diagnostics.gradient_passes import GradientPasses
 from qarl.learner.diagnostics.lost_updates import LostUpdates
 from qarl.learner.diagnostics.starting_policy import StartDistance, StartingPolicy
 from qarl.learner.diagnostics.token_record import TokenRecord
@@ -13,7 +12,6 @@ def observers(learning: Learning, start: StartingPolicy) -> list[Observer]:
     """Of one batch, in the order they are called in. start: of the run."""
     return [
         StartDistance(learning, start),
-        GradientPasses(learning),
         Ages(learning),
         ShadowForwards(learning),
         LostUpdates(learning),

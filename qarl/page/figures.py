@@ -104,15 +104,6 @@ CURVES = (
         help="Mean |log π/π_old| of sequences at the last mini-batch.", lines={"update": "learn/update_log_ratio"},
     ),
     Curve(
-        id="gradients", title="Gradient against one without a gap in precision", unit="",
-        help="Cosine with the gradient of the published codes: of the learner's, with and without clipping; relative "
-        "size of the error that the ratio and the score make (learner.gradient_passes_every).",
-        lines={
-            "cosine": "learn/gradients/actual_cosine", "cosine, clipped": "learn/gradients/clipped_cosine",
-            "ratio error": "learn/gradients/ratio_error", "score error": "learn/gradients/score_error",
-        },
-    ),
-    Curve(
         id="start", title="Distance from the start", unit="nats a token",
         help="KL(π_start ‖ π) on completions of the starting policy.", lines={"KL": "learn/kl_from_start"},
     ),

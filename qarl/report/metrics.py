@@ -12,7 +12,6 @@ from typing import Any
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.diagnostics.ages import MismatchByAge
 from qarl.learner.diagnostics.decomposition import Decomposition
-from qarl.learner.diagnostics.gradient_passes import GradientErrors
 from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
@@ -142,9 +141,9 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
     stats = None
     if learn := part("learn/"):
         mismatch, log_ratio = Mismatch(**part("learn/mismatch/")), Decomposition(**part("learn/log_ratio/"))
-        layers, gradients = LayerChanges(**part("learn/layers/")), GradientErrors(**part("learn/gradients/"))
+        layers = LayerChanges(**part("learn/layers/"))
         ages = MismatchByAge(**{name: tuple(values) for name, values in part("learn/ages/").items()})
-        nested = {"mismatch": mismatch, "log_ratio": log_ratio, "layers": layers, "gradients": gradients, "ages": ages}
+        nested = {"mismatch": mismatch, "log_ratio": log_ratio, "layers": layers, "ages": ages}
         stats = LearnStats(seconds={}, **nested, **learn)
     unmeasured = ("accuracy", "digest", "canary", "staleness", "error_tokens_negative", "error_tokens_positive")
     optional: dict[str, Any] = dict.fromkeys(unmeasured)

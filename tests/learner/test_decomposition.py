@@ -3,20 +3,16 @@ tensor of log-probs, so what a real engine does is not seen here (docs/explain/m
 
 import copy
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.backends import check_backend
 from qarl.learner.batching import Batch, make_batch, micro_batches
 from qarl.learner.diagnostics.base import Learning
 from qarl.learner.diagnostics.decomposition import SAMPLE_TOKENS, Decomposition, Forwards, decompose, sample_rows
-from qarl.learner.diagnostics.gradient_passes import GradientErrors
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.learner import Learner
@@ -174,8 +170,7 @@ def test_measuring_leaves_no_trace(aligned: bool, compute: torch.dtype | None):
     """Contract: masters after two batches, and all statistics else, are bit for bit those of a learner that measures
     nothing."""
     measured, plain = (
-        learner_of("w4a16", aligned, compute, mini_batches=2, diagnostics_every=every, gradient_passes_every=every)
-        for every in (1, 0)
+        learner_of("w4a16", aligned, compute, mini_batches=2, diagnostics_every=every) for every in (1, 0)
     )
     for step in range(2):
         found, expected = (learner.learn(batch_of(step), step) for learner in (measured, plain))
@@ -191,71 +186,6 @@ def test_the_sample_stays_within_its_budget():
     long = dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS // 3)
     assert sample_rows(long, rows[4:]).tolist() == [4, 5]
     assert sample_rows(dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS), rows[4:]).tolist() == [4]
-
-
-def test_gradients_differ_by_ratio_and_score_as_transformers_models_do():
-    """Contract: a plain bfloat16 learner under a w4a16 sampler, after one update: every relative error and cosine is
-    within 5 % that of the gradients of transformers' own models, the codes' one and the cast one, at the weights that
-    the last update moves, with ratios of the log-probs of these two models. Of an aligned learner nothing is off."""
-    learner, batch = learner_of("w4a16", False, mini_batches=2, gradient_passes_every=1), batch_of()
-    with learner.model.published_forward():
-        sampler, _ = learner.logprobs(batch)
-    batch = dataclasses.replace(batch, sampler_logprobs=sampler)
-    seen, samples = watched(learner), sampled_rows(learner)
-    found = learner.learn(batch, 0).gradients
-    (rows,) = samples
-    stepped = random_model(tied=False)
-    stepped.load_state_dict(seen[-1])
-    models = {"own": cast_to(stepped, torch.bfloat16), "codes": of_codes(seen[-1], "w4a16")}
-    sample = batch.rows(rows)
-    mask = sample.response_mask
-    ratio = {n: (scored(m, sample, torch.arange(len(rows))) - sample.sampler_logprobs).exp() for n, m in models.items()}
-
-    def gradient(by: str, of: str) -> torch.Tensor:
-        model = models[of]
-        model.zero_grad()
-        logp = model(input_ids=sample.tokens).logits.float().log_softmax(-1)[:, :-1]
-        picked = logp.gather(-1, sample.tokens[:, 1:, None])[..., 0]
-        (-(sample.advantages * ratio[by] * picked)[mask].sum() / mask.sum()).backward()
-        return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-
-    clean, score, tilted, actual = (gradient(*pass_) for pass_ in itertools.product(("codes", "own"), repeat=2))
-    score, tilted = score - clean, tilted - clean
-    size = clean.norm()
-    true = {
-        "ratio_error": tilted.norm() / size, "score_error": score.norm() / size,
-        "interaction": (actual - clean - score - tilted).norm() / size,
-        "clean_ratio": torch.cosine_similarity(clean, tilted, dim=0),
-        "clean_score": torch.cosine_similarity(clean, score, dim=0),
-        "ratio_score": torch.cosine_similarity(tilted, score, dim=0),
-        "actual_cosine": torch.cosine_similarity(clean, actual, dim=0),
-    }  # fmt: skip
-    for name, value in true.items():
-        assert getattr(found, name) == pytest.approx(float(value), rel=0.05, abs=0.01), name
-    assert found.ratio_error is not None and found.ratio_error > 0.02
-    aligned = learner_of("w4a16", True, mini_batches=2, gradient_passes_every=1).learn(batch, 0).gradients
-    assert (aligned.ratio_error, aligned.score_error, aligned.clean_ratio) == (0.0, 0.0, None)
-    assert aligned.actual_cosine == pytest.approx(1.0) and aligned.clipped_cosine is not None
-
-
-def test_what_is_clipped_leaves_the_clipped_gradient():
-    """Contract: with bounds no ratio reaches the clipped gradient is the actual one; with bounds of nothing, after an
-    update, it is another, and its cosine with the clean one lower."""
-
-    def gradients(low: float, high: float) -> GradientErrors:
-        objective = {"name": "grpo", "clip_low": low, "clip_high": high}
-        learner = learner_of("w4a16", True, mini_batches=2, gradient_passes_every=1, objective=objective)
-        return learner.learn(batch_of(), 0).gradients
-
-    wide, narrow = gradients(1 - 1e-9, 1e3), gradients(1e-6, 1e-6)
-    assert wide.clipped_error == 0.0 and wide.clipped_cosine == wide.actual_cosine
-    assert narrow.clipped_error is not None and narrow.clipped_error > 0.02
-    assert narrow.clipped_cosine is not None and narrow.clipped_cosine < 0.9995
-
-
-def test_gradient_passes_are_for_one_process():
-    with pytest.raises(ConfigError, match=r"gradient_passes_every 5 .* not 2 with learner.zero_stage 3"):
-        check_backend(LearnerConfig.model_validate({"gradient_passes_every": 5, "zero_stage": 3}), 2)
 
 
 def updated_rows(learner: Learner) -> list[torch.Tensor]:
