@@ -21,8 +21,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.learner.batch import draw_sequences
 from benchmarks.learner.worker import groups_of
-from qarl.bench.batch import PAD, BenchModel, draw_sequences, qwen3, write_model
+from qarl.bench.models import PAD, BenchModel, qwen3, write_model
 from qarl.bench.process import WorkerError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends.sharded import shard_masters

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
 from benchmarks.publish import moe_config
-from qarl.bench.batch import MODELS
+from qarl.bench.models import MODELS
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.master_step import MasterStep
 from qarl.quant.delta import HeldVersion

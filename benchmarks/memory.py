@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.publish import moe_config
-from qarl.bench.batch import MODELS as LEARNER_MODELS
-from qarl.bench.batch import PAD, write_model
+from qarl.bench.models import MODELS as LEARNER_MODELS
+from qarl.bench.models import PAD, write_model
 from qarl.bench.process import WorkerError
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.learner.batch import draw_sequences
 from benchmarks.learner.worker import groups_of
-from qarl.bench.batch import MODELS, PAD, draw_sequences, write_model
+from qarl.bench.models import MODELS, PAD, write_model
 from qarl.configs.load import load_config
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends.single import SingleProcess

@@ -13,16 +13,12 @@ class Stopwatch:
 
     synchronize: wait for the CUDA device at both ends of a phase, so that seconds are its work's and not its launch's.
     Off by default, for waiting costs time of its own; a benchmark switches it on. It changes nothing on CPUs.
-    entered: told each phase's name as it begins. clock: seconds, of the wall's; a benchmark on a busy machine takes
-    those of the process's threads (`time.process_time`).
+    entered: called with each phase's name as it begins.
     """
 
-    def __init__(
-        self, entered: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, entered: Callable[[str], None] | None = None) -> None:
         self.synchronize = False
         self._entered = entered
-        self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -44,4 +40,4 @@ class Stopwatch:
     def _now(self) -> float:
         if self.synchronize and torch.cuda.is_available():
             torch.cuda.synchronize()
-        return self._clock()
+        return time.perf_counter()

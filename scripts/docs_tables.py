@@ -49,15 +49,14 @@ def mismatch(rows: list[dict[str, Any]]) -> str:
 
 
 def speed(data: dict[str, Any]) -> str:
-    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time goes, memory."""
-    options, machine = data["options"], data["machine"]
-    products = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in machine["products"].items())
+    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time goes."""
+    options = data["options"]
     of_step = (
         f"{options['prompts'] * options['samples']} completions of {options['tokens']} tokens after "
         f"{options['prompt_tokens']}, {options['updates']} updates, {options['optimizer']}"
     )
     parts = [
-        "Decoding: bf16's tokens a second, the others' as multiples of them; share of the roofline.\n",
+        "Decoding: bf16's tokens a second, the others' as multiples of them.\n",
         _engine_table(data, "decode"),
         "Prefill, the same.\n",
         _engine_table(data, "prefill"),
@@ -65,10 +64,6 @@ def speed(data: dict[str, Any]) -> str:
         _step_table(data),
         "Where the time goes, percent of bf16's whole step.\n",
         _phase_table(data),
-        "Memory, MiB.\n",
-        _memory_table(data),
-        f"The machine copies {machine['copy_bandwidth'] / 1e9:.1f} GB/s and multiplies at {products} GFLOP/s "
-        f"({data['threads']} thread{'s' * (data['threads'] > 1)}; {options['clock']} clock).\n",
     ]
     return "\n".join(parts)
 
@@ -103,24 +98,14 @@ def _phase_table(data: dict[str, Any]) -> str:
     return _text(lines)
 
 
-def _memory_table(data: dict[str, Any]) -> str:
-    keys = ("masters", "optimizer", "codes", "engine", "peak")
-    lines = [line(("learner", *keys)), f"|---|{'---:|' * len(keys)}"]
-    for name, memory in data["memory"].items():
-        learner = "bf16" if name == "bf16 bf16" else name
-        lines.append(line((learner, *(f"{memory[key] / 2**20:,.0f}" for key in keys))))
-    return _text(lines)
-
-
 def _learner(row: dict[str, Any]) -> str:
     return row["scheme"] if row["kind"] == "bf16" else f"{row['scheme']} {row['kind']}"
 
 
 def _engine_cell(row: dict[str, Any], what: str) -> str:
-    left = f"{row[f'{what}_of_roofline']['median']:.0%}"
     if row["scheme"] == "bf16":
-        return f"{row[what]['median']:,.0f} ({left})"
-    return f"{row[f'{what}_over_bf16']['median']:.2f} ({left})"
+        return f"{row[what]['median']:,.0f}"
+    return f"{row[f'{what}_over_bf16']['median']:.2f}"
 
 
 def _spread(spread: dict[str, float]) -> str:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.learner.batch import digest, draw_sequences
 from benchmarks.learner.job import Job, Steps
-from qarl.bench.batch import MODELS, BenchModel, digest, draw_sequences, write_model
-from qarl.bench.process import WorkerError, require_trl, run_worker
+from benchmarks.trl import require_trl
+from qarl.bench.models import MODELS, BenchModel, write_model
+from qarl.bench.process import WorkerError, run_worker
 from qarl.configs.errors import ConfigError
 from qarl.quant.kernels.supported import require_support
 from qarl.quant.runtime.compile import compiler_missing

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.learner.batch import Sequences, digest
 from benchmarks.learner.job import Job, Steps
+from benchmarks.learner.step_memory import StepMemory
 from qarl.bench.answer import answer_line
-from qarl.bench.batch import Sequences, digest
-from qarl.bench.step_memory import StepMemory
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.learner.batch import Sequences, digest
 from benchmarks.learner.job import Job, Steps
+from benchmarks.learner.step_memory import StepMemory
 from qarl.bench.answer import answer_line
-from qarl.bench.batch import PAD, Sequences, digest
-from qarl.bench.step_memory import StepMemory
+from qarl.bench.models import PAD
 
 
 def run(job: Job) -> Steps:

@@ -1,4 +1,4 @@
-"""Trainers that a benchmark measures, each in a process of its own: QaRL's here, TRL's in TRL's environment."""
+"""What a benchmark measures, each in a process of its own."""
 
 import os
 import subprocess
@@ -9,27 +9,15 @@ from typing import Any, TypeVar
 
 import qarl
 from qarl.bench.answer import last_answer
-from qarl.configs.errors import ConfigError, QarlError
+from qarl.configs.errors import QarlError
 
 T = TypeVar("T")
-
-TRL_PYTHON = Path(".venv-trl/bin/python")
-"""Where `make trl-env` puts it."""
 
 
 class WorkerError(QarlError):
     """A trainer's process failed, or trained on something else."""
 
     heading = "bench"
-
-
-def require_trl(python: Path) -> None:
-    """Raise `ConfigError` where there is no interpreter for TRL."""
-    if not os.access(python, os.X_OK):
-        raise ConfigError(
-            f"no interpreter {str(python)!r} for TRL; make its environment with `make trl-env`, or name another one "
-            "with --trl-python"
-        )
 
 
 def run_worker(

@@ -98,7 +98,7 @@ def _add_speed(names: Any) -> None:
         help="decoding, prefill and a whole training step per scheme, against bf16",
         description=(
             "Measure every scheme this machine runs: the engine's decoding and prefill, a whole training step with a "
-            "plain learner and with QaRL, memory, and how far all of it is from the machine's roofline."
+            "plain learner and with QaRL."
         ),
     )
     bench_speed.add_options(speed)

@@ -45,12 +45,6 @@ def add_options(speed: argparse.ArgumentParser) -> None:
     speed.add_argument("--rounds", type=whole(1), default=3, help="of all processes; medians are shown (default 3)")
     speed.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family (default auto)")
     speed.add_argument("--seed", type=whole(0), default=0, help="of weights and prompts (default 0)")
-    speed.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="the wall's seconds (default), or CPU seconds of the process's threads, which others disturb less",
-    )
 
 
 def measure(known: argparse.Namespace, console: Console) -> tuple[list[PlainTable], Any]:

@@ -47,12 +47,6 @@ class Shapes:
         return self.layers * (_elements(self.attention_matrices) + mlp)
 
     @property
-    def active(self) -> int:
-        """Of those, the parameters one token is multiplied with."""
-        mlp = _elements(self.mlp_matrices) * (self.experts_a_token if self.experts else 1)
-        return self.layers * (_elements(self.attention_matrices) + mlp)
-
-    @property
     def router(self) -> int:
         """Parameters of all routers, which stay in the compute dtype."""
         return self.layers * self.experts * self.hidden
@@ -75,15 +69,6 @@ class Shapes:
         """Of the matrices that a low-bit scheme quantizes, as published."""
         mlp = self._stored(self.mlp_matrices, scheme, itemsize) * max(self.experts, 1)
         return self.layers * (self._stored(self.attention_matrices, scheme, itemsize) + mlp)
-
-    def bytes_read(self, scheme: str, itemsize: int, tokens: int) -> float:
-        """Of weights, in a forward of so many tokens: every matrix once, and of the experts those that are expected to
-        get a token, each token choosing evenly. The embedding's rows are too few to count."""
-        mlp: float = self._stored(self.mlp_matrices, scheme, itemsize)
-        if self.experts:
-            mlp *= self.experts * (1 - (1 - self.experts_a_token / self.experts) ** tokens)
-        low_bit = self.layers * (self._stored(self.attention_matrices, scheme, itemsize) + mlp)
-        return low_bit + (self.router + self.head) * itemsize
 
     def _stored(self, matrices: tuple[tuple[int, int], ...], scheme: str, itemsize: int) -> int:
         return sum(STORED[scheme].weight(shape, itemsize) for shape in matrices)

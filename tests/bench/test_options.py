@@ -5,7 +5,7 @@ import sys
 
 from benchmarks import delta, names
 from benchmarks.learner.trl_worker import SETTINGS
-from qarl.bench.batch import MODELS
+from qarl.bench.models import MODELS
 
 SLIPS = {
     "precision --dtype float8": "--dtype 'float8' must be one of bfloat16, float16, float32",

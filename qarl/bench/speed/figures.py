@@ -1,13 +1,10 @@
 """From what every process answered to the figures of `qarl bench speed`: medians over rounds, ratios within a round."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qarl.bench.speed.job import PHASES, Answer, Cell
-from qarl.bench.speed.roofline import Machine, Work, decode_work, prefill_work
-from qarl.plan.shapes import Shapes
-from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.bench.speed.job import PHASES, Answer
 
 SAMPLING_SHARE = 0.7
 """Of a step, that the goals speak of."""
@@ -35,18 +32,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One scheme's engine in one cell. Tokens a second of decoding and of reading prompts; as multiples of bf16's in
-    the same round; and the roofline's share of the seconds, 1 where nothing is left to gain."""
+    """One scheme's engine in one cell. Tokens a second of decoding and of reading prompts, and as multiples of bf16's
+    in the same round."""
 
     scheme: str
     context: int
     batch: int
     decode: Spread
     decode_over_bf16: Spread
-    decode_of_roofline: Spread
     prefill: Spread
     prefill_over_bf16: Spread
-    prefill_of_roofline: Spread
 
 
 @dataclass(frozen=True)
@@ -73,50 +68,24 @@ class StepRow:
     over_plain_at_share: Spread | None
 
 
-def engine_rows(rounds: Rounds, shapes: Shapes, dtype: str, decode_tokens: int) -> list[EngineRow]:
+def engine_rows(rounds: Rounds) -> list[EngineRow]:
     """By scheme, context and batch."""
-    compute = COMPUTE_DTYPES[dtype]
     rows = []
     for scheme, answers in rounds.items():
         for number, cell in enumerate(answers[0].cells):
             cells = [answer.cells[number] for answer in answers]
-            others = [answer.cells[number] for answer in rounds["bf16"]]
-            machines = [Machine(**answer.machine) for answer in answers]
-            at, end = (get_scheme(scheme), compute, cell.batch), cell.context + decode_tokens / 2
-            decode, decoded, left = _rates(
-                cells, others, machines, lambda c: c.decode_seconds, decode_work(shapes, *at, end), cell.batch
+            pairs = list(zip(cells, (answer.cells[number] for answer in rounds["bf16"]), strict=True))
+            row = EngineRow(
+                scheme=scheme,
+                context=cell.context,
+                batch=cell.batch,
+                decode=Spread.of([cell.batch / each.decode_seconds for each in cells]),
+                decode_over_bf16=Spread.of([bf16.decode_seconds / each.decode_seconds for each, bf16 in pairs]),
+                prefill=Spread.of([cell.batch * cell.context / each.prefill_seconds for each in cells]),
+                prefill_over_bf16=Spread.of([bf16.prefill_seconds / each.prefill_seconds for each, bf16 in pairs]),
             )
-            prefill, read, prefill_left = _rates(
-                cells, others, machines, lambda c: c.prefill_seconds, prefill_work(shapes, *at, cell.context),
-                cell.batch * cell.context,
-            )  # fmt: skip
-            rows.append(
-                EngineRow(
-                    scheme=scheme,
-                    context=cell.context,
-                    batch=cell.batch,
-                    decode=decode,
-                    decode_over_bf16=decoded,
-                    decode_of_roofline=left,
-                    prefill=prefill,
-                    prefill_over_bf16=read,
-                    prefill_of_roofline=prefill_left,
-                )
-            )
+            rows.append(row)
     return rows
-
-
-def _rates(
-    cells: Sequence[Cell], bf16: Sequence[Cell], machines: Sequence[Machine], seconds: Callable[[Cell], float],
-    work: Work, tokens: int,
-) -> tuple[Spread, Spread, Spread]:  # fmt: skip
-    """Tokens a second, as multiples of bf16's, and the roofline's share, each round's own."""
-    times = [seconds(cell) for cell in cells]
-    return (
-        Spread.of([tokens / s for s in times]),
-        Spread.of([seconds(other) / s for other, s in zip(bf16, times, strict=True)]),
-        Spread.of([work.seconds(machine) / s for machine, s in zip(machines, times, strict=True)]),
-    )
 
 
 @dataclass(frozen=True)
@@ -192,12 +161,3 @@ def _phases(answer: Answer, kind: str) -> dict[str, float]:
     """Of each phase the quickest of the steps, the least disturbed; sampling over all kinds, for one engine samples."""
     phases = {phase: min(step[phase] for step in answer.steps[kind]) for phase in PHASES}
     return phases | {"sample": min(step["sample"] for steps in answer.steps.values() for step in steps)}
-
-
-def median_machine(rounds: Rounds) -> Machine:
-    """Copy bandwidth and product speeds, medians over all processes."""
-    machines = [Machine(**answer.machine) for answers in rounds.values() for answer in answers]
-    return Machine(
-        statistics.median(m.copy_bandwidth for m in machines),
-        {kind: statistics.median(m.products[kind] for m in machines) for kind in machines[0].products},
-    )

@@ -2,16 +2,11 @@
 
 import dataclasses
 import json
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("bf16", "plain", "qarl")
 """What is trained and what samples: nothing low-bit; a plain 16-bit learner under a low-bit sampler; QaRL."""
-
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""What seconds are counted by. cpu: those of all the process's threads, which other processes disturb less."""
 
 PHASES = ("sample", "old", "forward", "backward", "optimizer", "materialize", "publish", "rest")
 """Of a step, in its order. rest: making the batch and what no phase times."""
@@ -24,8 +19,7 @@ class Job:
     model: folder. batches, contexts: sequences at once, and tokens of each before what is timed. decode_tokens: decoded
     a sequence and cell. step: prompts, samples a prompt, tokens a prompt and a completion of the training step.
     updates: optimizer steps a batch. steps: timed ones of each kind. kinds: of `KINDS`, in the order to measure them.
-    memory: whether to take the memory of one more step. cache_gib: keys and values.
-    clock: of `CLOCKS`.
+    cache_gib: keys and values.
     """
 
     model: str
@@ -42,11 +36,9 @@ class Job:
     optimizer: str
     steps: int
     kinds: tuple[str, ...]
-    memory: bool
     cache_gib: int
     kernel: str = "auto"
     seed: int = 0
-    clock: str = "wall"
 
     def as_argument(self) -> str:
         """For the worker's command line."""
@@ -65,31 +57,13 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes. masters, optimizer, codes: of the learner's tensors, codes as published. engine: resident growth at the
-    engine's start; cache: what its keys and values may take of that. peak: of a step, beyond the process before any
-    model."""
-
-    masters: int
-    optimizer: int
-    codes: int
-    engine: int
-    cache: int
-    peak: int
-
-
-@dataclass(frozen=True)
 class Answer:
-    """Of one process. machine: of `Machine`. steps: kind → phase → seconds, of each timed step. memory: kind → it, of
-    kinds that were asked for it."""
+    """Of one process. steps: kind → phase → seconds, of each timed step."""
 
-    machine: dict[str, Any]
     cells: list[Cell]
     steps: dict[str, list[dict[str, float]]]
-    memory: dict[str, Memory] = field(default_factory=dict)
 
     @staticmethod
     def parse(data: dict[str, Any]) -> "Answer":
         """From a worker's answer."""
-        memory = {kind: Memory(**values) for kind, values in data["memory"].items()}
-        return Answer(data["machine"], [Cell(**cell) for cell in data["cells"]], data["steps"], memory)
+        return Answer([Cell(**cell) for cell in data["cells"]], data["steps"])

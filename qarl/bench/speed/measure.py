@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from qarl.bench.batch import MODELS, write_model
+from qarl.bench.models import MODELS, write_model
 from qarl.bench.process import run_worker
-from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, median_machine, step_rows
-from qarl.bench.speed.job import Answer, Job, Memory
-from qarl.bench.speed.roofline import Machine
+from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, step_rows
+from qarl.bench.speed.job import Answer, Job
 from qarl.configs.errors import ConfigError
 from qarl.plan.shapes import Shapes, shapes_of
 from qarl.quant.checkpoint.load import model_skeleton
@@ -52,22 +51,18 @@ class Options:
     rounds: int
     kernel: str
     seed: int
-    clock: str = "wall"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Everything. skipped: scheme → why this machine cannot run it. memory: "scheme kind" → it. rounds: scheme → what
-    its processes answered."""
+    """Everything. skipped: scheme → why this machine cannot run it. rounds: scheme → what its processes answered."""
 
     model: str
     parameters: int
     options: Options
-    machine: Machine
     skipped: dict[str, str]
     engine: list[EngineRow]
     steps: list[StepRow]
-    memory: dict[str, Memory]
     rounds: dict[str, list[Answer]]
 
 
@@ -75,8 +70,6 @@ def check(options: Options) -> None:
     """Raise `ConfigError` for values that cannot be measured, before anything is looked at."""
     if options.prompts % options.updates:
         raise ConfigError(f"--updates {options.updates} does not divide the {options.prompts} prompts of --prompts")
-    if options.clock != "wall" and torch.cuda.is_available():
-        raise ConfigError(f"--clock {options.clock} counts this CPU's seconds, and a GPU works here; leave it out")
     for name in options.schemes:
         get_scheme(name)
 
@@ -101,16 +94,13 @@ def measure(options: Options, say: Callable[[str], None]) -> Figures:
             for name in schemes:
                 say(f"round {number + 1} of {options.rounds}: {name}")
                 rounds[name].append(_answer(job(folder, name, number, options, shapes)))
-    memory = {f"{name} {kind}": m for name, answers in rounds.items() for kind, m in answers[0].memory.items()}
     return Figures(
         model=options.model,
         parameters=shapes.parameters,
         options=options,
-        machine=median_machine(rounds),
         skipped=skipped,
-        engine=engine_rows(rounds, shapes, options.dtype, options.decode_tokens),
+        engine=engine_rows(rounds),
         steps=step_rows(rounds),
-        memory=memory,
         rounds=rounds,
     )
 
@@ -145,13 +135,12 @@ def runnable(skeleton: Any, options: Options) -> tuple[list[str], dict[str, str]
 
 
 def job(folder: Path, scheme: str, number: int, options: Options, shapes: Shapes) -> Job:
-    """Of round `number`, counted from 0: memory is taken in the first, and the two learners of a scheme change places
-    from round to round."""
+    """Of round `number`, counted from 0: the two learners of a scheme change places from round to round."""
     kinds = ("bf16",) if scheme == "bf16" else ("plain", "qarl") if number % 2 == 0 else ("qarl", "plain")
     asked: dict[str, Any] = {
         field.name: getattr(options, field.name) for field in dataclasses.fields(Job) if hasattr(options, field.name)
     }
-    asked |= {"model": str(folder), "scheme": scheme, "kinds": kinds, "memory": number == 0}
+    asked |= {"model": str(folder), "scheme": scheme, "kinds": kinds}
     return Job(**asked, cache_gib=_cache_gib(options, shapes))
 
 

@@ -5,22 +5,21 @@ from rich.text import Text
 from qarl.bench.speed.figures import KEPT_AT_LEAST, OVER_PLAIN_AT_MOST, SAMPLING_SHARE, EngineRow, Spread
 from qarl.bench.speed.job import PHASES
 from qarl.bench.speed.measure import Figures
-from qarl.bench.speed.roofline import Machine
 from qarl.report.tables import PlainTable
 
 
 def tables(figures: Figures) -> list[PlainTable]:
-    """Decoding, prefill, steps, memory."""
-    return [_engine(figures, "decode"), _engine(figures, "prefill"), _steps(figures), _memory(figures)]
+    """Decoding, prefill, steps."""
+    return [_engine(figures, "decode"), _engine(figures, "prefill"), _steps(figures)]
 
 
 def _engine(figures: Figures, what: str) -> PlainTable:
     """A row per scheme and context, a column per batch."""
     batches = [f"batch {batch}" for batch in figures.options.batches]
-    title = f"{what}, tokens/s: over bf16's (smallest to largest of the rounds), share of the roofline"
+    title = f"{what}, tokens/s: over bf16's (smallest to largest of the rounds)"
     caption = ""
     if what == "decode":
-        caption = f"{figures.model}, {figures.parameters / 1e6:,.1f} million parameters; {in_figures(figures.machine)}"
+        caption = f"{figures.model}, {figures.parameters / 1e6:,.1f} million parameters"
         caption += "".join(f"\n{name} left out: {reason}" for name, reason in figures.skipped.items())
     shown = PlainTable("scheme", "context", *batches, figures=("context", *batches), title=title, caption=caption)
     for scheme, context in dict.fromkeys((row.scheme, row.context) for row in figures.engine):
@@ -30,19 +29,13 @@ def _engine(figures: Figures, what: str) -> PlainTable:
 
 
 def _engine_cell(row: EngineRow, what: str) -> str:
-    rate, over, left = (getattr(row, f"{what}{part}") for part in ("", "_over_bf16", "_of_roofline"))
+    rate, over = (getattr(row, f"{what}{part}") for part in ("", "_over_bf16"))
     ratio = "" if row.scheme == "bf16" else f" {_ratio(over)}"
-    return f"{rate.median:,.0f}{ratio} {left.median:.0%}"
+    return f"{rate.median:,.0f}{ratio}"
 
 
 def _ratio(spread: Spread) -> str:
     return f"{spread.median:.2f} × ({spread.low:.2f}-{spread.high:.2f})"
-
-
-def in_figures(machine: Machine) -> str:
-    """What a machine was measured to do, in words."""
-    products = ", ".join(f"{kind} {rate / 1e9:,.0f}" for kind, rate in machine.products.items())
-    return f"this machine copies {machine.copy_bandwidth / 1e9:,.1f} GB/s and multiplies at {products} GFLOP/s"
 
 
 def _steps(figures: Figures) -> PlainTable:
@@ -76,15 +69,3 @@ def _judged(spread: Spread | None, at_least: bool) -> Text:
     reached = spread.median >= KEPT_AT_LEAST if at_least else spread.median <= OVER_PLAIN_AT_MOST
     text = f"{spread.median:.0%}" if at_least else f"{spread.median:+.1%}"
     return Text(text, style="" if reached else "red")
-
-
-def _memory(figures: Figures) -> PlainTable:
-    columns = ("masters", "optimizer", "codes", "engine", "cache", "peak")
-    caption = (
-        "engine: what its start added, keys and values included where they were touched; cache: what these may take; "
-        "peak: of a step, engine and learner, beyond the libraries"
-    )
-    shown = PlainTable("learner", *columns, figures=columns, title="memory, MiB", caption=caption)
-    for name, memory in figures.memory.items():
-        shown.add_row(name, *(f"{getattr(memory, column) / 2**20:,.0f}" for column in columns))
-    return shown

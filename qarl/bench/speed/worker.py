@@ -12,18 +12,15 @@ import random
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
+import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from qarl.bench.answer import answer_line
 from qarl.bench.process import WorkerError
-from qarl.bench.speed.job import CLOCKS, PHASES, Answer, Cell, Job, Memory
-from qarl.bench.speed.roofline import measure_machine, synchronize
-from qarl.bench.step_memory import StepMemory
+from qarl.bench.speed.job import PHASES, Answer, Cell, Job
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch
@@ -50,9 +47,7 @@ _LONG_SECONDS = 1.5
 
 
 def run(job: Job) -> Answer:
-    """Everything, in the order machine, engine, steps of each kind."""
-    machine = measure_machine(CLOCKS[job.clock])
-    before = StepMemory(torch.cuda.is_available())
+    """Everything, in the order engine, steps of each kind."""
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         model = _model(job, "qarl")
         vocabulary = model.config.vocab_size
@@ -60,15 +55,11 @@ def run(job: Job) -> Answer:
         export_checkpoint(model, Path(job.model), checkpoint)
         del model
         gc.collect()
-        resident = _resident()
         with open_engine(checkpoint, _rollout(job), job.dtype) as engine:
-            growth = _resident() - resident
             draw = random.Random(job.seed)
             cells = [_cell(engine, context, b, job, draw, vocabulary) for context in job.contexts for b in job.batches]
-            steps, memory = {}, {}
-            for kind in job.kinds:
-                steps[kind], memory[kind] = _steps(engine, kind, job, vocabulary, before, growth)
-    return Answer(asdict(machine), cells, steps, memory if job.memory else {})
+            steps = {kind: _steps(engine, kind, job, vocabulary) for kind in job.kinds}
+    return Answer(cells, steps)
 
 
 def _rollout(job: Job) -> RolloutConfig:
@@ -100,12 +91,12 @@ def _cell(engine: Any, context: int, batch: int, job: Job, draw: random.Random, 
     """engine: one in process, which has `sampled_by_step`. Prefill is up to the first step of the engine that gives
     every sequence a token; each step after it that does so again is decoding. Of a repeat the median step counts, of
     the repeats the quickest."""
-    clock, sampling = CLOCKS[job.clock], Sampling(1, 1 + job.decode_tokens, seed=job.seed, ignore_end=True)
+    sampling = Sampling(1, 1 + job.decode_tokens, seed=job.seed, ignore_end=True)
     prefills, decodes = [], []
     for _ in range(_REPEATS):
         prompts = _prompts(batch, context, draw, vocabulary)
-        start = clock()
-        ends = [(clock(), sequences) for sequences in engine.sampled_by_step(prompts, sampling)]
+        start = time.perf_counter()
+        ends = [(time.perf_counter(), sequences) for sequences in engine.sampled_by_step(prompts, sampling)]
         whole = [end for end, sequences in ends if sequences == batch]
         if len(whole) < _LEAST_STEPS:
             raise WorkerError(
@@ -119,39 +110,20 @@ def _cell(engine: Any, context: int, batch: int, job: Job, draw: random.Random, 
     return Cell(context, batch, min(prefills), min(decodes))
 
 
-def _steps(
-    engine: Engine, kind: str, job: Job, vocabulary: int, memory: StepMemory, engine_bytes: int
-) -> tuple[list[dict[str, float]], Memory]:
+def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[str, float]]:
     """Timed steps of one kind, after one that warms up and proves the published policy to be the learner's."""
     model = _model(job, kind)
     learner = Learner(model, LearnerConfig.model_validate(_learner_options(job)))
-    learner.stopwatch = _watch(job)
+    learner.stopwatch.synchronize = torch.cuda.is_available()
     draw = random.Random(job.seed + 1)
     sequences = [list(prompt.token_ids) for prompt in _prompts(2, 16, draw, vocabulary)]
     publisher = Publisher(model, engine, sequences, get_scheme(job.scheme).bound, canary_every=10**9)
     if model.context.aligned and job.kernel in ("auto", "vllm"):  # as a run does
         publisher.share_layers()
-
-    def step(number: int) -> dict[str, float]:
-        return _step(engine, learner, publisher, number, job, draw, vocabulary)
-
-    step(0)
-    seconds = [step(1 + n) for n in range(job.steps)]
-    peak = 0
-    if job.memory:
-        memory.begin()
-        step(1 + job.steps)
-        memory.end()
-        peak = memory.total
+    _step(engine, learner, publisher, 0, job, draw, vocabulary)
+    seconds = [_step(engine, learner, publisher, 1 + n, job, draw, vocabulary) for n in range(job.steps)]
     publisher.unshare()
-    return seconds, Memory(
-        masters=sum(master.nbytes for master in model.masters.values()),
-        optimizer=_tensor_bytes(learner.backend.state_dict()["optimizer"]),
-        codes=sum(item.tensor.nbytes for item in model.low_bit_tensors()),
-        engine=engine_bytes,
-        cache=job.cache_gib * 2**30 if not torch.cuda.is_available() else 0,
-        peak=peak,
-    )
+    return seconds
 
 
 def _step(
@@ -160,9 +132,10 @@ def _step(
     """sample → learn → publish, as a run does it. Half of each group is rewarded, so every sequence teaches, and all
     completions have one length, so every scheme learns from as many tokens."""
     prompts = _prompts(job.prompts, job.prompt_tokens, draw, vocabulary)
-    watch, clock = _watch(job), CLOCKS[job.clock]
+    watch = Stopwatch()
+    watch.synchronize = torch.cuda.is_available()
     gc.collect()
-    start = clock()
+    start = time.perf_counter()
     with watch("sample"):
         sampling = Sampling(job.samples, job.tokens, seed=job.seed + number, ignore_end=True)
         completions = engine.generate(prompts, sampling)
@@ -171,8 +144,9 @@ def _step(
     stats = learner.learn(make_batch(groups, pad_token=0), number)
     with watch("publish"):
         publisher.publish(number + 1)
-    synchronize()
-    total = clock() - start
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    total = time.perf_counter() - start
     assert stats.updates == job.updates, f"{stats.updates} of {job.updates} updates were taken"
     phases = dict.fromkeys(PHASES, 0.0) | watch.take() | stats.seconds
     return phases | {"rest": total - sum(phases.values())}
@@ -185,23 +159,6 @@ def _learner_options(job: Job) -> dict[str, Any]:
         "diagnostics_every": 0,
         "kernel": job.kernel,
     }
-
-
-def _tensor_bytes(state: Any) -> int:
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return sum(map(_tensor_bytes, parts))
-
-
-def _resident() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
-
-
-def _watch(job: Job) -> Stopwatch:
-    watch = Stopwatch(clock=CLOCKS[job.clock])
-    watch.synchronize = torch.cuda.is_available()
-    return watch
 
 
 if __name__ == "__main__":
