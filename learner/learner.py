@@ -36,6 +36,7 @@ from qarl.learner.processes import Processes
 from qarl.learner.restraint import UNRESTRAINED, Restraint
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.stopwatch import Stopwatch
+from qarl.quant.layers.context import Forward
 from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel
 
@@ -142,7 +143,7 @@ class Learner:
     def _add_published(self, to: RowLogprobs, index: torch.Tensor) -> None:
         """The log-probs of the published codes, where ratios are made of those (`learner.ratio_fix`), else as above."""
         published = self.config.ratio_fix == "shadow_forward"
-        with self.model.published_forward() if published else nullcontext():
+        with self.model.forward_as(Forward.PUBLISHED) if published else nullcontext():
             self._add_logprobs(to, self.model, index)
 
     def learn(

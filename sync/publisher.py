@@ -21,6 +21,7 @@ from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.processes import Processes
 from qarl.quant.digest import StreamDigest
 from qarl.quant.kernels import KernelError
+from qarl.quant.layers.context import Forward
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import Engine
@@ -143,7 +144,7 @@ class Publisher:
         """Compare log-probs of the fixed sequences, every replica's; returns the farthest. Raises `PublishError` where
         one is beyond the bound."""
         tokens, response_mask = _pad(self._sequences)
-        with torch.no_grad(), self._model.published_forward(), self._model.context.own_products():
+        with torch.no_grad(), self._model.forward_as(Forward.PUBLISHED), self._model.context.own_products():
             device = self._model.device
             learner, _ = token_logprobs(self._model, tokens.to(device), response_mask.to(device))
         farthest: Mismatch | None = None

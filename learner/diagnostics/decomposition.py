@@ -29,6 +29,7 @@ from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.objectives import ObjectiveInput, find_objective
 from qarl.learner.optim.optimizer import Arrived
 from qarl.learner.row_logprobs import RowLogprobs
+from qarl.quant.layers.context import Forward
 
 SAMPLE_TOKENS = 2048
 """Prompts and responses of the sample, at most; one sequence at least."""
@@ -140,7 +141,7 @@ class ShadowForwards(Observer):
                 if not self._behind:
                     self._values["before"] = self._published()
             elif log is not None and len(log.shown):
-                with self._model.unquantized_forward():
+                with self._model.forward_as(Forward.UNQUANTIZED):
                     rows = sample_rows(self.learning.batch, log.shown)
                     self.learning.add_logprobs(log.unquantized, self._model, rows)
 
@@ -152,7 +153,7 @@ class ShadowForwards(Observer):
         with self.learning.stopwatch("shadow"):
             self._values["published"] = self._published()
             if context.compute_dtype != context.dtype:
-                with self._model.cast_forward():
+                with self._model.forward_as(Forward.UNQUANTIZED):
                     self._values["cast"] = self._computed()
 
     def micro_batch(self, micro: MicroBatch) -> None:
@@ -180,7 +181,7 @@ class ShadowForwards(Observer):
         return {"log_ratio": decompose(forwards, old[:, :length], rows, config)}
 
     def _published(self) -> torch.Tensor:
-        with self._model.published_forward():
+        with self._model.forward_as(Forward.PUBLISHED):
             return self._computed()
 
     def _computed(self) -> torch.Tensor:

@@ -19,6 +19,7 @@ from qarl.learner.diagnostics.base import Learning, Observer, is_due
 from qarl.learner.diagnostics.decomposition import sample_rows
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.row_logprobs import RowLogprobs
+from qarl.quant.layers.context import Forward
 from qarl.quant.model.low_bit_model import LowBitModel
 
 SAMPLE_TOKENS = 1024
@@ -55,10 +56,10 @@ class StartingPolicy:
         return measure_mismatch(now, self._sample.sampler_logprobs, self._sample.response_mask).k3
 
     def _logprobs(self, sample: Batch) -> torch.Tensor:
-        found = RowLogprobs(sample)
-        with self._model.published_forward():
-            self._add_logprobs(found, self._model, torch.arange(len(sample.tokens)))
-        return found.values
+        computed = RowLogprobs(sample)
+        with self._model.forward_as(Forward.PUBLISHED):
+            self._add_logprobs(computed, self._model, torch.arange(len(sample.tokens)))
+        return computed.values
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The sample, for a checkpoint; empty without one, None before the first update."""

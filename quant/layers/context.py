@@ -11,6 +11,15 @@ from qarl.quant.schemes import SchemeError
 
 
 class LayerContext:
+class Forward(Enum):
+    """What a forward multiplies. LEARNER: what is learned by: the codes of an aligned learner, else its masters in its
+    compute dtype. PUBLISHED: the codes, in the engine's dtype. UNQUANTIZED: the masters, cast to the engine's dtype."""
+
+    LEARNER = "learner"
+    PUBLISHED = "published"
+    UNQUANTIZED = "unquantized"
+
+
     """How the layers of one model compute.
 
     dtype: the engine's compute dtype: of activations, embeddings, norms, and of the scales that are published.
@@ -48,8 +57,7 @@ class LayerContext:
         self.keeps_products = True
         self.keeps_codes = True
         self._own = make_factory(kernel, dtype)
-        self._published = False
-        self._unquantized = False
+        self.forward = Forward.LEARNER
 
     @property
     def factory(self) -> KernelFactory:
@@ -58,37 +66,18 @@ class LayerContext:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether forwards read what is published: an aligned learner's but in `unquantized_forward`, others' in
-        `published_forward`."""
-        return (self.aligned or self._published) and not self._unquantized
+        """Whether this forward multiplies what is published."""
+        return self.forward is Forward.PUBLISHED or (self.aligned and self.forward is Forward.LEARNER)
 
     @property
     def forward_dtype(self) -> torch.dtype:
         """Of what a layer's forward is given and returns."""
-        return self.dtype if self.multiplies_codes else self.compute_dtype
+        return self.compute_dtype if self.forward is Forward.LEARNER else self.dtype
 
     @contextlib.contextmanager
-    def published_forward(self) -> Iterator[None]:
-        """Within this context every layer multiplies what is published, in the engine's dtype."""
-        self._published = True
-        try:
-            yield
-        finally:
-            self._published = False
-
-    @contextlib.contextmanager
-    def unquantized_forward(self) -> Iterator[None]:
-        """Within this context every layer multiplies its masters in the compute dtype, cast for each use."""
-        self._unquantized = True
-        try:
-            yield
-        finally:
-            self._unquantized = False
-
-    @contextlib.contextmanager
-    def engine_dtype(self) -> Iterator[None]:
-        """Within this context an unaligned learner computes in the engine's dtype."""
-        own, self.compute_dtype = self.compute_dtype, self.dtype
+    def forward_as(self, forward: Forward) -> Iterator[None]:
+        """Within this context every layer multiplies that."""
+        before, self.forward = self.forward, forward
         try:
             yield
         finally:

@@ -80,7 +80,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         return self.context.factory.experts(self.layer, self.shape, low_bit)
 
     def _cast(self) -> ExpertsMatmul:
-        dtype = self.context.compute_dtype
+        dtype = self.context.forward_dtype
         casts = [
             fill(torch.empty(whole_shape(master), dtype=dtype, device=merged.device), merged, shard_of(master))
             for master, merged in zip(self.masters, self.merged(), strict=True)

@@ -91,7 +91,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         return self.context.factory(self.layer, low_bit, self.low_bit_bias)
 
     def _cast(self) -> LowBitMatmul:
-        dtype, (merged,) = self.context.compute_dtype, self.merged()
+        dtype, (merged,) = self.context.forward_dtype, self.merged()
         room = torch.empty(whole_shape(self.master), dtype=dtype, device=merged.device)
         weight = fill(room, merged, shard_of(self.master))
         return PlainMatmul(weight, None if self.bias is None else whole_value(self.bias, dtype))

@@ -18,7 +18,7 @@ from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
 from qarl.quant.kernels import KernelError, KernelFactory
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.layers.linear import LowBitLinear
@@ -216,34 +216,20 @@ class LowBitModel(nn.Module):
                 layer.training = checkpointing  # transformers asks the layer for it; what is inside stays as it was
 
     @contextlib.contextmanager
-    def published_forward(self) -> Iterator[None]:
-        """Within this context an unaligned model multiplies the published codes too, in the engine's dtype; the canary
-        needs it."""
+    def forward_as(self, forward: Forward) -> Iterator[None]:
+        """Within this context the model multiplies that, without gradient and by the masters of the last `refresh`: the
+        published codes also where it is unaligned, as the canary does, or no codes also where it is aligned."""
+        recasts = forward is Forward.UNQUANTIZED and not self.context.aligned
         try:
-            with self.context.published_forward():
+            with self.context.forward_as(forward):
+                if recasts:
+                    self._recast()
                 yield
         finally:
             if not self.context.aligned:
                 self.release_products()
-
-    @contextlib.contextmanager
-    def unquantized_forward(self) -> Iterator[None]:
-        """Within this context an aligned model multiplies its masters, cast to the engine's dtype a layer at a time:
-        the policy as it would be without low-bit codes. Without gradient, and the masters are those of the last
-        `refresh`."""
-        with self.context.unquantized_forward():
-            yield
-
-    @contextlib.contextmanager
-    def cast_forward(self) -> Iterator[None]:
-        """Within this context an unaligned model computes in the engine's dtype, unquantized still. The masters are
-        those of the last `refresh`."""
-        try:
-            with self.context.engine_dtype():
+            if recasts:
                 self._recast()
-                yield
-        finally:
-            self._recast()
 
     def _recast(self) -> None:
         for layer in self.low_bit_layers():

@@ -16,7 +16,7 @@ from qarl.learner.diagnostics.decomposition import SAMPLE_TOKENS, Decomposition,
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.learner import Learner
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from tests.support.learners import all_equal, batch_of, make_groups, masters_of, random_model
@@ -87,7 +87,7 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     compute = torch.float32 if every or planted == "dtype" else None
     mini_batches = 2 if every or planted == "staleness" else 1
     learner, batch = learner_of(scheme, False, compute, mini_batches=mini_batches), batch_of()
-    with learner.model.published_forward():
+    with learner.model.forward_as(Forward.PUBLISHED):
         sampler, _ = learner.logprobs(batch)
     signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     noise = NOISE * signs * batch.response_mask * (every or planted == "kernel")

@@ -19,7 +19,7 @@ from qarl.learner.learner import Learner
 from qarl.learner.optim import master_step
 from qarl.learner.optim.master_step import crossed_bfloat16
 from qarl.learner.optim.optimizer import MasterOptimizer
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.materialize import code_changes as flips
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.code_changes import FlipCount, changed_codes
@@ -216,7 +216,7 @@ def test_distance_from_the_start(aligned: bool):
         return make_learner("w4a16", aligned=aligned, optimizer={"lr": 1e-2}, diagnostics_every=every)
 
     def logprobs(learner: Learner, batch: Batch) -> torch.Tensor:
-        with learner.model.published_forward():
+        with learner.model.forward_as(Forward.PUBLISHED):
             return learner.logprobs(batch)[0]
 
     learner, first = new(1), batch_of()

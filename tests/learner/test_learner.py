@@ -16,8 +16,8 @@ from qarl.learner.learner import Learner
 from qarl.learner.logprobs import _Normalized, token_logprobs
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives import OBJECTIVES
-from qarl.learner.restraint import Restraint
-from qarl.quant.layers.context import LayerContext
+from qarl.learner.restraint import Damping
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import (
@@ -364,7 +364,7 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
             aligned=False, mini_batches=1, objective={"name": "grpo"}, correction=bypass, ratio_fix=fix
         )
         batch = batch_of()
-        with learner.model.published_forward():
+        with learner.model.forward_as(Forward.PUBLISHED):
             sampler, _ = learner.logprobs(batch)
         batch = dataclasses.replace(batch, sampler_logprobs=sampler)
         found[fix] = gradients_of_learning(learner, batch)

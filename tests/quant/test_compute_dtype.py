@@ -14,7 +14,7 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.learner import Learner
 from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SchemeError, get_scheme
 from qarl.sync.publisher import Publisher
@@ -54,7 +54,7 @@ def stream_of(model: LowBitModel) -> list[tuple[str, bytes]]:
 def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype: str, compute: str, operators: str):
     """Contract: the stream is that of an aligned learner in the engine's dtype, byte for byte, before and after the
     masters move; the forward is that of an unaligned model all in the compute dtype, bit for bit; within
-    `published_forward` it is the aligned one's, bit for bit, and afterwards what it was."""
+    `Forward.PUBLISHED` it is the aligned one's, bit for bit, and afterwards what it was."""
     plain, tokens = policy(kind), some_tokens()
     engine, other = DTYPES[dtype], DTYPES[compute]
     model = wrap(copy.deepcopy(plain), "w4a16", engine, other, operators)
@@ -73,14 +73,14 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype:
             assert stream_of(model) == stream_of(aligned)
             expected = all_logits(alone, tokens)
             assert expected.dtype == other and torch.equal(all_logits(model, tokens), expected)
-            with model.published_forward():
+            with model.forward_as(Forward.PUBLISHED):
                 assert torch.equal(all_logits(model, tokens), all_logits(aligned, tokens))
             assert torch.equal(all_logits(model, tokens), expected)
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
-    """Contract: in `unquantized_forward` an aligned model, moved by a refresh, is bit for bit the unaligned one of its
+    """Contract: in `Forward.UNQUANTIZED` an aligned model, moved by a refresh, is bit for bit the unaligned one of its
     masters; outside it is what it was. int8 activations are left out too."""
     plain, tokens = policy(kind), some_tokens()
     aligned = wrap(copy.deepcopy(plain), "w8a8", torch.bfloat16, None)
@@ -92,7 +92,7 @@ def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
                 master.mul_(1.01)
         model.refresh()
     expected = all_logits(aligned, tokens)
-    with aligned.unquantized_forward():
+    with aligned.forward_as(Forward.UNQUANTIZED):
         assert torch.equal(all_logits(aligned, tokens), all_logits(unaligned, tokens))
     assert torch.equal(all_logits(aligned, tokens), expected)
     assert not torch.equal(all_logits(unaligned, tokens), expected)

@@ -31,7 +31,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.operators.decoder import OperatorError, install_engine_operators, why_not
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
@@ -244,7 +244,7 @@ def test_logits_are_of_the_wanted_positions_in_order():
 
 def test_an_unaligned_model_multiplies_masters_and_publishes_codes():
     """The plain baseline streams the aligned model's bytes but computes with the masters; within
-    `published_forward` it computes what the aligned model does, and afterwards what it did before."""
+    `Forward.PUBLISHED` it computes what the aligned model does, and afterwards what it did before."""
     plain = qwen3()
     aligned = wrap(copy.deepcopy(plain), "w4a16", operators="transformers")
     model = wrap(copy.deepcopy(plain), "w4a16", aligned=False)
@@ -254,7 +254,7 @@ def test_an_unaligned_model_multiplies_masters_and_publishes_codes():
         assert torch.equal(ours.tensor.view(torch.uint8), theirs.tensor.view(torch.uint8))
     unquantized = cast(plain, torch.bfloat16)(input_ids=tokens).logits
     assert torch.equal(all_logits(model, tokens), unquantized)
-    with model.published_forward():
+    with model.forward_as(Forward.PUBLISHED):
         assert torch.equal(all_logits(model, tokens), all_logits(aligned, tokens))
     assert torch.equal(all_logits(model, tokens), unquantized)
 
@@ -263,7 +263,7 @@ def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
     """A canary that raises must not turn the plain baseline into the aligned method."""
     model = wrap(qwen3(), "w4a16", aligned=False)
     before = all_logits(model, some_tokens())
-    with pytest.raises(KeyError), model.published_forward():
+    with pytest.raises(KeyError), model.forward_as(Forward.PUBLISHED):
         raise KeyError
     assert {report.kernel for report in model.layers()} == {"plain"}
     assert torch.equal(all_logits(model, some_tokens()), before)
