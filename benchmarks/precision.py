@@ -160,10 +160,10 @@ def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
     lost, phases, totals = [], ([], []), []
     for number, batch in enumerate(batches, start=1):  # the first has more to do, and is not measured
         stats = learner.learn(batch, number)
-        measured = stats.lost_updates is not None
+        measured = stats.records["lost_updates"] is not None
         phases[measured].append(stats.seconds["optimizer"] + stats.seconds["materialize"])
         if measured:
-            lost.append(stats.lost_updates)
+            lost.append(stats.records["lost_updates"])
         else:
             totals.append(sum(stats.seconds.values()))
     added = statistics.median(phases[1]) - statistics.median(phases[0])

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from qarl.learner.diagnostics.ages import MismatchByAge
-from qarl.learner.diagnostics.decomposition import Decomposition
-from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.loss.metrics import LossMetrics
 from qarl.learner.mismatch import Mismatch
 
@@ -17,10 +14,7 @@ class LearnStats(LossMetrics):
     (`Learner.learn`). lr: learning rate. grad_norm: before clipping, mean. updates, skipped: optimizer steps taken, and
     left out because gradients were not finite. loss_scale: after the batch. seconds: wall time of the phases old
     (log-probs before the update), forward (with the loss), backward, optimizer and materialize; see `Stopwatch` for
-    what they mean on CUDA. lost_updates, crossed_bfloat16, flipped_codes, layers: see `diagnostics.lost_updates`, None
-    where they were not measured; log_ratio: see `diagnostics.decomposition`, kl_from_start: nats a token, see
-    `diagnostics.starting_policy`; both in the same steps.
-    ages: see `diagnostics.ages`."""
+    what they mean on CUDA. records: the diagnostics' metrics (`diagnostics.base.Observer.record`)."""
 
     mismatch: Mismatch
     lr: float
@@ -30,10 +24,4 @@ class LearnStats(LossMetrics):
     skipped: int
     loss_scale: float
     seconds: dict[str, float] = field(compare=False)
-    lost_updates: float | None = None
-    crossed_bfloat16: float | None = None
-    flipped_codes: float | None = None
-    layers: LayerChanges = field(default_factory=LayerChanges)
-    log_ratio: Decomposition = field(default_factory=Decomposition)
-    kl_from_start: float | None = None
-    ages: MismatchByAge = field(default_factory=MismatchByAge)
+    records: dict[str, Any] = field(default_factory=dict)

@@ -207,7 +207,7 @@ class Learner:
             skipped=len(updates) - taken,
             loss_scale=self.loss_scale.scale,
             seconds=self.stopwatch.take(),
-            **records,
+            records=records,
         )
 
     def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:

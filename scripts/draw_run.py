@@ -7,13 +7,28 @@ from pathlib import Path
 from rich.console import Console
 
 from qarl.report.dashboard import Dashboard
-from qarl.report.metrics import read_metrics, restored_step
+from qarl.report.metrics import StepMetrics, read_metrics
 from qarl.report.run_folder import RunFolder
 
 
 def main(run: str, file: str) -> None:
     """Replay the run's metrics into a dashboard and save its last view."""
     folder = RunFolder.open(Path(run))
+def restored_step(flat: dict[str, Any]) -> StepMetrics:
+    """The step that a line of a metrics.jsonl was written of, as far as a dashboard shows it."""
+
+    def part(prefix: str) -> dict[str, Any]:
+        inner = {name.removeprefix(prefix): value for name, value in flat.items() if name.startswith(prefix)}
+        return {name: value for name, value in inner.items() if "/" not in name}
+
+    stats, learn = None, part("learn/")
+    if learn:
+        own = {name: learn.pop(name) for name in LearnStats.__dataclass_fields__ if name in learn}
+        stats = LearnStats(seconds={}, mismatch=Mismatch(**part("learn/mismatch/")), records=learn, **own)
+    optional: dict[str, Any] = dict.fromkeys(StepMetrics.__dataclass_fields__)
+    return StepMetrics(**optional | part("") | {"learn": stats, "seconds": part("seconds/")})
+
+
     console = Console(record=True, width=96, file=io.StringIO())
     replayed = 0.0  # seconds
     dashboard = Dashboard(folder.config(), Console(file=io.StringIO()), clock=lambda: replayed)

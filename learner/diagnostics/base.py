@@ -84,7 +84,8 @@ class Observer:
         """After an update, whose weight version is materialized. arrived: with `counts_arrivals`."""
 
     def record(self) -> dict[str, Any]:
-        """Fields of `LearnStats`, by name, once the batch is learned; nothing for those to be left at their default."""
+        """The diagnostic's metrics by name (`LearnStats.records`), once the batch is learned: numbers, None where
+        nothing was measured, or dataclasses of these, whose fields are metrics of their own."""
         return {}
 
 

@@ -171,7 +171,7 @@ class ShadowForwards(Observer):
     def record(self) -> dict[str, Any]:
         """`log_ratio`."""
         if not self._due:
-            return {}
+            return {"log_ratio": Decomposition()}
         batch, config = self.learning.batch, self.learning.config
         rows, own, old = batch.rows(self.sample), self._own.values[self.sample], self.learning.old.values[self.sample]
         values = {"own": own, "cast": own, "published": own, "before": old, **self._values}

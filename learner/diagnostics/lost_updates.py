@@ -56,7 +56,8 @@ class LostUpdates(Observer):
         """Means over the updates taken, None where there were none; flipped_codes also where no layer has low-bit
         codes, crossed_bfloat16 where no weight of the model is trained (LoRA)."""
         if self.flips is None:
-            return {}
+            unmeasured = dict.fromkeys(("lost_updates", "crossed_bfloat16", "flipped_codes"))
+            return {**unmeasured, "layers": LayerChanges()}
         model = self.learning.model
         crossed = {} if model.adapted else self._crossed
         total = Changed()

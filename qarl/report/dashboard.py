@@ -107,7 +107,7 @@ class Dashboard:
             self._accuracies.append((metrics.step, metrics.accuracy))
         for phase, seconds in metrics.seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        if metrics.learn and metrics.learn.lost_updates is not None:
+        if metrics.learn and metrics.learn.records.get("lost_updates") is not None:
             self._diagnosed = f"{_diagnosis(metrics.learn)}   [dim]@{metrics.step}[/]"
         self._tokens += metrics.response_tokens * metrics.prompts * self._config.rollout.samples
         self._step_seconds.append(sum(metrics.seconds.values()))
@@ -184,7 +184,7 @@ class Dashboard:
     def _line(self, m: StepMetrics) -> str:
         held_out = f"  held-out {m.accuracy:.1%}" if m.accuracy is not None else ""
         mismatch = f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}" if m.learn else "  skipped (all rewards equal)"
-        diagnosed = f"  {_diagnosis(m.learn)}" if m.learn and m.learn.lost_updates is not None else ""
+        diagnosed = f"  {_diagnosis(m.learn)}" if m.learn and m.learn.records.get("lost_updates") is not None else ""
         left = _hours(self._pace() * (self._config.steps - m.step))
         times = f"  {sum(m.seconds.values()):.2f} s  ETA {left}"
         step = f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f}  {m.response_tokens:,.1f} tokens"
@@ -200,8 +200,8 @@ def _hours(seconds: float) -> str:
 
 def _diagnosis(learn: LearnStats) -> str:
     """What a step measured of `diagnostics.lost_updates`, in words."""
-    flipped = "" if learn.flipped_codes is None else f"   flipped codes {learn.flipped_codes:.2%}"
-    return f"lost updates {learn.lost_updates:.1%}{flipped}"
+    lost, codes = learn.records["lost_updates"], learn.records["flipped_codes"]
+    return f"lost updates {lost:.1%}" + ("" if codes is None else f"   flipped codes {codes:.2%}")
 
 
 def sparkline(values: list[float], width: int = _WIDTH) -> str:

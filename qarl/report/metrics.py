@@ -10,9 +10,6 @@ from statistics import pstdev
 from typing import Any
 
 from qarl.configs.schema.run import RunConfig
-from qarl.learner.diagnostics.ages import MismatchByAge
-from qarl.learner.diagnostics.decomposition import Decomposition
-from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
 from qarl.report.error_tokens import count_error_tokens
@@ -58,7 +55,8 @@ class StepMetrics:
         """Nested fields joined with "/"; None left out, but for the learner's, which are null where a step did not
         measure them. The learner's seconds are under seconds/learn/."""
         flat = _flatten("", dataclasses.asdict(self))
-        return {name.replace("learn/seconds/", "seconds/learn/"): value for name, value in flat}
+        places = {"learn/seconds/": "seconds/learn/", "learn/records/": "learn/"}
+        return {_moved(name, places): value for name, value in flat}
 
 
 def batch_metrics(groups: list[Group]) -> dict[str, Any]:
@@ -131,25 +129,6 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in json_lines(file)]
 
 
-def restored_step(flat: dict[str, Any]) -> StepMetrics:
-    """The step that a line of a metrics.jsonl was written of (`StepMetrics.flat`), less the learner's seconds."""
-
-    def part(prefix: str) -> dict[str, Any]:
-        found = {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
-        return {k: v for k, v in found.items() if "/" not in k}
-
-    stats = None
-    if learn := part("learn/"):
-        mismatch, log_ratio = Mismatch(**part("learn/mismatch/")), Decomposition(**part("learn/log_ratio/"))
-        layers = LayerChanges(**part("learn/layers/"))
-        ages = MismatchByAge(**{name: tuple(values) for name, values in part("learn/ages/").items()})
-        nested = {"mismatch": mismatch, "log_ratio": log_ratio, "layers": layers, "ages": ages}
-        stats = LearnStats(seconds={}, **nested, **learn)
-    unmeasured = ("accuracy", "digest", "canary", "staleness", "error_tokens_negative", "error_tokens_positive")
-    optional: dict[str, Any] = dict.fromkeys(unmeasured)
-    return StepMetrics(**optional | part(""), learn=stats, seconds=part("seconds/"))
-
-
 def json_lines(file: Path) -> list[str]:
     """A file's lines. Split at "\\n" alone: JSON may hold other separators of lines (U+2028) as they are."""
     return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
@@ -174,6 +153,11 @@ def _until(file: Path, step: int) -> list[str]:
         except ValueError:
             continue
     return kept
+
+def _moved(name: str, places: dict[str, str]) -> str:
+    prefix = next((prefix for prefix in places if name.startswith(prefix)), "")
+    return places.get(prefix, "") + name.removeprefix(prefix)
+
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

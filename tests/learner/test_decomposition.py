@@ -93,7 +93,7 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     noise = NOISE * signs * batch.response_mask * (every or planted == "kernel")
     batch = dataclasses.replace(batch, sampler_logprobs=sampler + noise)
     seen, samples = watched(learner), sampled_rows(learner)
-    found = learner.learn(batch, 0).log_ratio
+    found = learner.learn(batch, 0).records["log_ratio"]
     (rows,) = samples
     stepped = random_model(tied=False)
     stepped.load_state_dict(seen[-1])
@@ -130,7 +130,7 @@ def test_an_aligned_learner_has_neither_dtype_nor_scheme_in_its_ratio():
     """The parts of an aligned learner come from the forwards it does anyway."""
     learner, batch = learner_of("w4a16", True, mini_batches=2), batch_of()
     old, _ = learner.logprobs(batch)
-    found = learner.learn(dataclasses.replace(batch, sampler_logprobs=old), 0).log_ratio
+    found = learner.learn(dataclasses.replace(batch, sampler_logprobs=old), 0).records["log_ratio"]
     assert (found.dtype, found.scheme, found.beta, found.signal_to_noise) == (0.0, 0.0, 0.0, None)
     assert found.kernel is not None and found.kernel < 0.02  # rows of other micro-batches round otherwise
     assert found.staleness is not None and found.staleness > 10 * found.kernel
@@ -174,7 +174,7 @@ def test_measuring_leaves_no_trace(aligned: bool, compute: torch.dtype | None):
     )
     for step in range(2):
         found, expected = (learner.learn(batch_of(step), step) for learner in (measured, plain))
-        assert expected.log_ratio == Decomposition() and found.log_ratio.scheme is not None
+        assert expected.records["log_ratio"] == Decomposition() and found.records["log_ratio"].scheme is not None
         assert (found.loss, found.grad_norm, found.mismatch) == (expected.loss, expected.grad_norm, expected.mismatch)
     assert all_equal(masters_of(measured), masters_of(plain))
 
@@ -222,7 +222,7 @@ def test_planted_staleness_is_recovered_at_its_age():
     behind = batch.versions_behind
     assert behind is not None
     masters, rows, log = watched(learner), updated_rows(learner), TokenLog(batch)
-    found = learner.learn(batch, 1, log=log).ages
+    found = learner.learn(batch, 1, log=log).records["ages"]
     true: dict[int, list[torch.Tensor]] = {}
     for update, (weights, index) in enumerate(zip(masters, rows, strict=True)):
         stepped = random_model(tied=False)
@@ -254,10 +254,10 @@ def test_staleness_of_a_version_is_named_so():
         versions = behind * batch.response_mask.long()
         return learner.learn(dataclasses.replace(batch, sampler_logprobs=before, versions_behind=versions), 1)
 
-    fresh, stale = parts(0).log_ratio, parts(1)
-    assert fresh.staleness == 0 and fresh.kernel and stale.log_ratio.kernel is None
-    assert stale.log_ratio.staleness == fresh.kernel == stale.log_ratio.alpha == fresh.alpha
-    assert stale.ages.age == (1,)
+    fresh, stale = parts(0).records["log_ratio"], parts(1)
+    assert fresh.staleness == 0 and fresh.kernel and stale.records["log_ratio"].kernel is None
+    assert stale.records["log_ratio"].staleness == fresh.kernel == stale.records["log_ratio"].alpha == fresh.alpha
+    assert stale.records["ages"].age == (1,)
 
 
 def test_ages_come_from_the_versions_that_sampled():
@@ -276,5 +276,5 @@ def test_ages_come_from_the_versions_that_sampled():
 
 def test_a_batch_that_teaches_nothing_has_no_age():
     learner, batch = learner_of("w4a16", True), batch_of()
-    found = learner.learn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)), 0).ages
+    found = learner.learn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)), 0).records["ages"]
     assert found.age == found.mean_abs == found.tokens == ()

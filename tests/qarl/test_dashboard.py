@@ -12,14 +12,15 @@ from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard, sparkline
 from qarl.report.early_warning import EarlyWarning
-from qarl.report.metrics import StepMetrics, restored_step
+from qarl.report.metrics import StepMetrics
 
 
 def stats(lr: float) -> LearnStats:
     mismatch = Mismatch(**{field.name: 1e-3 for field in fields(Mismatch)})
-    apart = {"mismatch", "seconds", "lr", "log_ratio", "layers", "gradients", "ages"}
+    apart = {"mismatch", "seconds", "lr", "records"}
     numbers = {field.name: 0.25 for field in fields(LearnStats) if field.name not in apart}
-    return LearnStats(**numbers, mismatch=mismatch, seconds={}, lr=lr)  # pyright: ignore[reportArgumentType]
+    records = {"lost_updates": 0.25, "flipped_codes": 0.25}
+    return LearnStats(**numbers, mismatch=mismatch, seconds={}, lr=lr, records=records)  # pyright: ignore[reportArgumentType]
 
 
 def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
@@ -99,9 +100,3 @@ def test_early_warnings_are_printed_with_their_step():
         dashboard.stepped(step(2, 0.0), [EarlyWarning("reward", 2, "the reward fell from 1 to 0 [sic]")])
     assert isinstance(console.file, io.StringIO)
     assert "warning, step 2: the reward fell from 1 to 0 [sic]" in console.file.getvalue()
-
-
-@pytest.mark.parametrize("learned", [True, False])
-def test_a_line_is_a_step_again(learned: bool):
-    written = step(2, 0.5, learned)
-    assert restored_step(json.loads(json.dumps(written.flat()))) == written

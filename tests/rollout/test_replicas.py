@@ -133,7 +133,7 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: 
     network = Network([fault, sound])
     with caplog.at_level(logging.WARNING):
         assert sampled(network) == [COMPLETION] * 6
-    assert network.asked == [7] and len(caplog.records) == 1
+    assert network.dispatch == [7] and len(caplog.records) == 1
     with pytest.raises(EngineError, match=f"the last of {TRIES} tries"):
         sampled(Network([fault]), requests=1)
 
