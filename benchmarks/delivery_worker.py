@@ -99,7 +99,7 @@ def run(job: Job) -> Delivered:
             start = folder / ("served" if servers else "bf16") / "start"
             export_checkpoint(model, folder, start)
             rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=4, **servers)
-            engine = engines.enter_context(open_engine(start, rollout, "bfloat16", placed=True))
+            engine = engines.enter_context(open_engine(start, rollout, "bfloat16", use_servers=True))
             shutil.rmtree(start)  # which may be in memory
             return model, engine
 

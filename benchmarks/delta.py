@@ -17,7 +17,7 @@ from benchmarks.publish import moe_config
 from qarl.bench.models import MODELS
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.master_step import MasterStep
-from qarl.quant.delta import HeldVersion
+from qarl.quant.delta import VersionCache
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.code_changes import changed_codes
 from qarl.quant.schemes import get_scheme, is_integer
@@ -134,10 +134,10 @@ class _Total:
             self.changed += kind.count * changed_codes(old.codes, new)
             self.scales += kind.count * old.scale.numel()
             self.moved += kind.count * int((old.scale != new.scale).sum())
-        held = HeldVersion(0, _stream(old))
-        nothing = len(held.advance(0, _stream(old)))  # the header of a delta is in every one of them
+        held = VersionCache(0, _stream(old))
+        nothing = len(held.make_delta(0, _stream(old)))  # the header of a delta is in every one of them
         self.full[kind.quantized] += kind.count * held.bytes
-        self.delta[kind.quantized] += kind.count * (len(held.advance(0, _stream(new))) - nothing)
+        self.delta[kind.quantized] += kind.count * (len(held.make_delta(0, _stream(new))) - nothing)
 
     def change(self, shape: str, scheme: str, rule: str, config: OptimizerConfig, step: int) -> Change:
         """The sums, under what they are of."""

@@ -57,14 +57,14 @@ def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:
     if not file.is_file():
         raise kind.error(f"{kind.word} {spec!r}: there is no file {str(file)!r}")
     name = f"qarl_{kind.word}_{file.stem}"
-    found = importlib.util.spec_from_file_location(name, file.resolve())
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickle look a module up by name
     try:
         with _searching(file.resolve().parent):
-            found.loader.exec_module(module)
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error

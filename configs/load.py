@@ -9,11 +9,11 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from qarl.configs.complaints import complaints
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.schema.base import Choice, Section, Text, alternatives
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.validation_messages import validation_messages
 from qarl.configs.words import did_you_mean
 from qarl.configs.yaml_file import parse_value, read_yaml
 
@@ -27,8 +27,8 @@ _LIKELIEST = ("top_p", "top_k", "min_p")
 def shipped_names() -> list[str]:
     """Names of the shipped YAML files: "tiny-qwen3", "paper/qwen3-8b-base", "recipes/qwen3-4b-80gb", …"""
     folders = {"": files("qarl.configs")} | {f"{name}/": files("qarl.configs") / name for name in ("paper", "recipes")}
-    found = [f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()]
-    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+    names = [f"{prefix}{file.name}" for prefix, folder in folders.items() for file in folder.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def config_file(name: str) -> Path:
@@ -76,14 +76,14 @@ def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[st
 
 def choice_sections(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, tuple[type[Choice], ...]]:
     """Sections with a deciding `name`, by dotted path → their alternatives."""
-    found: dict[str, tuple[type[Choice], ...]] = {}
+    sections: dict[str, tuple[type[Choice], ...]] = {}
     for name, info in section.model_fields.items():
         parts = alternatives(info.annotation)
         if parts and all(issubclass(part, Choice) for part in parts):
-            found[prefix + name] = parts  # pyright: ignore[reportArgumentType]
+            sections[prefix + name] = parts  # pyright: ignore[reportArgumentType]
         for part in parts:
-            found |= choice_sections(part, f"{prefix}{name}.")
-    return found
+            sections |= choice_sections(part, f"{prefix}{name}.")
+    return sections
 
 
 def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
@@ -116,7 +116,7 @@ def config_from_tree(tree: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         paths = {problem["loc"]: _field_of(problem["loc"]) for problem in error.errors()}
-        raise ConfigError(complaints(error, tree, field_paths(), paths)) from error
+        raise ConfigError(validation_messages(error, tree, field_paths(), paths)) from error
 
 
 def refuse_unknown(tree: dict[str, Any], source: str) -> None:

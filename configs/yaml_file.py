@@ -37,8 +37,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
         ) from error
     except yaml.MarkedYAMLError as error:
         place = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        told = error.problem or "it cannot be parsed"
-        fault = told if "given twice" in told else f"is not YAML: {told}"
+        reason = error.problem or "it cannot be parsed"
+        fault = reason if "given twice" in reason else f"is not YAML: {reason}"
         raise ConfigError(f"configuration {str(file)!r}{place}: {fault}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"configuration {str(file)!r} is not YAML: {str(error).splitlines()[0]}") from error

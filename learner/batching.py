@@ -67,8 +67,8 @@ class Batch:
         return pack(self.length, self.tokens.shape[1], torch.where(shares, prompt, nothing), leader)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: tensor for name, tensor in values.items() if tensor is not None}
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (int64 [n]), with padding no longer than their longest."""

@@ -8,25 +8,25 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.compile import compiler_missing
 
 
-def rounds_weights(model: LowBitModel, asked: Literal["auto", "exact", "compute"]) -> bool:
+def rounds_weights(model: LowBitModel, setting: Literal["auto", "exact", "compute"]) -> bool:
     """Whether weights are rounded to the compute dtype for dx; auto: where the device multiplies that natively.
 
     Raises `ConfigError` for `compute` where the model has experts, whose backward is exact.
     """
-    if asked == "compute" and model.experts:
+    if setting == "compute" and model.experts:
         raise ConfigError(
             f"learner.input_gradients is 'compute', but gradients through experts ({next(iter(model.experts))} and "
             "others) are computed exactly; set it to auto, which is about the linear layers, or to exact"
         )
-    return multiplies_natively(model.context.compute_dtype, model.device) if asked == "auto" else asked == "compute"
+    return multiplies_natively(model.context.compute_dtype, model.device) if setting == "auto" else setting == "compute"
 
 
-def compiles(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:
+def compiles(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
     """Whether backward passes are compiled; auto: with the engine's operators on GPUs, where Triton and a compiler are
     needed for a run anyway. Raises `ConfigError` where they cannot be and are asked for."""
-    if asked == "auto":
+    if setting == "auto":
         return model.device.type == "cuda" and model.operators == "engine" and not compiler_missing("cuda")
-    if not asked:
+    if not setting:
         return False
     if model.operators != "engine":
         raise ConfigError(

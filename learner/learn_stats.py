@@ -1,6 +1,7 @@
 """What one call of `Learner.learn` reports."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from qarl.learner.loss.metrics import LossMetrics
 from qarl.learner.mismatch import Mismatch

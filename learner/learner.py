@@ -24,7 +24,7 @@ from qarl.learner.gradients import compiles, rounds_weights
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.load_balance import load_balance_coefficient, load_balance_loss
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
-from qarl.learner.loss.aggregation import Totals
+from qarl.learner.loss.aggregation import BatchSize
 from qarl.learner.loss.loss import LossInput, LossShare, needs_old, policy_loss
 from qarl.learner.loss.metrics import LossMetrics, mean
 from qarl.learner.mismatch import Mismatch
@@ -33,7 +33,7 @@ from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.optim.schedule import make_schedule
 from qarl.learner.overflow import require_finite_logprobs, require_finite_sampler
 from qarl.learner.processes import Processes
-from qarl.learner.restraint import UNRESTRAINED, Restraint
+from qarl.learner.restraint import UNDAMPED, Damping
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.layers.context import Forward
@@ -152,7 +152,7 @@ class Learner:
         step: int,
         gate: Callable[[Mismatch], None] | None = None,
         log: TokenLog | None = None,
-        restraint: Restraint = UNRESTRAINED,
+        restraint: Damping = UNDAMPED,
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 
@@ -232,7 +232,7 @@ class Learner:
         for observer in watching:
             observer.before_update(number, index)
         self.model.context.gradients.scale = self.loss_scale.scale
-        totals = Totals(len(index), int(batch.response_mask[index].sum()))
+        totals = BatchSize(len(index), int(batch.response_mask[index].sum()))
         known = bool(old.known[index].all())
         adds = number == 0 and not known
         shadow = None
@@ -275,7 +275,7 @@ class Learner:
         old: torch.Tensor | None,
         reference: RowLogprobs | None,
         config: LearnerConfig,
-        totals: Totals,
+        totals: BatchSize,
     ) -> tuple[LossShare, torch.Tensor, float]:
         """A micro-batch's part of the loss; that with the routers' auxiliary loss; and what this added."""
         terms = LossInput(
@@ -336,10 +336,10 @@ class Learner:
     def _require_base(self, saved: str | None) -> None:
         ours = self.model.base_digest
         if saved != ours:
-            told = [f"digest {digest[:16]}…" if digest else "no frozen base" for digest in (saved, ours)]
+            digests = [f"digest {digest[:16]}…" if digest else "no frozen base" for digest in (saved, ours)]
             raise ConfigError(
-                f"the checkpoint's LoRA adapters are for a base with {told[0]}, this policy has {told[1]}; give the "
-                "model folder the run was started with, unchanged"
+                f"the checkpoint's LoRA adapters are for a base with {digests[0]}, this policy has {digests[1]}; give "
+                "the model folder the run was started with, unchanged"
             )
 
 

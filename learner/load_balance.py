@@ -13,20 +13,20 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.operators.packing import Packed
 
 
-def load_balance_coefficient(model: LowBitModel, asked: float | None) -> float:
-    """The factor of the loss: `asked`, or with None the model's own where its config switches the loss on.
+def load_balance_coefficient(model: LowBitModel, setting: float | None) -> float:
+    """The factor of the loss: `setting`, or with None the model's own where its config switches the loss on.
 
     Raises `ConfigError` where one is asked of a model that has no such loss.
     """
     own = getattr(model.config, "router_aux_loss_coef", None)
-    if asked and (own is None or not model.experts):
+    if setting and (own is None or not model.experts):
         raise ConfigError(
-            f"learner.router_aux_loss is {asked}, but model type {model.config.model_type!r} has no load-balance loss; "
-            "leave it out"
+            f"learner.router_aux_loss is {setting}, but model type {model.config.model_type!r} has no load-balance "
+            "loss; leave it out"
         )
-    if asked is None:
+    if setting is None:
         return float(own or 0.0) if model.experts and getattr(model.config, "output_router_logits", False) else 0.0
-    return asked
+    return setting
 
 
 def load_balance_loss(model: LowBitModel, real: torch.Tensor, packed: Packed | None) -> torch.Tensor:

@@ -64,13 +64,17 @@ def _token_logprobs(
     again = torch.is_grad_enabled() and len(parts) > 1
     picked, entropies = [], []
     for x, chosen in parts:
-        given = (model.head, x, chosen, entropy, temperature)
-        found = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False) if again else _chunk(*given)
-        picked.append(found[0])  # type: ignore[index]
-        entropies.append(found[1])  # type: ignore[index]
+        arguments = (model.head, x, chosen, entropy, temperature)
+        computed = (
+            checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
+            if again
+            else _chunk(*arguments)
+        )
+        picked.append(computed[0])  # type: ignore[index]
+        entropies.append(computed[1])  # type: ignore[index]
     zeros = torch.zeros(response_mask.shape, dtype=torch.float32, device=tokens.device)
-    found = (torch.cat(values)[: len(targets)] for values in (picked, entropies))
-    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in found)
+    computed = (torch.cat(values)[: len(targets)] for values in (picked, entropies))
+    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in computed)
     return picked, entropies
 
 
@@ -88,26 +92,26 @@ def _in_chunks(
     return list(zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True))
 
 
-def packs(model: LowBitModel, asked: bool | Literal["auto"]) -> bool:
+def packs(model: LowBitModel, setting: bool | Literal["auto"]) -> bool:
     """Whether sequences are packed (`learner.packing`). Raises `ConfigError` where that is asked for and the model
     cannot do it."""
-    if asked is True and model.operators != "engine":
+    if setting is True and model.operators != "engine":
         raise ConfigError(
             "learner.packing is true, but this model has transformers' operators, which would build a mask over all "
             "pairs of tokens; set learner.operators to 'engine' where the model allows, or learner.packing to auto"
         )
-    return model.operators == "engine" if asked == "auto" else asked
+    return model.operators == "engine" if setting == "auto" else setting
 
 
-def shares_prompts(packed: bool, asked: bool | Literal["auto"], device: torch.device) -> bool:
+def shares_prompts(packed: bool, setting: bool | Literal["auto"], device: torch.device) -> bool:
     """Whether a prompt is computed once for all its completions (`learner.share_prompts`). Raises `ConfigError` where
     that is asked for and sequences are not packed."""
-    if asked is True and not packed:
+    if setting is True and not packed:
         raise ConfigError(
             "learner.share_prompts is true, but sequences are not packed here; leave learner.packing at auto and "
             "learner.operators at 'engine' where the model allows, or set learner.share_prompts to auto"
         )
-    return packed and device.type == "cpu" if asked == "auto" else asked
+    return packed and device.type == "cpu" if setting == "auto" else setting
 
 
 def _chunk(

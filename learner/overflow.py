@@ -99,13 +99,13 @@ class _Watch:
         """A forward pre-hook of the module `name`."""
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = _numbers((args, {key: value for key, value in kwargs.items() if "mask" not in key}))
+            inputs = _numbers((args, {key: value for key, value in kwargs.items() if "mask" not in key}))
             caller = self._calls[-1] if self._calls else None
             if caller is not None:
                 caller.calls = caller.calls or "parametrizations" not in name
-                if self.fault is None and not _finite(given):
-                    self.fault = _fault(caller, True, given)
-            largest = max((float(t.abs().max()) for t in given if t.numel()), default=math.nan)
+                if self.fault is None and not _finite(inputs):
+                    self.fault = _fault(caller, True, inputs)
+            largest = max((float(t.abs().max()) for t in inputs if t.numel()), default=math.nan)
             self._calls.append(_Call(name, largest))
 
         return look
@@ -114,9 +114,9 @@ class _Watch:
         """A forward hook of the module `name`."""
 
         def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            call, made = self._calls.pop(), _numbers(output)
-            if self.fault is None and not _finite(made):
-                self.fault = _fault(call, call.calls, made)
+            call, outputs = self._calls.pop(), _numbers(output)
+            if self.fault is None and not _finite(outputs):
+                self.fault = _fault(call, call.calls, outputs)
 
         return look
 

@@ -67,9 +67,9 @@ class Processes:
         """Every process's picklable value, by rank."""
         if self.world == 1:
             return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
+        results: list[Any] = [None] * self.world
+        dist.all_gather_object(results, value)
+        return results
 
     def concatenated(self, items: list[T]) -> list[T]:
         """The lists of all processes one after another; the inverse of `share`."""
@@ -131,8 +131,8 @@ def _backend() -> str:
 
 def is_lost_process(error: Exception) -> bool:
     """Whether a collective failed because another process is gone; that one says why."""
-    told = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return launched() and isinstance(error, RuntimeError) and any(text in str(error) for text in told)
+    messages = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return launched() and isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
 def leave_processes() -> None:

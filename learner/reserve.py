@@ -48,7 +48,7 @@ def reserved(model: LowBitModel, config: LearnerConfig, processes: int) -> Itera
         return
     count = step_bytes(model, config, processes)
     try:
-        held = torch.empty(count, dtype=torch.uint8, device=model.device)
+        memory = torch.empty(count, dtype=torch.uint8, device=model.device)
     except torch.OutOfMemoryError as error:
         free = torch.cuda.mem_get_info(model.device)[0]
         raise OutOfMemoryError(
@@ -58,4 +58,4 @@ def reserved(model: LowBitModel, config: LearnerConfig, processes: int) -> Itera
     try:
         yield
     finally:
-        del held
+        del memory

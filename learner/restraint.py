@@ -6,7 +6,7 @@ from qarl.configs.schema.learner import LearnerConfig
 
 
 @dataclass(frozen=True)
-class Restraint:
+class Damping:
     """Of one step. rate: factor of the learning rate. cap: power to which the correction's cap and floor are raised,
     towards 1, so that mismatch weights are cut sooner; 1 leaves them."""
 
@@ -22,4 +22,4 @@ class Restraint:
         return config.model_copy(update={"correction": config.correction.model_copy(update=moved)})
 
 
-UNRESTRAINED = Restraint()
+UNDAMPED = Damping()

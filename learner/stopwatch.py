@@ -34,8 +34,8 @@ class Stopwatch:
 
     def take(self) -> dict[str, float]:
         """Phase → seconds since the last call."""
-        found, self._seconds = dict(self._seconds), defaultdict(float)
-        return found
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
 
     def _now(self) -> float:
         if self.synchronize and torch.cuda.is_available():

@@ -3,7 +3,7 @@
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.processes import Processes
-from qarl.learner.restraint import Restraint
+from qarl.learner.restraint import Damping
 from qarl.learner.stopwatch import Stopwatch
 from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
@@ -63,7 +63,7 @@ def train(
     return finish(policy, config, folder, at, sampled)
 
 
-def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: Restraint) -> StepMetrics:
+def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: Damping) -> StepMetrics:
     """One step of the loop; moves `at` forward."""
     session, config, watch, policy = rollouts.session, rollouts.config, rollouts.watch, rollouts.session.policy
     sampled, groups = rollouts.take()
@@ -73,7 +73,7 @@ def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: 
         log = recorder.log(batch, groups)
         with watch("learn"):
             learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log, restraint)
-    rollouts.before_publish()
+    rollouts.finish_pending()
     if learned is not None:
         with watch("publish"):
             published = session.publisher.publish(at.version + 1)

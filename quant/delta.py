@@ -1,7 +1,7 @@
 """A weight version as its difference from the one before: which bytes of the packed tensors changed, and how.
 
 A step at a learning rate of 1e-6 changes one packed byte in thousands, so a delta is a hundredth of the version and
-smaller (docs/explain/publish.md). Both ends hold the version before in host memory (`HeldVersion`). A delta names the
+smaller (docs/explain/publish.md). Both ends hold the version before in host memory (`VersionCache`). A delta names the
 digest of the version it is from and that of the version it makes, and is applied whole or not at all: what is
 truncated, altered or meant for another version is refused with `DeltaError`, and nothing has changed. The digests are
 those of a stream (`quant.digest`): proof against faults. Who may announce a version, the transport has to know.
@@ -95,16 +95,16 @@ class _Header(BaseModel):
     tensors: tuple[_Entry, ...]
 
 
-class HeldVersion:
+class VersionCache:
     """One weight version in host memory: what deltas are made from and applied to. Copies `stream`.
 
-    version: its number. digest: of its stream. bytes: of all its tensors. over: a version that is not wanted any more;
-    it is written over where tensors are alike, since memory that a process touches first is slower than the copy.
+    version: its number. digest: of its stream. bytes: of all its tensors. reuse: an obsolete version
+    whose buffers are overwritten, since memory that a process touches first is slower than the copy.
     """
 
-    def __init__(self, version: int, stream: Iterable[LowBitTensor], over: "HeldVersion | None" = None):
+    def __init__(self, version: int, stream: Iterable[LowBitTensor], reuse: "VersionCache | None" = None):
         self.version = version
-        free = {} if over is None else over._tensors
+        free = {} if reuse is None else reuse._tensors
         self._tensors = {item.name: _copied(item.tensor.detach(), free.pop(item.name, None)) for item in stream}
         self._parts = {name: tensor_part(LowBitTensor(name, tensor)) for name, tensor in self._tensors.items()}
         self.bytes = sum(tensor.nbytes for tensor in self._tensors.values())
@@ -118,7 +118,7 @@ class HeldVersion:
         """The held stream, in its order, nothing copied: later versions are written over it."""
         return (LowBitTensor(name, tensor) for name, tensor in self._tensors.items())
 
-    def advance(self, version: int, stream: Iterable[LowBitTensor]) -> bytes:
+    def make_delta(self, version: int, stream: Iterable[LowBitTensor]) -> bytes:
         """Hold `stream`, of the same tensors, as `version`; returns the delta that does so elsewhere.
 
         It is no larger than the version itself by more than its header. Raises `DeltaError` for other tensors; what is
@@ -128,18 +128,18 @@ class HeldVersion:
         entries, payloads = [], list[bytes]()
         expected = iter(self._tensors.items())
         for item in stream:
-            name, held = next(expected, ("nothing more", torch.empty(0)))
+            name, previous = next(expected, ("nothing more", torch.empty(0)))
             new = item.tensor.detach().cpu().contiguous()
-            if (item.name, new.dtype, new.shape) != (name, held.dtype, held.shape):
+            if (item.name, new.dtype, new.shape) != (name, previous.dtype, previous.shape):
                 raise DeltaError(f"{item.name!r} came where version {base} has {name!r}; send the whole version")
-            blocks = _advanced(_bytes(held), _bytes(new))
+            blocks = _advanced(_bytes(previous), _bytes(new))
             if any(payload for _, payload in blocks):
-                self._parts[name] = tensor_part(LowBitTensor(name, held))
+                self._parts[name] = tensor_part(LowBitTensor(name, previous))
                 entries.append(
                     _Entry(
                         name=name,
-                        dtype=_short(held.dtype),
-                        shape=tuple(held.shape),
+                        dtype=_short(previous.dtype),
+                        shape=tuple(previous.shape),
                         blocks=tuple(_Block(changes=changes, size=len(payload)) for changes, payload in blocks),
                     )
                 )
@@ -184,15 +184,15 @@ class HeldVersion:
 
     def _check(self, entry: _Entry) -> None:
         """Raise `DeltaError` where it is not for the tensor that is held, or more than any of its changes."""
-        held = self._tensors.get(entry.name)
-        if held is None:
+        previous = self._tensors.get(entry.name)
+        if previous is None:
             raise DeltaError(f"it changes {entry.name!r}, which is not among the {len(self._tensors)} tensors held")
-        ours = (_short(held.dtype), tuple(held.shape))
+        ours = (_short(previous.dtype), tuple(previous.shape))
         if (entry.dtype, entry.shape) != ours:
             raise DeltaError(
                 f"its {entry.name!r} is {entry.dtype!r} {list(entry.shape)}, and {ours[0]!r} {list(ours[1])} is held"
             )
-        held_blocks = _blocks(_bytes(held))
+        held_blocks = _blocks(_bytes(previous))
         if len(entry.blocks) != len(held_blocks):
             raise DeltaError(f"its {entry.name!r} has {len(entry.blocks)} blocks instead of {len(held_blocks)}")
         for block, octets in zip(entry.blocks, held_blocks, strict=True):
@@ -216,11 +216,11 @@ class HeldVersion:
                     undo.append((octets, block.changes, before))
             names = [entry.name for entry in header.tensors]
             parts = {name: tensor_part(LowBitTensor(name, self._tensors[name])) for name in names}
-            made = digest_of_parts((self._parts | parts).values())
-            if made != header.digest:
+            actual = digest_of_parts((self._parts | parts).values())
+            if actual != header.digest:
                 raise DeltaError(
-                    f"it makes a version of digest {made[:16]}…, not {header.digest[:16]}… as it says; send the whole "
-                    "version"
+                    f"it makes a version of digest {actual[:16]}…, not {header.digest[:16]}… as it says; send the "
+                    "whole version"
                 )
         except BaseException:
             for octets, changes, before in undo:

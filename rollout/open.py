@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING
 
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import Engine
-from qarl.rollout.types import Served
+from qarl.rollout.types import ServerSpec
 
 if TYPE_CHECKING:
-    from qarl.rollout.servers.start import Started
+    from qarl.rollout.servers.start import ServerProcess
 
 
 @contextmanager
 def open_engine(
-    checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool = False, placed: bool = False
+    checkpoint: Path, rollout: RolloutConfig, dtype: str, multi_process: bool = False, use_servers: bool = False
 ) -> Iterator[Engine]:
     """Start an engine on a checkpoint folder; it is closed at the end of the `with`, also where the body fails.
 
     rollout: how it samples; a sequence has at most `max_prompt_tokens` + `max_new_tokens`. dtype: compute dtype,
-    "bfloat16", "float16" or "float32". several: this process is one of several with an engine each, and torch's process
-    group is open. placed: where `rollout.servers` says, to be published to; else in this process, fresh from the
-    folder. Raises `EngineError` where it cannot start.
+    "bfloat16", "float16" or "float32". multi_process: this process is one of several with an engine each, and torch's
+    process group is open. use_servers: connect to `rollout.servers` if set; else start an engine in this process.
+    Raises `EngineError` where it cannot start.
     """
-    engine = _start(checkpoint, rollout, dtype, several, rollout.servers is not None and placed)
+    engine = _start(checkpoint, rollout, dtype, multi_process, rollout.servers is not None and use_servers)
     try:
         yield engine
     except BaseException:
@@ -34,7 +34,7 @@ def open_engine(
     engine.close()
 
 
-def server_command(served: Served, host: str, port: int, more: list[str]) -> list[str]:
+def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
     """The command of an OpenAI-compatible server on a checkpoint, to be started in this process's environment, in which
     it sets what an engine's is. more: options of the server's own, which win."""
     from qarl.rollout.vllm.serve import server_command
@@ -52,7 +52,7 @@ def serve_rollouts(
     key: str | None,
     more: Sequence[str],
     devices: int,
-) -> Iterator["Sequence[Started]"]:
+) -> Iterator["Sequence[ServerProcess]"]:
     """Servers that runs of this `rollout` section can sample on, one a port, each with so many GPUs, ended at the end
     of the `with`. key: that they ask for, None for none. more: options of vLLM's, which win. What they print is written
     beside the checkpoint. Raises `EngineError` where one cannot start."""
@@ -67,10 +67,10 @@ def serve_rollouts(
         stop_replicas(replicas)
 
 
-def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, several: bool, on_servers: bool) -> Engine:
+def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, multi_process: bool, on_servers: bool) -> Engine:
     from qarl.rollout.vllm.options import vllm_options
 
-    options = vllm_options(rollout, dtype, several)
+    options = vllm_options(rollout, dtype, multi_process)
     if on_servers:
         from qarl.rollout.servers.open import open_servers
 

@@ -81,7 +81,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerSpec:
     """What a server is started on. folder: the checkpoint. name: the model's in requests. dtype: compute dtype,
     "bfloat16", "float16" or "float32". max_model_len: prompt and completion tokens; None: as many as the model has
     positions. kv_cache_gib: of the key/value cache on CPUs."""

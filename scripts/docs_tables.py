@@ -38,7 +38,7 @@ def mismatch(rows: list[dict[str, Any]]) -> str:
     head = ("dtype", "engine", "learner", r"mean \|Δ log p\|", r"max \|Δ log p\|", "equal", "k3-KL", "× floor")
     lines = [line(head), "|---|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
-        found, learner = row["found"], row["learner"]
+        found, learner = row["mismatch"], row["learner"]
         cells = (
             row["dtype"], row["scheme"], f"**{learner}**" if learner == "aligned" else learner,
             f"{found['mean_abs']:.2e}", f"{found['max_abs']:.2e}", f"{found['equal']:.1%}", f"{found['k3']:.1e}",

@@ -3,17 +3,17 @@
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from qarl.learner.learn_stats import LearnStats
+from qarl.learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import StepMetrics, read_metrics
 from qarl.report.run_folder import RunFolder
 
 
-def main(run: str, file: str) -> None:
-    """Replay the run's metrics into a dashboard and save its last view."""
-    folder = RunFolder.open(Path(run))
 def restored_step(flat: dict[str, Any]) -> StepMetrics:
     """The step that a line of a metrics.jsonl was written of, as far as a dashboard shows it."""
 
@@ -29,6 +29,9 @@ def restored_step(flat: dict[str, Any]) -> StepMetrics:
     return StepMetrics(**optional | part("") | {"learn": stats, "seconds": part("seconds/")})
 
 
+def main(run: str, file: str) -> None:
+    """Replay the run's metrics into a dashboard and save its last view."""
+    folder = RunFolder.open(Path(run))
     console = Console(record=True, width=96, file=io.StringIO())
     replayed = 0.0  # seconds
     dashboard = Dashboard(folder.config(), Console(file=io.StringIO()), clock=lambda: replayed)

@@ -10,11 +10,11 @@ class GateError(QarlError):
     heading = "gate"
 
 
-def require_same_policy(found: Mismatch, bound: float, k3_bound: float) -> None:
+def require_same_policy(mismatch: Mismatch, bound: float, k3_bound: float) -> None:
     """Raise `GateError` unless mean |log w| ≤ bound and |k3| ≤ k3_bound (both in nats; NaN fails)."""
     for name, value, limit in (
-        ("mean |log w|", found.mean_abs_log_w, bound),
-        ("k3-KL", abs(found.k3), k3_bound),
+        ("mean |log w|", mismatch.mean_abs_log_w, bound),
+        ("k3-KL", abs(mismatch.k3), k3_bound),
     ):
         if not value <= limit:
             raise GateError(
@@ -24,11 +24,11 @@ def require_same_policy(found: Mismatch, bound: float, k3_bound: float) -> None:
             )
 
 
-def require_equal(found: Mismatch) -> None:
+def require_equal(mismatch: Mismatch) -> None:
     """Raise `GateError` unless every token's log-probs are equal to the last bit, as `bitwise` asks."""
-    if found.max_abs != 0:  # NaN too
+    if mismatch.max_abs != 0:  # NaN too
         raise GateError(
-            f"step-0 gate: bitwise, and {found.equal:.2%} of the sampled tokens have equal log-probs in learner and "
-            f"sampler, the farthest {found.max_abs:.4g} nats apart; another scheme or dtype may be equal "
+            f"step-0 gate: bitwise, and {mismatch.equal:.2%} of the sampled tokens have equal log-probs in learner and "
+            f"sampler, the farthest {mismatch.max_abs:.4g} nats apart; another scheme or dtype may be equal "
             "(docs/explain/cuda.md), or leave bitwise out"
         )

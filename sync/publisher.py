@@ -152,15 +152,15 @@ class Publisher:
             sampler = torch.zeros(response_mask.shape)
             for row, logprobs in enumerate(scored):
                 sampler[row, : len(logprobs)] = torch.tensor(logprobs)
-            found = measure_mismatch(learner.cpu(), sampler, response_mask)
-            within = found.mean_abs <= self._bound  # False for NaN too
+            mismatch = measure_mismatch(learner.cpu(), sampler, response_mask)
+            within = mismatch.mean_abs <= self._bound  # False for NaN too
             self._check(
                 within,
                 version,
-                f"the canary's mean |Δ log p| between learner and engine is {found.mean_abs:.4g} nats, above the bound "
-                f"{self._bound:.4g} ({'sync.canary_bound' if self._bound else 'bitwise'})",
+                f"the canary's mean |Δ log p| between learner and engine is {mismatch.mean_abs:.4g} nats, above the "
+                f"bound {self._bound:.4g} ({'sync.canary_bound' if self._bound else 'bitwise'})",
             )
-            farthest = found if farthest is None or found.mean_abs > farthest.mean_abs else farthest
+            farthest = mismatch if farthest is None or mismatch.mean_abs > farthest.mean_abs else farthest
         assert farthest is not None, "an engine has a replica"
         return farthest
 
@@ -183,7 +183,7 @@ def _pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _apart(digests: Sequence[str]) -> str:
-    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), 0)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
     return f"digest {digests[0][:16]}… in process 0, {digests[other][:16]}… in process {other}"
 
 

@@ -181,8 +181,8 @@ class LearnerConfig(Section):
             ("correction", section.default_correction),
             ("aggregation", {"name": section.default_aggregation}),
         ):
-            given = data.get(part, {})
-            filled[part] = {**default, **given} if isinstance(given, dict) and "name" not in given else given
+            options = data.get(part, {})
+            filled[part] = {**default, **options} if isinstance(options, dict) and "name" not in options else options
         return filled
 
     @model_validator(mode="after")

@@ -366,12 +366,12 @@ class RunConfig(Section):
 
     def _refuse_an_engine(self) -> None:
         """What a replay has none for."""
-        asked = {
+        requests = {
             f"eval.problems {self.eval.problems}": self.eval.problems,
             "export true": self.export,
             f"quantization.init {self.quantization.init!r}": self.quantization.init,
         }
-        for field, needs_one in asked.items():
+        for field, needs_one in requests.items():
             if self.from_rollouts is not None and needs_one:
                 raise ValueError(
                     f"{field} needs an engine, and from_rollouts {self.from_rollouts!r} learns without one; leave one "

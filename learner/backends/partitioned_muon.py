@@ -134,12 +134,12 @@ def _in_turns(matrices: list[_Matrix], world: int) -> Iterator[list[_Matrix]]:
 
 def pieces_of(zero: Any, masters: dict[str, nn.Parameter], rank: int) -> dict[str, tuple[torch.Tensor, Piece]]:
     """What `PartitionedMuon.place` is given. zero: DeepSpeed's optimizer, where Muon's is the first param group."""
-    flat, found = zero.single_partition_of_fp32_groups[0], {}
+    flat, pieces = zero.single_partition_of_fp32_groups[0], {}
     for name, master in masters.items():
         mapping: Any = master._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
-            found[name] = (flat, Piece(0, 0, 0))
+            pieces[name] = (flat, Piece(0, 0, 0))
             continue
         start, at = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
-        found[name] = (flat, Piece(start, start + mapping.lp_fragment_address.numel, at))
-    return found
+        pieces[name] = (flat, Piece(start, start + mapping.lp_fragment_address.numel, at))
+    return pieces

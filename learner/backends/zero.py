@@ -133,9 +133,9 @@ class Zero:
             whole = safe_get_full_optimizer_state(master, MOMENTUM)
             assert whole is not None
             return {"moments": [{MOMENTUM: whole[index].clone()} for index in indices]}
-        found = {key: safe_get_full_optimizer_state(master, key) for key in _MOMENTS}
+        moments = {key: safe_get_full_optimizer_state(master, key) for key in _MOMENTS}
         count = next(state["step"] for state in states if "step" in state)
-        return {"moments": [{"step": count.clone(), **found}]}
+        return {"moments": [{"step": count.clone(), **moments}]}
 
     def _load_moments(self, saved: dict[str, Any]) -> None:
         """saved: name → as `MasterStep.state_dict`. Every process takes its share."""
@@ -170,11 +170,13 @@ def _common_steps(saved: dict[str, Any], matrices: Collection[str]) -> torch.Ten
     """AdamW's step count of all masters but `matrices`, which are Muon's; None before the first step. Raises
     `ConfigError` where it is not one, or where moments are another optimizer's: ZeRO 1-3 have one flat AdamW."""
     parts = {name: state["moments"] for name, state in saved.items()}
-    if not any(moments for found in parts.values() for moments in found):
+    if not any(moments for of_process in parts.values() for moments in of_process):
         return None
-    counts = {float(found[0]["step"]) for found in parts.values() if "step" in found[0]}
+    counts = {float(of_process[0]["step"]) for of_process in parts.values() if "step" in of_process[0]}
     wanted = {name: {MOMENTUM} if name in matrices else {"step", *_MOMENTS} for name in parts}
-    other = next((n for n, found in parts.items() if any(moments.keys() != wanted[n] for moments in found)), None)
+    other = next(
+        (n for n, of_process in parts.items() if any(moments.keys() != wanted[n] for moments in of_process)), None
+    )
     if other is not None or len(counts) > 1:
         optimizer = "Muon" if other in matrices else "AdamW"
         what = f"master {other!r} has no {optimizer} moments" if other else f"masters are at steps {sorted(counts)}"
@@ -182,7 +184,7 @@ def _common_steps(saved: dict[str, Any], matrices: Collection[str]) -> torch.Ten
             f"the checkpoint cannot go on under learner.zero_stage 1 or 2: {what}, and ZeRO steps all masters of an "
             "optimizer at once; resume with learner.zero_stage 0 or 3"
         )
-    return next((found[0]["step"] for found in parts.values() if "step" in found[0]), torch.zeros(()))
+    return next((of_process[0]["step"] for of_process in parts.values() if "step" in of_process[0]), torch.zeros(()))
 
 
 class _WholeStep(torch.optim.Optimizer):

@@ -16,11 +16,11 @@ def partitioned_loading(config: LearnerConfig) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     quiet_deepspeed()
-    held = HfDeepSpeedConfig(deepspeed_config(config))  # transformers keeps a weak reference
+    reference = HfDeepSpeedConfig(deepspeed_config(config))  # transformers keeps a weak reference
     try:
         yield
     finally:
-        del held
+        del reference
         unset_hf_deepspeed_config()
 
 

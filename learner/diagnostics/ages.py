@@ -26,7 +26,7 @@ class MismatchByAge:
     tokens: tuple[int, ...] = ()
 
 
-class Ages(Observer):
+class MismatchByAgeMeter(Observer):
     """Filled in update by update: sums of tokens so many versions behind, [B, k]."""
 
     def __init__(self, learning: Learning):
@@ -66,11 +66,11 @@ class Ages(Observer):
             index, added = (torch.cat(parts) for parts in zip(*self._sums, strict=True))
             sums[index] = added.double().cpu()
         sums, ages = processes.total(sums), self._ages()
-        found = [(age, ages == age) for age in ages.unique().tolist() if age >= 0]
+        by_age = [(age, ages == age) for age in ages.unique().tolist() if age >= 0]
         return MismatchByAge(
-            age=tuple(age for age, _ in found),
-            mean_abs=tuple(float(sums[some].sum()) / int(self._tokens[some].sum()) for _, some in found),
-            tokens=tuple(int(self._tokens[some].sum()) for _, some in found),
+            age=tuple(age for age, _ in by_age),
+            mean_abs=tuple(float(sums[some].sum()) / int(self._tokens[some].sum()) for _, some in by_age),
+            tokens=tuple(int(self._tokens[some].sum()) for _, some in by_age),
         )
 
     def _ages(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.loss.tokens import LossTokens
-from qarl.learner.optim.optimizer import Arrived
+from qarl.learner.optim.optimizer import UpdateDiagnostics
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.stopwatch import Stopwatch
@@ -80,7 +80,7 @@ class Observer:
     def micro_batch(self, micro: MicroBatch) -> None:
         """After the loss of a micro-batch, before its backward. Should wait for no device."""
 
-    def after_update(self, update: int, arrived: Arrived | None) -> None:
+    def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
         """After an update, whose weight version is materialized. arrived: with `counts_arrivals`."""
 
     def record(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from qarl.configs.schema.objectives import ratio_from
 from qarl.learner.batching import Batch
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.objectives import ObjectiveInput, find_objective
-from qarl.learner.optim.optimizer import Arrived
+from qarl.learner.optim.optimizer import UpdateDiagnostics
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.layers.context import Forward
 
@@ -105,14 +105,14 @@ def decompose(forwards: Forwards, old: torch.Tensor, batch: Batch, config: Learn
 
 def clipped_tokens(current: torch.Tensor, proximal: torch.Tensor, batch: Batch, config: LearnerConfig) -> torch.Tensor:
     """What the configured objective clips, bool [B, T-1] or [B, 1]. current, proximal: log-probs, fp32 [B, T-1]."""
-    given = ObjectiveInput(
+    inputs = ObjectiveInput(
         current=current,
         proximal=proximal,
         weight=torch.ones_like(current[:, :1]),
         response_mask=batch.response_mask,
         advantages=batch.advantages,
     )
-    return find_objective(config.objective)(given, config.objective).clipped
+    return find_objective(config.objective)(inputs, config.objective).clipped
 
 
 class ShadowForwards(Observer):
@@ -161,7 +161,7 @@ class ShadowForwards(Observer):
         if self._due and self.learning.is_last(micro.update):
             self._own.add(micro.index, micro.current.detach(), micro.entropies)
 
-    def after_update(self, update: int, arrived: Arrived | None) -> None:
+    def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
         """By the codes that are published next."""
         if self._due and self.learning.is_last(update):
             with self.learning.stopwatch("shadow"):

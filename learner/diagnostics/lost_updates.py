@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl.learner.diagnostics.base import Learning, Observer, is_due
-from qarl.learner.optim.optimizer import Arrived
+from qarl.learner.optim.optimizer import UpdateDiagnostics
 from qarl.quant.materialize.code_changes import Changed, FlipCount
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import whole_shape
@@ -44,7 +44,7 @@ class LostUpdates(Observer):
         self._lost: list[float] = []
         self._crossed: defaultdict[str, Changed] = defaultdict(Changed)
 
-    def after_update(self, update: int, arrived: Arrived | None) -> None:
+    def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
         """Take in what an optimizer step returned (`MasterOptimizer.step` with `diagnose`)."""
         if arrived is None:
             return

@@ -94,6 +94,6 @@ class StartDistance(Observer):
     def record(self) -> dict[str, Any]:
         """`kl_from_start`."""
         if not is_due(self.learning.config.diagnostics_every, self.learning.step):
-            return {}
+            return {"kl_from_start": None}
         with self.learning.stopwatch("shadow"):
             return {"kl_from_start": self._start.kl()}

@@ -14,7 +14,7 @@ class TokenRecord(Observer):
             self.learning.log.add(micro.index, micro.tokens)
 
     def record(self) -> dict[str, Any]:
-        """Nothing for `LearnStats`; the log is complete."""
+        """No metric; the log is complete."""
         if self.learning.log is not None:
             self.learning.log.complete(self.learning.old, self.learning.processes)
         return {}

@@ -18,7 +18,7 @@ from qarl.learner.objectives.ratios import sequence_mean
 
 
 @dataclass(frozen=True)
-class Totals:
+class BatchSize:
     """Of a whole mini-batch. tokens: of the responses."""
 
     sequences: int
@@ -26,7 +26,7 @@ class Totals:
 
 
 def aggregate(
-    values: torch.Tensor, response_mask: torch.Tensor, config: AnyAggregation, totals: Totals
+    values: torch.Tensor, response_mask: torch.Tensor, config: AnyAggregation, totals: BatchSize
 ) -> torch.Tensor:
     """A micro-batch's share of the mini-batch's loss, 0-d.
 

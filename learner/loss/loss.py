@@ -9,7 +9,7 @@ import torch
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig, NoCorrection, ratio_from
-from qarl.learner.loss.aggregation import Totals, aggregate, over_tokens
+from qarl.learner.loss.aggregation import BatchSize, aggregate, over_tokens
 from qarl.learner.loss.corrections import correction
 from qarl.learner.loss.kl import kl_estimate
 from qarl.learner.loss.metrics import LossMetrics
@@ -47,20 +47,20 @@ def needs_old(config: LearnerConfig) -> bool:
     return ratio_from(config.correction) != "sampler" or not isinstance(config.correction, NoCorrection)
 
 
-def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> LossShare:
+def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> LossShare:
     """The loss of one micro-batch. totals: of the mini-batch it is cut from."""
-    response_mask = given.response_mask
-    weights = correction(given.old, given.sampler, response_mask, config.correction)
+    response_mask = terms.response_mask
+    weights = correction(terms.old, terms.sampler, response_mask, config.correction)
     bypass = ratio_from(config.correction) == "sampler"
     objective, section = find_objective(config.objective), config.objective
-    proximal = given.sampler if bypass else given.old
+    proximal = terms.sampler if bypass else terms.old
     assert proximal is not None, "the old log-probs are this ratio's denominator (needs_old)"
     inputs = ObjectiveInput(
-        current=given.current,
+        current=terms.current,
         proximal=proximal,
         weight=weights.weight,
         response_mask=response_mask,
-        advantages=given.advantages,
+        advantages=terms.advantages,
     )
     result = objective(inputs, section)
     loss = aggregate(result.loss, response_mask, config.aggregation, totals)
@@ -68,22 +68,22 @@ def policy_loss(given: LossInput, config: LearnerConfig, totals: Totals) -> Loss
     def share(flags: torch.Tensor) -> float:
         return float(over_tokens(flags.float(), response_mask).sum()) / totals.sequences
 
-    log_ratio = (given.current - proximal).detach()
-    reasons = clip_reasons(log_ratio, result.clipped, weights.truncated, given.advantages, response_mask)
+    log_ratio = (terms.current - proximal).detach()
+    reasons = clip_reasons(log_ratio, result.clipped, weights.truncated, terms.advantages, response_mask)
     phantom_clipped = update_log_ratio = None
     sides: tuple[float | None, ...] = (None, None, None)
-    if given.old is not None:
+    if terms.old is not None:
         with torch.no_grad():
             phantom = torch.zeros_like(result.clipped)
             if bypass:  # log r = α + β here; with the learner's denominator β is gone
-                phantom = result.clipped & ~objective(replace(inputs, proximal=given.old), section).clipped
-            update = sequence_log_ratio(given.current, given.old, response_mask).abs().sum()
+                phantom = result.clipped & ~objective(replace(inputs, proximal=terms.old), section).clipped
+            update = sequence_log_ratio(terms.current, terms.old, response_mask).abs().sum()
         phantom_clipped, update_log_ratio = share(phantom), float(update) / totals.sequences
         sides = tuple(share(side & ~phantom) for side in clipped_sides(reasons))
     kl = 0.0
     if isinstance(config.kl, KlConfig):
-        assert given.reference is not None
-        estimate = kl_estimate(given.current, given.reference, response_mask, config.kl.name)
+        assert terms.reference is not None
+        estimate = kl_estimate(terms.current, terms.reference, response_mask, config.kl.name)
         loss = loss + config.kl.coefficient * aggregate(estimate, response_mask, config.aggregation, totals)
         kl = float(over_tokens(estimate.detach(), response_mask).sum()) / totals.sequences
     metrics = LossMetrics(

@@ -31,6 +31,6 @@ class ObjectiveResult:
 class Objective(Protocol):
     """A loss over tokens or sequences, weighted by `given.weight`."""
 
-    def __call__(self, given: ObjectiveInput, config: Any) -> ObjectiveResult:
+    def __call__(self, inputs: ObjectiveInput, config: Any) -> ObjectiveResult:
         """Losses to be minimized. config: the objective's own section."""
         ...

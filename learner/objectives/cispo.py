@@ -12,8 +12,8 @@ from qarl.learner.objectives.clipping import token_ratio
 from qarl.learner.objectives.ratios import score
 
 
-def cispo(given: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
+def cispo(inputs: ObjectiveInput, config: CispoConfig) -> ObjectiveResult:
     """-w · r̂ · A · score of each token; `clipped` marks capped ratios, whose gradient stays."""
-    ratio = token_ratio(given).detach()
-    reinforce = ratio.clamp_max(config.ratio_cap) * given.advantages * score(given.current)
-    return ObjectiveResult(-(given.weight * reinforce), ratio > config.ratio_cap)
+    ratio = token_ratio(inputs).detach()
+    reinforce = ratio.clamp_max(config.ratio_cap) * inputs.advantages * score(inputs.current)
+    return ObjectiveResult(-(inputs.weight * reinforce), ratio > config.ratio_cap)

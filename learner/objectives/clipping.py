@@ -7,22 +7,22 @@ from qarl.learner.objectives.base import ObjectiveInput
 from qarl.learner.objectives.ratios import sequence_log_ratio
 
 
-def token_ratio(given: ObjectiveInput) -> torch.Tensor:
+def token_ratio(inputs: ObjectiveInput) -> torch.Tensor:
     """π_cur / π_proximal of each token, fp32 [B, T-1]."""
-    return (given.current - given.proximal).exp()
+    return (inputs.current - inputs.proximal).exp()
 
 
-def sequence_ratio(given: ObjectiveInput) -> torch.Tensor:
+def sequence_ratio(inputs: ObjectiveInput) -> torch.Tensor:
     """exp(mean_t(log π_cur - log π_proximal)), fp32 [B, 1] (GSPO, arXiv 2507.18071, eq. 7)."""
-    return sequence_log_ratio(given.current, given.proximal, given.response_mask)[:, None].exp()
+    return sequence_log_ratio(inputs.current, inputs.proximal, inputs.response_mask)[:, None].exp()
 
 
-def sequence_advantages(given: ObjectiveInput) -> torch.Tensor:
+def sequence_advantages(inputs: ObjectiveInput) -> torch.Tensor:
     """The advantage that a response's tokens share, fp32 [B, 1], to the bit; 0 for a row without a response.
 
     Raises `ConfigError` where they do not share one: an objective with one ratio a sequence cannot weigh its tokens.
     """
-    mask, advantages = given.response_mask, given.advantages
+    mask, advantages = inputs.response_mask, inputs.advantages
     shared = advantages.gather(-1, mask.int().argmax(-1, keepdim=True)).where(mask.any(-1, keepdim=True), 0.0)
     wrong = (mask & (advantages != shared)).any(-1)
     if wrong.any():

@@ -11,8 +11,8 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import clipped_surrogate, token_ratio
 
 
-def dapo(given: ObjectiveInput, config: DapoConfig) -> ObjectiveResult:
+def dapo(inputs: ObjectiveInput, config: DapoConfig) -> ObjectiveResult:
     """-w · surrogate of each token."""
-    ratio, advantages = token_ratio(given), given.advantages
+    ratio, advantages = token_ratio(inputs), inputs.advantages
     surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
-    return ObjectiveResult(-(given.weight * surrogate), clipped)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)

@@ -10,8 +10,8 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import dual_clipped_surrogate, token_ratio
 
 
-def dual_clip(given: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
+def dual_clip(inputs: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
     """-w · surrogate of each token."""
-    ratio, advantages = token_ratio(given), given.advantages
+    ratio, advantages = token_ratio(inputs), inputs.advantages
     surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
-    return ObjectiveResult(-(given.weight * surrogate), clipped)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)

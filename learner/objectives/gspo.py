@@ -11,8 +11,8 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import clipped_surrogate, sequence_advantages, sequence_ratio
 
 
-def gspo(given: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
+def gspo(inputs: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
     """-w · surrogate of each sequence."""
-    ratio, advantages = sequence_ratio(given), sequence_advantages(given)
+    ratio, advantages = sequence_ratio(inputs), sequence_advantages(inputs)
     surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
-    return ObjectiveResult(-(given.weight * surrogate), clipped)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)

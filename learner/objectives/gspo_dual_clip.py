@@ -11,8 +11,8 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import dual_clipped_surrogate, sequence_advantages, sequence_ratio
 
 
-def gspo_dual_clip(given: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
+def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
     """-w · surrogate of each sequence."""
-    ratio, advantages = sequence_ratio(given), sequence_advantages(given)
+    ratio, advantages = sequence_ratio(inputs), sequence_advantages(inputs)
     surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
-    return ObjectiveResult(-(given.weight * surrogate), clipped)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)

@@ -12,7 +12,7 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.ratios import score
 
 
-def on_policy(given: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:
+def on_policy(inputs: ObjectiveInput, config: OnPolicyConfig) -> ObjectiveResult:
     """-w · A · score of each token."""
-    reinforce = given.advantages * score(given.current)
-    return ObjectiveResult(-(given.weight * reinforce), torch.zeros_like(given.response_mask))
+    reinforce = inputs.advantages * score(inputs.current)
+    return ObjectiveResult(-(inputs.weight * reinforce), torch.zeros_like(inputs.response_mask))

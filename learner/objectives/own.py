@@ -27,12 +27,12 @@ def own(spec: str) -> Objective:
     """The function that `spec` names, with its results checked. Raises `ConfigError` where it is not found."""
     function = load_function(_KIND, spec)
 
-    def checked(given: ObjectiveInput, config: Any) -> ObjectiveResult:
+    def checked(inputs: ObjectiveInput, config: Any) -> ObjectiveResult:
         try:
-            result = function(given, config)
+            result = function(inputs, config)
         except (Exception, SystemExit) as error:
             raise ObjectiveError(f"objective {spec!r} raised {in_words(error)}") from error
-        fault = _fault(result, given)
+        fault = _fault(result, inputs)
         if fault:
             raise ObjectiveError(f"objective {spec!r} returned {fault}")
         return result
@@ -40,11 +40,11 @@ def own(spec: str) -> Objective:
     return checked
 
 
-def _fault(result: Any, given: ObjectiveInput) -> str:
+def _fault(result: Any, inputs: ObjectiveInput) -> str:
     """What is wrong with a result; "" if nothing."""
     if not isinstance(result, ObjectiveResult):
         return f"{type(result).__name__}; return qarl.learner.objectives.ObjectiveResult(loss, clipped)"
-    rows, tokens = given.current.shape
+    rows, tokens = inputs.current.shape
     for name in ("loss", "clipped"):
         value, shapes = getattr(result, name), ((rows, tokens), (rows, 1))
         if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
@@ -54,6 +54,6 @@ def _fault(result: Any, given: ObjectiveInput) -> str:
             )
     if result.clipped.dtype != torch.bool:
         return f"clipped of {result.clipped.dtype}; allowed is torch.bool"
-    if given.current.requires_grad and not result.loss.requires_grad:
+    if inputs.current.requires_grad and not result.loss.requires_grad:
         return "a loss without gradient; it must depend on given.current"
     return ""

@@ -14,9 +14,9 @@ from qarl.learner.objectives.ratios import score
 _LOG_BOUND = 20.0
 
 
-def pg_seq_is(given: ObjectiveInput, config: PgSeqIsConfig) -> ObjectiveResult:
+def pg_seq_is(inputs: ObjectiveInput, config: PgSeqIsConfig) -> ObjectiveResult:
     """-w · W · A · score of each token; `clipped` marks sequences whose log W was held."""
-    log_weight = ((given.current.detach() - given.proximal) * given.response_mask).sum(-1, keepdim=True)
+    log_weight = ((inputs.current.detach() - inputs.proximal) * inputs.response_mask).sum(-1, keepdim=True)
     weight = log_weight.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
-    reinforce = weight * given.advantages * score(given.current)
-    return ObjectiveResult(-(given.weight * reinforce), log_weight.abs() > _LOG_BOUND)
+    reinforce = weight * inputs.advantages * score(inputs.current)
+    return ObjectiveResult(-(inputs.weight * reinforce), log_weight.abs() > _LOG_BOUND)

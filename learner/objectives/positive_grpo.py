@@ -10,8 +10,8 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import token_ratio
 
 
-def positive_grpo(given: ObjectiveInput, config: PositiveGrpoConfig) -> ObjectiveResult:
+def positive_grpo(inputs: ObjectiveInput, config: PositiveGrpoConfig) -> ObjectiveResult:
     """-w · surrogate of each token, zero where A ≤ 0."""
-    ratio, gain = token_ratio(given), given.advantages.clamp_min(0.0)
+    ratio, gain = token_ratio(inputs), inputs.advantages.clamp_min(0.0)
     high = 1.0 + config.clip_high
-    return ObjectiveResult(-(given.weight * (ratio.clamp_max(high) * gain)), (ratio > high) & (gain > 0))
+    return ObjectiveResult(-(inputs.weight * (ratio.clamp_max(high) * gain)), (ratio > high) & (gain > 0))

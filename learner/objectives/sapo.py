@@ -14,9 +14,9 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import token_ratio
 
 
-def sapo(given: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:
+def sapo(inputs: ObjectiveInput, config: SapoConfig) -> ObjectiveResult:
     """-w · f(r) · A of each token; nothing is ever clipped."""
-    ratio, advantages = token_ratio(given), given.advantages
+    ratio, advantages = token_ratio(inputs), inputs.advantages
     tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
     gate = (tau * (ratio - 1.0)).sigmoid() * (4.0 / tau)
-    return ObjectiveResult(-(given.weight * (gate * advantages)), torch.zeros_like(given.response_mask))
+    return ObjectiveResult(-(inputs.weight * (gate * advantages)), torch.zeros_like(inputs.response_mask))

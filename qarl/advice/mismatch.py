@@ -30,7 +30,7 @@ from qarl.quant.kernels import KernelError
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
-from qarl.report.layer_errors import LayerErrors, ScoredLearner
+from qarl.report.layer_errors import LayerDeviation, ScoredLearner
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
@@ -84,7 +84,7 @@ class Investigation:
 
     batch: Batch
     learners: dict[str, torch.Tensor]
-    layers: list[LayerErrors]
+    layers: list[LayerDeviation]
     multiplies: str
     pitfalls: list[Finding]
 
@@ -129,8 +129,8 @@ def evidence_of(
     first = torch.arange(min(FIRST, len(batch.tokens)))
     alone = torch.zeros(len(first), batch.response_mask.shape[1])
     for row in first.tolist():
-        found = scored(model, batch.rows(first[row : row + 1]))
-        alone[row, : found.shape[1]] = found[0]
+        logprobs = scored(model, batch.rows(first[row : row + 1]))
+        alone[row, : logprobs.shape[1]] = logprobs[0]
     packed = None
     if model.operators == "engine":
         rows = batch.to(model.device)
@@ -165,13 +165,13 @@ def _tempered(model: LowBitModel, batch: Batch, rows: torch.Tensor, temperature:
 
 def has_own_head(folder: Path) -> bool:
     """Whether a checkpoint holds an output head other than its embeddings."""
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if name.endswith(("lm_head.weight", "embed_tokens.weight")):
-                    found[name.rpartition(".")[0].rpartition(".")[2]] = tensors.get_tensor(name)
-    head, embedding = found.get("lm_head"), found.get("embed_tokens")
+                    weights[name.rpartition(".")[0].rpartition(".")[2]] = tensors.get_tensor(name)
+    head, embedding = weights.get("lm_head"), weights.get("embed_tokens")
     return head is not None and (embedding is None or not torch.equal(head, embedding))
 
 
@@ -195,7 +195,9 @@ def _share(model: LowBitModel, engine: Engine) -> str:
 
 
 @torch.no_grad()
-def layer_errors(plain: LowBitModel, dequantized: LowBitModel, aligned: LowBitModel, batch: Batch) -> list[LayerErrors]:
+def layer_errors(
+    plain: LowBitModel, dequantized: LowBitModel, aligned: LowBitModel, batch: Batch
+) -> list[LayerDeviation]:
     """Over one forward of `plain`, whose layers' inputs the other two are given. plain: unaligned, with transformers'
     operators, which call each layer alone. dequantized: whose products are the codes' values."""
     sums: dict[str, list[float]] = {}
@@ -204,7 +206,7 @@ def layer_errors(plain: LowBitModel, dequantized: LowBitModel, aligned: LowBitMo
         def compare(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             values, product = (model.multiplied(name, *inputs) for model in (dequantized, aligned))
             pairs = ((output, values), (values, product))
-            squares = [_square(expected - found) for expected, found in pairs] + [_square(e) for e, _ in pairs]
+            squares = [_square(expected - actual) for expected, actual in pairs] + [_square(e) for e, _ in pairs]
             sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 4), squares, strict=True)]
 
         return compare
@@ -217,7 +219,7 @@ def layer_errors(plain: LowBitModel, dequantized: LowBitModel, aligned: LowBitMo
         for handle in handles:
             handle.remove()
     return [
-        LayerErrors(layer=name, scheme=_ratio(scheme, output), kernel=_ratio(kernel, values))
+        LayerDeviation(layer=name, scheme=_ratio(scheme, output), kernel=_ratio(kernel, values))
         for name, (scheme, kernel, output, values) in sums.items()
     ]
 
@@ -230,16 +232,22 @@ def _ratio(error: float, size: float) -> float:
     return (error / size) ** 0.5 if size else 0.0
 
 
-def scored_learners(found: Investigation) -> list[ScoredLearner]:
+def scored_learners(investigation: Investigation) -> list[ScoredLearner]:
     """As the page takes them."""
-    mask, sampler, ended = found.batch.response_mask, found.batch.sampler_logprobs, found.batch.ended
+    mask, sampler, ended = (
+        investigation.batch.response_mask,
+        investigation.batch.sampler_logprobs,
+        investigation.batch.ended,
+    )
     return [
         ScoredLearner(
             name=name,
             sampler=sampler[mask].numpy(),
             learner=logprobs[mask].numpy(),
             lengths=mask.sum(-1).numpy(),
-            measured=dataclasses.asdict(measure_mismatch(logprobs, sampler, mask, found.batch.advantages, ended)),
+            measured=dataclasses.asdict(
+                measure_mismatch(logprobs, sampler, mask, investigation.batch.advantages, ended)
+            ),
         )
-        for name, logprobs in found.learners.items()
+        for name, logprobs in investigation.learners.items()
     ]

@@ -113,13 +113,13 @@ def _temperature(evidence: Evidence) -> Iterator[Finding]:
         return float((logprobs - sampler)[mask].abs().mean())
 
     plain = apart(evidence.tempered(1.0))
-    found = {temperature: apart(evidence.tempered(temperature)) for temperature in TEMPERATURES}
-    best = min(found, key=lambda temperature: found[temperature])
-    if plain > APART and found[best] < 0.2 * plain:
+    distances = {temperature: apart(evidence.tempered(temperature)) for temperature in TEMPERATURES}
+    best = min(distances, key=lambda temperature: distances[temperature])
+    if plain > APART and distances[best] < 0.2 * plain:
         yield Finding(
             "warning",
             "temperature in log-probs",
-            f"the sampler's log-probs are those of temperature {best:g}: {found[best]:.2g} nats a token from the "
+            f"the sampler's log-probs are those of temperature {best:g}: {distances[best]:.2g} nats a token from the "
             f"learner's, {plain:.2g} at temperature 1",
             "sample at temperature 1, or divide the learner's logits by the sampler's temperature",
         )

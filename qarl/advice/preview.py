@@ -37,8 +37,8 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     """
     prompter = open_prompter(folder, config.rollout, config.task)
     task = task.shortened(prompter.fits)
-    asked = task.problems("train", 0, _LOOKED_AT, config.seed)
-    problems = list({problem.id: problem for problem in asked}.values())  # a small table comes round again
+    drawn = task.problems("train", 0, _LOOKED_AT, config.seed)
+    problems = list({problem.id: problem for problem in drawn}.values())  # a small table comes round again
     yield _model(config, folder)
     yield Finding("note", "kernels", _kernels(config))
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
@@ -51,9 +51,9 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
 
 def _model(config: RunConfig, folder: Path) -> Finding:
     tree = read_config(folder)
-    asked = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     positions = tree.get("max_position_embeddings")
-    room = f"; {asked} of its {positions} positions are asked for" if isinstance(positions, int) else ""
+    room = f"; {needed} of its {positions} positions are asked for" if isinstance(positions, int) else ""
     parameters = f"{_parameters(folder):,} parameters"
     return Finding("note", "model", f"{config.model}: {tree.get('model_type')}, {parameters}{room}")
 

@@ -52,7 +52,7 @@ class MismatchRow:
     dtype: str
     scheme: str
     learner: str
-    found: Mismatch
+    mismatch: Mismatch
     over_floor: float
 
 
@@ -63,14 +63,14 @@ def measure(options: MismatchOptions) -> list[MismatchRow]:
         unquantized = _measure_scheme(options, dtype, "bf16", {"floor": FLOOR, "aligned": LEARNERS["aligned"]})
         floor = unquantized["floor"]
         rows += [
-            MismatchRow(dtype=dtype, scheme="bf16", learner=k, found=m, over_floor=m.mean_abs / floor.mean_abs)
+            MismatchRow(dtype=dtype, scheme="bf16", learner=k, mismatch=m, over_floor=m.mean_abs / floor.mean_abs)
             for k, m in unquantized.items()
         ]
         for scheme in options.schemes:
-            found = _measure_scheme(options, dtype, scheme, LEARNERS)
+            mismatches = _measure_scheme(options, dtype, scheme, LEARNERS)
             rows += [
-                MismatchRow(dtype=dtype, scheme=scheme, learner=k, found=m, over_floor=m.mean_abs / floor.mean_abs)
-                for k, m in found.items()
+                MismatchRow(dtype=dtype, scheme=scheme, learner=k, mismatch=m, over_floor=m.mean_abs / floor.mean_abs)
+                for k, m in mismatches.items()
             ]
     return rows
 
@@ -99,7 +99,7 @@ def table(rows: list[MismatchRow]) -> PlainTable:
     title = "learner against sampler, nats"
     shown = PlainTable("dtype", "engine", "learner", *figures, figures=figures, title=title)
     for row in rows:
-        m = row.found
+        m = row.mismatch
         weights = f"{math.exp(m.log_w_low):.4f} … {math.exp(m.log_w_high):.4f}"
         shown.add_row(
             row.dtype, row.scheme, row.learner, f"{m.mean_abs:.2e}", f"{m.max_abs:.2e}", f"{m.equal:.1%}",

@@ -42,10 +42,10 @@ def write_model(model: BenchModel, folder: Path, seed: int) -> int:
 
     torch.manual_seed(seed)
     config: dict[str, Any] = {**model.config, "pad_token_id": PAD, "eos_token_id": END, "dtype": "float32"}
-    made = Qwen3ForCausalLM(Qwen3Config(**config))
-    made.save_pretrained(folder)
+    policy = Qwen3ForCausalLM(Qwen3Config(**config))
+    policy.save_pretrained(folder)
     write_tokenizer(model.config["vocab_size"], folder)
-    return sum(p.numel() for p in made.parameters())
+    return sum(p.numel() for p in policy.parameters())
 
 
 def write_tokenizer(vocabulary: int, folder: Path) -> None:

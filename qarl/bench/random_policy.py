@@ -59,8 +59,8 @@ def random_policy(name: str, seed: int) -> Iterator[Path]:
     if config is None:
         yield source
         return
-    with TemporaryDirectory() as made:
-        folder = Path(made)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for file in MODEL_FILES:
             shutil.copy(source / file, folder)
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from qarl.cli.options import check_json, dotted_overrides, write_json
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
-from qarl.report.startup import phase, told_to
+from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files
 
 
@@ -90,7 +90,7 @@ def _previewed(config: RunConfig, console: Console, new: bool) -> list[Finding]:
     """What `qarl.advice.preview` says of a configuration, with its phases on the console. new: whether a run's folder
     is to be made."""
     quiet_libraries(config.learner.compile is True)
-    with told_to(console):
+    with phases_shown_on(console):
         with phase("checking files, task and reward"):
             task = check_files(config, new)
         with phase("importing torch and transformers"):

@@ -13,7 +13,7 @@ from qarl.compare.comparison import Comparison
 from qarl.compare.file import make_comparison, read_comparison, shipped_comparisons, varied
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
-from qarl.report.startup import told_to
+from qarl.report.startup import phases_shown_on
 
 
 def add_compare(commands: Any) -> None:
@@ -61,7 +61,7 @@ def _compare(options: argparse.Namespace, rest: list[str], console: Console) -> 
     quiet_libraries()
     from qarl.compare.check import check
 
-    with told_to(console):
+    with phases_shown_on(console):
         left = check(comparison, options.processes)
     if options.dry_run:
         for cell, commands in left.items():

@@ -14,7 +14,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import overridden
 from qarl.evaluation.suites import SUITES
 from qarl.report.run_folder import RunFolder
-from qarl.report.startup import phase, told_to
+from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_new_folder
 from qarl.run.evaluation_plan import Plan, Suite, plan_evaluation, plan_same
 from qarl.tasks.paths import PERFECTIBLE
@@ -98,7 +98,7 @@ def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     quiet_libraries()
     from qarl.evaluation.results import read_evaluation, require_same_settings, write_evaluation
 
-    with told_to(Console(stderr=True)):
+    with phases_shown_on(Console(stderr=True)):
         limits = known.max_new_tokens, known.max_prompt_tokens
         plan = plan_evaluation(known.target, overrides, *limits, known.dtype, suite)
         other: Plan | Evaluation | None = None
@@ -107,10 +107,10 @@ def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
             require_same_settings(known.target, plan.settings(known.seed), other)
         elif known.against is not None:
             other = plan_same(plan, known.against, known.dtype)
-        found = _evaluated(plan, known.seed)
-        write_json(known.json, write_evaluation(found))
+        evaluation = _evaluated(plan, known.seed)
+        write_json(known.json, write_evaluation(evaluation))
         reference = _evaluated(other, known.seed) if isinstance(other, Plan) else other
-    for line in (*_lines(found), *(_compared(found, reference) if reference is not None else ())):
+    for line in (*_lines(evaluation), *(_compared(evaluation, reference) if reference is not None else ())):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     return 0
 
@@ -172,13 +172,13 @@ def _perfectible(known: argparse.Namespace, rest: list[str], console: Console) -
             setattr(known, field, default)
     overrides = _overrides(known, rest)
     quiet_libraries()
-    with told_to(Console(stderr=True)):
+    with phases_shown_on(Console(stderr=True)):
         plan = plan_evaluation(known.target, overrides, known.max_new_tokens, known.max_prompt_tokens)
         from qarl.run.perfectible import write_perfectible
 
         sifted = write_perfectible(plan, known.seed, low, high, file)
     console.print(
-        f"wrote {file}: {sifted.kept} of {sifted.asked} questions, of which {low:.0%} to {high:.0%} of the answers "
+        f"wrote {file}: {sifted.kept} of {sifted.questions} questions, of which {low:.0%} to {high:.0%} of the answers "
         f"were right; {sifted.below} were solved less often, {sifted.above} more often",
         soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
@@ -202,22 +202,22 @@ def _evaluated(plan: Plan, seed: int) -> "Evaluation":
     return evaluate(plan, tasks, seed)
 
 
-def _lines(found: "Evaluation") -> Iterator[str]:
+def _lines(evaluation: "Evaluation") -> Iterator[str]:
     from qarl.evaluation.results import describe, percent
 
-    asked = found.settings
-    how = f"{asked['samples']} samples at {asked['temperature']:g}" if asked["temperature"] else "greedy"
-    for result in found.results:
+    settings = evaluation.settings
+    how = f"{settings['samples']} samples at {settings['temperature']:g}" if settings["temperature"] else "greedy"
+    for result in evaluation.results:
         yield f"{result.name}, {how}: {'; '.join(describe(result))}"
-    if len(found.results) > 1:
-        yield f"mean of {len(found.results)} benchmarks: {percent(found.mean())}"
+    if len(evaluation.results) > 1:
+        yield f"mean of {len(evaluation.results)} benchmarks: {percent(evaluation.mean())}"
 
 
-def _compared(found: "Evaluation", reference: "Evaluation") -> Iterator[str]:
+def _compared(evaluation: "Evaluation", reference: "Evaluation") -> Iterator[str]:
     from qarl.evaluation.results import differences, points
     from qarl.evaluation.statistics import estimate_of_means
 
-    compared = differences(found, reference)
+    compared = differences(evaluation, reference)
     for name, values in compared.items():
         yield f"{name}: {points(estimate_of_means([values]))} against {reference.target}, by question"
     if len(compared) > 1:

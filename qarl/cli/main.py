@@ -20,7 +20,7 @@ from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.mismatch import add_mismatch
 from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
-from qarl.cli.parser import Parser, readable
+from qarl.cli.parser import Parser, normalized_argv
 from qarl.cli.plan import add_plan, planned
 from qarl.cli.report import add_report
 from qarl.cli.runs import add_runs
@@ -35,7 +35,7 @@ from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
-from qarl.report.startup import phase, told_to
+from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files, check_new_folder
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
@@ -55,7 +55,7 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
     console = Console()
     errors = Console(stderr=True)
     try:
-        known, rest = parser.parse_known_args(readable(arguments))
+        known, rest = parser.parse_known_args(normalized_argv(arguments))
         known.arguments = arguments
         return known.run(known, rest, console)
     except SystemExit as ended:  # argparse's own, after --help and --version
@@ -147,13 +147,13 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     if known.config is None and resumed is None and config.from_rollouts is None:
         _say_what_is_the_papers(config, console)
     quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
-    given = dotted_overrides(known, rest) if resumed is None else {"resume": known.resume}
-    config = planned(config, known.processes, given, known.config, console)
-    with told_to(console), phase("checking input"):
+    options = dotted_overrides(known, rest) if resumed is None else {"resume": known.resume}
+    config = planned(config, known.processes, options, known.config, console)
+    with phases_shown_on(console), phase("checking input"):
         check_files(config, new=resumed is None)
         if config.quantization.init is not None and resumed is None:
             require_llmcompressor()
-    with told_to(console), phase("importing torch, transformers and compressed-tensors"):
+    with phases_shown_on(console), phase("importing torch, transformers and compressed-tensors"):
         from qarl.cli.launch import check_count, launch
         from qarl.learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
         from qarl.run.session import check_input, check_processes
@@ -166,7 +166,7 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     processes = join_processes(alone=config.learner.zero_stage is not None)
     if known.processes not in (None, processes.world):
         raise ConfigError(f"--processes {known.processes}, but the launcher started {processes.world}; leave it out")
-    with told_to(console):
+    with phases_shown_on(console):
         processes.first_does(lambda: check_input(config, processes.world))
     folder = resumed or processes.first_does(lambda: RunFolder.create(config))
     try:
@@ -208,10 +208,10 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
     if known.resume is None:
         file = config_file(known.config) if known.config is not None else default_config(overrides.get("model"))
         return load_config(file, overrides), None
-    for option, given in (("config", known.config), ("output", overrides.get("output"))):
-        if given is not None:
+    for option, value in (("config", known.config), ("output", overrides.get("output"))):
+        if value is not None:
             raise ConfigError(
-                f"--resume continues a run with its own configuration, in its own folder; --{option} {given} does not "
+                f"--resume continues a run with its own configuration, in its own folder; --{option} {value} does not "
                 "apply: leave it out"
             )
     folder = RunFolder.open(Path(known.resume))
@@ -235,8 +235,8 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
 
     console.print(f"run folder: {folder.path}", soft_wrap=True)
     try:
-        held = folder.locked() if processes.first else nullcontext()
-        with told_to(console), held, Dashboard(config, console) as dashboard:
+        lock = folder.locked() if processes.first else nullcontext()
+        with phases_shown_on(console), lock, Dashboard(config, console) as dashboard:
             outcome = train(config, folder, dashboard, processes, resume)
     except QarlError:
         intact = intact_checkpoint(folder.checkpoints) if processes.first else None
@@ -299,7 +299,7 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
     folder.require_checkpoint()
     from qarl.run.export import export_run
 
-    with told_to(Console(stderr=True), after=_LONG_PHASE):
+    with phases_shown_on(Console(stderr=True), after=_LONG_PHASE):
         exported = export_run(Path(known.folder), Path(known.output))
     console.print(
         f"wrote step {exported.step} to {known.output}: {exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, "
@@ -315,7 +315,7 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--ptq needs --scheme, the low-bit scheme to quantize to; `qarl schemes` lists them")
     from qarl.ptq.export import export_ptq
 
-    with told_to(Console(stderr=True), after=_LONG_PHASE):
+    with phases_shown_on(Console(stderr=True), after=_LONG_PHASE):
         exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
     data = f" on {exported.sequences} sequences ({exported.calibration_tokens} tokens)" if exported.sequences else ""
     console.print(
@@ -348,7 +348,7 @@ def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> in
     from qarl.cli.schemes import print_schemes, rows_as_data, scheme_rows
 
     check_json(known.json)
-    with told_to(Console(stderr=True)):
+    with phases_shown_on(Console(stderr=True)):
         rows = scheme_rows(known.model, known.dtype, known.kernel)
     print_schemes(console, rows, known.model, known.verbose)
     write_json(known.json, rows_as_data(rows))

@@ -14,7 +14,7 @@ from qarl.cli.options import check_json, dotted_overrides, write_json
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
-from qarl.report.startup import phase, told_to
+from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files
 
 
@@ -45,20 +45,20 @@ def _mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> i
     page = Path(known.page)
     check_output(page, "--page")
     check_json(known.json)
-    found = investigated(config, console)
+    investigation = investigated(config, console)
     from qarl.advice.mismatch import scored_learners
     from qarl.page.mismatch import findings, mismatch_page
 
-    learners = scored_learners(found)
+    learners = scored_learners(investigation)
     title = f"{config.model}, {config.scheme}, {config.dtype}"
-    lines = findings(learners, found.layers, found.multiplies)
-    lines += found.pitfalls
-    page.write_text(mismatch_page(title, lines, learners, found.layers), encoding="utf-8")
+    lines = findings(learners, investigation.layers, investigation.multiplies)
+    lines += investigation.pitfalls
+    page.write_text(mismatch_page(title, lines, learners, investigation.layers), encoding="utf-8")
     for line in lines:
         of = f"{line.about}: " if line.about else ""
         console.print(f"{of}{with_remedy(line)}", soft_wrap=True, markup=False, highlight=False)
-    layers = [dataclasses.asdict(row) for row in found.layers]
-    pitfalls = [dataclasses.asdict(each) for each in found.pitfalls]
+    layers = [dataclasses.asdict(row) for row in investigation.layers]
+    pitfalls = [dataclasses.asdict(each) for each in investigation.pitfalls]
     measured = {each.name: each.measured for each in learners}
     write_json(known.json, {"learners": measured, "layers": layers, "pitfalls": pitfalls})
     console.print(f"wrote {page}", soft_wrap=True, markup=False, highlight=False)
@@ -74,7 +74,7 @@ def mismatch_config(config: str | None, overrides: dict[str, str]) -> RunConfig:
 def investigated(config: RunConfig, console: Console) -> Any:
     """`qarl.advice.mismatch.investigate`, with its phases on the console."""
     quiet_libraries()
-    with told_to(console):
+    with phases_shown_on(console):
         with phase("checking files, task and reward"):
             check_files(config, new=False)
         with phase("importing torch and vllm"):

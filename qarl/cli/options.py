@@ -26,7 +26,7 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
     benchmarks, whose own options go first, short flags too. Raises `ConfigError` for an option given twice, also where
     once by its short flag and once by its name."""
     short = {k.removeprefix("short:"): v for k, v in vars(known).items() if k.startswith("short:") and v is not None}
-    found = dict(short)
+    overrides = dict(short)
     items = iter(rest)
     for item in items:
         if not item.startswith("--"):
@@ -44,10 +44,10 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
             raise ConfigError(
                 f"--{name} {value} is also given by its short flag, with {short[name]!r}; give it once, by either"
             )
-        if name in found:
-            raise ConfigError(f"option --{name} is given twice, with {found[name]!r} and {value!r}; give it once")
-        found[name] = value
-    return found
+        if name in overrides:
+            raise ConfigError(f"option --{name} is given twice, with {overrides[name]!r} and {value!r}; give it once")
+        overrides[name] = value
+    return overrides
 
 
 def _misspelt(name: str) -> str:

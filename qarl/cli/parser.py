@@ -96,14 +96,14 @@ class _Once(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None):
         """See the class."""
-        given = vars(namespace).setdefault("_given", set())
-        if option_string and self.dest in given:
+        seen = vars(namespace).setdefault("_given", set())
+        if option_string and self.dest in seen:
             raise UsageError(f"option {option_string} is given twice, the second time with {values!r}; give it once")
-        given.add(self.dest)
+        seen.add(self.dest)
         setattr(namespace, self.dest, values)
 
 
-def readable(arguments: Sequence[str]) -> list[str]:
+def normalized_argv(arguments: Sequence[str]) -> list[str]:
     """The command line as argparse reads it: `--lr -1e-3` as `--lr=-1e-3` (argparse takes what follows for a flag),
     `--rollout.top_p 0.9` as `--rollout.top_p=0.9` (it does not know fields of the configuration, and takes what follows
     for CONFIG or another positional argument), `help` and `version` as options."""

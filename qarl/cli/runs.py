@@ -31,12 +31,12 @@ def add_runs(commands: Any) -> None:
 def _runs(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     refuse_rest(rest)
     folder = Path(known.folder)
-    found = sorted(file.parent for file in folder.glob("*/config.yaml")) if folder.is_dir() else []
-    if not found:
+    runs = sorted(file.parent for file in folder.glob("*/config.yaml")) if folder.is_dir() else []
+    if not runs:
         raise ConfigError(f"there is no run in {known.folder!r}; name the folder that run folders are in")
     now = time.time()
     table = PlainTable("run", "state", "step", "scheme", "accuracy", "age", figures=("step", "age"))
-    for path in sorted(found, key=_written, reverse=True):
+    for path in sorted(runs, key=_written, reverse=True):
         table.add_row(path.name, *_cells(RunFolder(path)), _age(now - _written(path)))
     table.show(console)
     return 0

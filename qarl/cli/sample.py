@@ -10,7 +10,7 @@ from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import refuse_rest
-from qarl.report.startup import phase, told_to
+from qarl.report.startup import phase, phases_shown_on
 from qarl.run.evaluation_plan import Plan, plan_evaluation, plan_same
 from qarl.tasks.base import Message
 
@@ -94,7 +94,7 @@ def _plan(known: argparse.Namespace) -> Plan:
 
 @contextmanager
 def _opened(plan: Plan) -> Iterator[Any]:
-    with told_to(Console(stderr=True)), ExitStack() as stack:
+    with phases_shown_on(Console(stderr=True)), ExitStack() as stack:
         with phase(f"starting the engine on {plan.target}"):
             from qarl.run.ask import open_policy_to_ask
 

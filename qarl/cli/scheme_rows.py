@@ -51,8 +51,8 @@ def _row(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype, kern
     return SchemeRow(*words, per_parameter, total, reason, *_usable(learner), *_usable(engine))
 
 
-def _usable(found: Support) -> tuple[str, str]:
-    return ("" if found.reason else found.kernel), found.reason
+def _usable(support: Support) -> tuple[str, str]:
+    return ("" if support.reason else support.kernel), support.reason
 
 
 def _bytes(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype) -> tuple[float, int | None]:
@@ -72,10 +72,10 @@ def _bytes(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype) ->
 def _quantized_layers(scheme: Scheme, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Shapes (O, I) of the matrices by checkpoint name; of `bf16`, those any other scheme would quantize."""
     selecting = scheme if scheme.quantization else get_scheme("w8a8")
-    found = weight_shapes(model)
-    shapes = {name: shape for name, shape in found.items() if not selecting.leaves_alone(name)}
+    weights = weight_shapes(model)
+    shapes = {name: shape for name, shape in weights.items() if not selecting.leaves_alone(name)}
     for name, shape in shapes.items():
         scheme.check_layer(name, shape)
     if not shapes:
-        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(found)} linear layers")
+        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(weights)} linear layers")
     return shapes

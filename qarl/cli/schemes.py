@@ -54,8 +54,8 @@ def print_schemes(console: Console, rows: list[SchemeRow], model: str | None, ve
     for row in rows:
         per = "-" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
         total = ["-" if row.checkpoint_bytes is None else _size(row.checkpoint_bytes)] if model else []
-        found = (row.learner_kernel, row.engine_kernel)
-        runs = [kernel or "-" for kernel in found] if verbose else ["yes" if kernel else "no" for kernel in found]
+        kernels = (row.learner_kernel, row.engine_kernel)
+        runs = [kernel or "-" for kernel in kernels] if verbose else ["yes" if kernel else "no" for kernel in kernels]
         why_not = [] if verbose else [short_reason(row)]
         table.add_row(row.name, row.weights, row.activations, per, *total, *runs, *why_not)
     table.show(console)
@@ -81,7 +81,7 @@ def short_reason(row: SchemeRow) -> str:
 
 def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:
     """What keeps a scheme from running here → names of the schemes it keeps."""
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for row in rows:
         reasons = [row.shape_reason]
         if row.learner_reason == row.engine_reason:
@@ -90,8 +90,8 @@ def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:
             reasons.append(row.learner_reason and f"not in the learner here: {row.learner_reason}")
             reasons.append(row.engine_reason and f"not in the engine here: {row.engine_reason}")
         for reason in filter(None, reasons):
-            found.setdefault(reason, []).append(row.name)
-    return found
+            by_reason.setdefault(reason, []).append(row.name)
+    return by_reason
 
 
 def _size(count: int) -> str:

@@ -19,7 +19,7 @@ from qarl.cli.options import refuse_rest
 from qarl.configs.errors import InputError
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import server_command
-from qarl.rollout.types import Served
+from qarl.rollout.types import ServerSpec
 from qarl.run.export_note import read_note
 
 
@@ -47,8 +47,8 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    given = known.arguments
-    to_vllm = given[given.index("--") + 1 :] if "--" in given else []
+    arguments = known.arguments
+    to_vllm = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     refuse_rest([item for item in rest[: len(rest) - len(to_vllm)] if item != "--"])
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
@@ -77,7 +77,7 @@ def _announce(url: str, name: str, server: int) -> NoReturn:
     os._exit(0)
 
 
-def find_served(target: Path) -> Served:
+def find_served(target: Path) -> ServerSpec:
     """What a run folder or an exported checkpoint is served with. Raises `ServeError` for what is neither."""
     if not target.is_dir():
         raise ServeError(f"there is no folder {str(target)!r}; give a run folder, or a checkpoint `qarl export` wrote")
@@ -93,9 +93,9 @@ def find_served(target: Path) -> Served:
     dtype, name = _dtype(folder), target.resolve().name
     note = read_note(folder)
     if not note:
-        return Served(folder=folder, name=name, dtype=dtype)
+        return ServerSpec(folder=folder, name=name, dtype=dtype)
     length = note["max_prompt_tokens"] + note["max_new_tokens"]
-    return Served(
+    return ServerSpec(
         folder=folder, name=name, dtype=note["dtype"], max_model_len=length, kv_cache_gib=note["kv_cache_gib"] or 1
     )
 

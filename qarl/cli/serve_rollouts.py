@@ -18,7 +18,7 @@ from qarl.cli.serve import ServeError, require_free
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
-from qarl.report.startup import phase, told_to
+from qarl.report.startup import phase, phases_shown_on
 from qarl.rollout.open import serve_rollouts
 from qarl.rollout.servers.access import KEY_VARIABLE, server_key
 
@@ -46,8 +46,8 @@ def add_serve_rollouts(commands: Any) -> None:
 
 
 def _serve_rollouts(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    given = known.arguments
-    to_vllm = given[given.index("--") + 1 :] if "--" in given else []
+    arguments = known.arguments
+    to_vllm = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     overrides = dotted_overrides(known, [item for item in rest[: len(rest) - len(to_vllm)] if item != "--"])
     file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
     config = load_config(file, overrides)
@@ -60,7 +60,7 @@ def _serve_rollouts(known: argparse.Namespace, rest: list[str], console: Console
     for port in ports:
         require_free(known.host, port)
     quiet_libraries()
-    with tempfile.TemporaryDirectory(prefix="qarl-servers-") as folder, told_to(console):
+    with tempfile.TemporaryDirectory(prefix="qarl-servers-") as folder, phases_shown_on(console):
         checkpoint = Path(folder) / "checkpoint"
         _write_checkpoint(config, checkpoint)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -102,6 +102,6 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
 
 
 def _say_where(urls: Sequence[str], key: str | None, console: Console) -> None:
-    asked = "" if key is None else " (with the key)"
-    line = f"ready{asked}: qarl train … --rollout.servers {','.join(urls)}; Ctrl-C ends them"
+    with_key = "" if key is None else " (with the key)"
+    line = f"ready{with_key}: qarl train … --rollout.servers {','.join(urls)}; Ctrl-C ends them"
     console.print(line, markup=False, highlight=False, soft_wrap=True)

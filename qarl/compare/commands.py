@@ -6,7 +6,7 @@ from pathlib import Path
 from qarl.compare.comparison import Cell, Comparison
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
-from qarl.report.located import located
+from qarl.report.absolute_paths import with_absolute_paths
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import is_finished, read_note
 
@@ -27,7 +27,9 @@ def existing_run(config: RunConfig) -> RunFolder | None:
     if not path.exists():
         return None
     folder = RunFolder.open(path)
-    here, there = (located(each).model_dump(mode="json", exclude={"output"}) for each in (config, folder.config()))
+    here, there = (
+        with_absolute_paths(each).model_dump(mode="json", exclude={"output"}) for each in (config, folder.config())
+    )
     for (section, field), undecided in _PLANNED.items():
         if here[section][field] == undecided:
             there[section][field] = undecided

@@ -11,11 +11,11 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
 from qarl.compare.comparison import Comparison, Figure, Quantized, Variant
-from qarl.configs.complaints import complaints
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import field_paths, overridden
 from qarl.configs.schema.base import LARGEST_SEED, Section, Text
+from qarl.configs.validation_messages import validation_messages
 from qarl.configs.words import did_you_mean, quoted
 from qarl.configs.yaml_file import read_yaml
 from qarl.evaluation.suites import SUITES
@@ -91,7 +91,7 @@ def read_comparison(name: str) -> ComparisonFile:
         return ComparisonFile.model_validate(tree)
     except ValidationError as error:
         paths = {problem["loc"]: ".".join(map(str, problem["loc"])) for problem in error.errors()}
-        text = complaints(error, tree, ComparisonFile.model_fields, paths)
+        text = validation_messages(error, tree, ComparisonFile.model_fields, paths)
         raise ConfigError(f"comparison {name}: {text}") from error
 
 

@@ -146,13 +146,14 @@ def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
         EvaluationError: they were not asked the same questions, or not in the same way.
     """
     require_same_settings(own.target, own.settings, other)
-    asked, compared = ({result.name: result for result in side.results} for side in (own, other))
-    if asked.keys() != compared.keys():
+    own_results, compared = ({result.name: result for result in side.results} for side in (own, other))
+    if own_results.keys() != compared.keys():
         raise EvaluationError(
-            f"{own.target!r} was asked {', '.join(asked)}, {other.target!r} {', '.join(compared)}; ask both the same"
+            f"{own.target!r} was asked {', '.join(own_results)}, {other.target!r} {', '.join(compared)}; "
+            "ask both the same"
         )
-    found = {}
-    for name, result in asked.items():
+    per_question = {}
+    for name, result in own_results.items():
         values, reference = _by_question(result), _by_question(compared[name])
         if values.keys() != reference.keys():
             text, _ = min(values.keys() ^ reference.keys())
@@ -160,8 +161,8 @@ def differences(own: Evaluation, other: Evaluation) -> dict[str, list[float]]:
                 f"{name}: {own.target!r} and {other.target!r} were not asked the same questions: one alone has "
                 f"{quoted(text)}; evaluate both on one file"
             )
-        found[name] = [value - reference[key] for key, value in values.items()]
-    return found
+        per_question[name] = [value - reference[key] for key, value in values.items()]
+    return per_question
 
 
 def _by_question(result: Result) -> dict[tuple[str, int], float]:

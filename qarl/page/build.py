@@ -78,7 +78,7 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
         "layers": layer_figures(kinds),
         "ratios": ratio_figures(steps),
         "treatment": treatment(steps),
-        "settings": [[name, *(found.get(name) for found in settings)] for name in differing(settings)],
+        "settings": [[name, *(values.get(name) for values in settings)] for name in differing(settings)],
         "tokens": packed_tokens([of_run for of_kind in tokens for of_run in of_kind]),
     }
 

@@ -222,8 +222,8 @@ def _line(number: int, kind: Configuration, curve: Curve, place: int, name: str,
 
 
 def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
-    found = {m["step"]: m.get(field) for m in metrics}
-    return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+    by_step = {m["step"]: m.get(field) for m in metrics}
+    return {step: value for step, value in by_step.items() if value is not None and math.isfinite(value)}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -270,8 +270,8 @@ def time_split(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
 
 def _seconds(metrics: Sequence[Metrics], field: str) -> float:
     """A step's. Median over the steps that have the phase, times the share of steps that do; 0 where none does."""
-    found = [m[field] for m in metrics if field in m]
-    return digits(float(np.median(found)) * len(found) / len(metrics)) if found else 0
+    seconds = [m[field] for m in metrics if field in m]
+    return digits(float(np.median(seconds)) * len(seconds) / len(metrics)) if seconds else 0
 
 
 def mismatch_figures(
@@ -295,10 +295,10 @@ def mismatch_figures(
             "lines": [],
         },
     ]  # fmt: skip
-    for number, found in enumerate(columns):
-        if found is None:
+    for number, of_kind in enumerate(columns):
+        if of_kind is None:
             continue
-        position, logprob, mismatch = found
+        position, logprob, mismatch = of_kind
         apart = np.abs(mismatch)
         figures[0]["lines"] += _binned(number, position + 1.0, apart, _position_edges(int(position.max()) + 1))
         figures[1]["lines"] += _binned(number, np.exp(logprob), apart, 10.0 ** np.arange(-4, 0.01, 1 / 3), True)

@@ -13,7 +13,7 @@ import numpy as np
 from qarl.advice.finding import Finding
 from qarl.page.build import filled, page_json, verdict_html
 from qarl.page.figures import digits, mismatch_figures, thinned
-from qarl.report.layer_errors import LayerErrors, ScoredLearner
+from qarl.report.layer_errors import LayerDeviation, ScoredLearner
 
 POINTS = 1500
 """Of a scatter, a learner."""
@@ -26,9 +26,9 @@ PLAIN_SUM = 1e-4
 
 
 def mismatch_page(
-    title: str, found: Sequence[Finding], learners: Sequence[ScoredLearner], layers: Sequence[LayerErrors]
+    title: str, lines: Sequence[Finding], learners: Sequence[ScoredLearner], layers: Sequence[LayerDeviation]
 ) -> str:
-    """title: model, scheme and dtype. found: in words, what the page begins with."""
+    """title: model, scheme and dtype. lines: in words, what the page begins with."""
     columns = [(_positions(each.lengths), each.sampler, each.learner - each.sampler) for each in learners]
     spread = mismatch_figures(columns, "all completions")
     data = {
@@ -39,30 +39,30 @@ def mismatch_page(
         "measured": _table(learners),
     }
     title = html.escape(f"QaRL mismatch: {title}")
-    parts = {"title": title, "verdict": verdict_html(found), "data": page_json(data)}
+    parts = {"title": title, "verdict": verdict_html(lines), "data": page_json(data)}
     return filled("mismatch.html", ("elements.js", "charts.js", "mismatch.js"), parts)
 
 
-def findings(learners: Sequence[ScoredLearner], layers: Sequence[LayerErrors], multiplies: str) -> list[Finding]:
+def findings(learners: Sequence[ScoredLearner], layers: Sequence[LayerDeviation], multiplies: str) -> list[Finding]:
     """How far each learner is from the sampler, and which layers cause it. multiplies: what the aligned learner
     multiplied with."""
-    found = [_apart(each) for each in learners]
-    found.append(Finding("note", "", f"The aligned learner multiplied with {multiplies}."))
+    lines = [_apart(each) for each in learners]
+    lines.append(Finding("note", "", f"The aligned learner multiplied with {multiplies}."))
     faulty = faulty_layers(layers)
     for row in faulty:
         text = (
             f"{row.layer} multiplies otherwise than its codes say: its output is {row.kernel:.1%} off, where half of "
             f"the layers are within {median(each.kernel for each in layers):.2%}."
         )
-        found.append(Finding("warning", "", text))
+        lines.append(Finding("warning", "", text))
     if not faulty and layers:
         worst = max(layers, key=lambda row: row.scheme)
         text = (
             f"No layer stands out by its kernel. The scheme costs most in {worst.layer}: {worst.scheme:.1%} of its "
             f"output, where half of the layers are within {median(each.scheme for each in layers):.1%}."
         )
-        found.append(Finding("good", "", text))
-    return found
+        lines.append(Finding("good", "", text))
+    return lines
 
 
 def _apart(learner: ScoredLearner) -> Finding:
@@ -74,7 +74,7 @@ def _apart(learner: ScoredLearner) -> Finding:
     return Finding("note", learner.name, f"{apart:.2g} nats a token from the sampler; {equal:.1%} of tokens are equal.")
 
 
-def faulty_layers(layers: Sequence[LayerErrors]) -> list[LayerErrors]:
+def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:
     """Those whose product is off from their codes' values by far more than the others', the worst first."""
     if not layers:
         return []
@@ -82,7 +82,7 @@ def faulty_layers(layers: Sequence[LayerErrors]) -> list[LayerErrors]:
     return sorted((row for row in layers if row.kernel > bound), key=lambda row: -row.kernel)
 
 
-def _worst(layers: Sequence[LayerErrors], count: int = 12) -> list[LayerErrors]:
+def _worst(layers: Sequence[LayerDeviation], count: int = 12) -> list[LayerDeviation]:
     by_kernel = sorted(layers, key=lambda row: (-row.kernel, -row.scheme))
     by_scheme = sorted(layers, key=lambda row: -row.scheme)
     return list(dict.fromkeys([*by_kernel[: count // 2], *by_scheme]))[:count]
@@ -118,7 +118,7 @@ def _lengths(learners: Sequence[ScoredLearner]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _layer_figures(layers: Sequence[LayerErrors]) -> list[dict[str, Any]]:
+def _layer_figures(layers: Sequence[LayerDeviation]) -> list[dict[str, Any]]:
     columns = {"scheme": [row.scheme for row in layers], "kernel": [row.kernel for row in layers]}
     number = [float(n) for n in range(1, len(layers) + 1)]
     lines = [

@@ -30,16 +30,16 @@ def ratio_figures(kinds: Sequence[Sequence[TokenRows]]) -> list[dict[str, Any]]:
     figures = []
     for sign, factor in _SIGNS.items():
         picked = [_updated(steps, factor) for steps in kinds]
-        most = POINTS // max(1, sum(found is not None for found in picked))
+        most = POINTS // max(1, sum(tokens is not None for tokens in picked))
         name = "positive" if factor > 0 else "negative"
         about = f"Recorded tokens with {sign}: log of the ratio that the objective bounds"
         far = "Half of the points are those farthest out."
         weights, probabilities = [], []
-        for number, found in enumerate(picked):
-            if found is None:
+        for number, tokens in enumerate(picked):
+            if tokens is None:
                 continue
-            shown = _shown(*found[:2], most)
-            ratio, mismatch, logprob = (values[shown] for values in found)
+            shown = _shown(*tokens[:2], most)
+            ratio, mismatch, logprob = (values[shown] for values in tokens)
             known = np.isfinite(mismatch)
             line = {"of": number, "name": "tokens"}
             if known.any():

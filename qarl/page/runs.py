@@ -93,16 +93,16 @@ def _read_metrics(file: Path) -> list[Metrics]:
     metrics: list[Metrics] = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            found = json.loads(line)
+            of_step = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{str(file)!r}, line {number}, is no JSON ({error}); remove that line") from error
-        missing = [name for name in _NEEDED if not isinstance(found, dict) or name not in found]
+        missing = [name for name in _NEEDED if not isinstance(of_step, dict) or name not in of_step]
         if missing:
             raise ConfigError(
                 f"{str(file)!r}, line {number}, lacks {missing[0]!r}: another version of qarl wrote it "
                 "(environment.json in its folder names it); make the report with that one"
             )
-        metrics.append(found)
+        metrics.append(of_step)
     if not metrics:
         raise ConfigError(f"run {str(file.parent)!r} has no steps yet; make its report once its first step is done")
     return metrics
@@ -112,9 +112,9 @@ def configurations(runs: Sequence[RecordedRun]) -> list[Configuration]:
     """Runs that differ in their seed alone, together; in the order of the first of each."""
     settings = [compared_settings(run.config) for run in runs]
     kinds: list[dict[str, Any]] = []
-    for found in settings:
-        if found not in kinds:
-            kinds.append(found)
+    for setting in settings:
+        if setting not in kinds:
+            kinds.append(setting)
     members = [tuple(run for run, own in zip(runs, settings, strict=True) if own == kind) for kind in kinds]
     labels = _labels(kinds)
     if len(set(labels)) < len(labels):

@@ -62,10 +62,10 @@ def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
     """The last step, and of every n steps before it one, with the smallest n that fits: one whose completions the
     unquantized policy was asked about, where there is one. Of the last alone, as many completions as fit where not
     even that does."""
-    costs, asked = [_cost(rows) for rows in steps], [bool(_asked(rows).any()) for rows in steps]
+    costs, scored = [_cost(rows) for rows in steps], [bool(_asked(rows).any()) for rows in steps]
     for every in range(1, len(steps) + 1):
         spans = [range(max(0, end - every), end) for end in range(len(steps) - 1, 0, -every)]
-        picked = [max(span, key=lambda place: (asked[place], place)) for span in spans]
+        picked = [max(span, key=lambda place: (scored[place], place)) for span in spans]
         places = [*picked[::-1], len(steps) - 1]
         if sum(costs[place] for place in places) <= budget:
             return [steps[place] for place in places]
@@ -148,8 +148,8 @@ def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
 def _unquantized(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
     """float16, of the tokens of those completions that have them, end to end."""
     kept = [(number, rows) for number, rows in steps if _asked(rows).any()]
-    asked = [np.repeat(_asked(rows), rows.lengths) for _, rows in kept]
-    return _halves(kept, "unquantized_logprob")[np.concatenate(asked)] if kept else np.zeros(0, "<f2")
+    scored = [np.repeat(_asked(rows), rows.lengths) for _, rows in kept]
+    return _halves(kept, "unquantized_logprob")[np.concatenate(scored)] if kept else np.zeros(0, "<f2")
 
 
 def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:

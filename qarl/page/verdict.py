@@ -76,8 +76,8 @@ def _headline(kind: Configuration, of: str) -> Finding:
 def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:
     """By held-out accuracy where it was measured twice, else by reward."""
     measured = [run.accuracies() for run in runs]
-    if all(len(found) > 1 for found in measured):
-        before, after = (sum(found[place][1] for found in measured) / len(runs) for place in (0, -1))
+    if all(len(accuracies) > 1 for accuracies in measured):
+        before, after = (sum(accuracies[place][1] for accuracies in measured) / len(runs) for place in (0, -1))
         problems = runs[0].config.eval.problems * len(runs)
         error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
         words = f"held-out accuracy from {before:.1%} to {after:.1%}"

@@ -170,8 +170,8 @@ class _Count:
     @property
     def in_kernels(self) -> int:
         """The same in the layout that is multiplied."""
-        wide = self.device == "cpu" and self.config.scheme in _WIDE_ON_CPUS
-        return self.shapes.quantized * _FP32 if wide else self.low_bit
+        in_fp32 = self.device == "cpu" and self.config.scheme in _WIDE_ON_CPUS
+        return self.shapes.quantized * _FP32 if in_fp32 else self.low_bit
 
     @property
     def outside(self) -> int:
@@ -297,9 +297,9 @@ class _Count:
     def head_backward(self) -> float:
         """Logits and their gradient, in fp32 as well on GPUs, and a part of the head's weight gradient there."""
         chunk = min(self.config.learner.logprob_chunk_tokens, self.tokens)
-        wide = 2 * _FP32 if self.device == "cuda" else 0
+        fp32_bytes = 2 * _FP32 if self.device == "cuda" else 0
         head = _FP32 * min(self.shapes.head, _LARGEST_PRODUCT) if self.device == "cuda" else 0
-        return chunk * self.shapes.vocabulary * (2 * self.itemsize + wide) + head
+        return chunk * self.shapes.vocabulary * (2 * self.itemsize + fp32_bytes) + head
 
     def layer_backward(self) -> float:
         """The larger of the MLP's, with the weight it dequantizes, and the attention's, in fp32 on CPUs."""
@@ -313,8 +313,8 @@ class _Count:
         weight = (2 * _FP32 + b) * self.largest_matrix
         if self.device == "cuda":
             weight += _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)  # of dW before it is added
-        wide = _FP32 if self.device == "cpu" else b
-        attention = n * wide * (4 * q + 2 * (q + 2 * k))
+        value_bytes = _FP32 if self.device == "cpu" else b
+        attention = n * value_bytes * (4 * q + 2 * (q + 2 * k))
         return n * stream + max(mlp + weight, attention)
 
     def step(self) -> float:
@@ -326,11 +326,11 @@ class _Count:
             return max(2 * _FP32 * min(self.trained // self.shares, _AT_ONCE), self.merging())
         largest = min(self.trained, self.largest_module) // self.shares
         matrix = min(self.trained, self.largest_matrix) * (2 if self.stage == 3 else 1)
-        wide = 3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
+        fp32_copy = 3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
         muon = (_FP32 + 3 * 2) * matrix if learner.optimizer.name == "muon" else 0
         lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0
         fetched = 2 * _FP32 * largest if learner.optimizer.offload == "cpu" else 0
-        return max(wide + max(muon, lost) + fetched, self.merging())
+        return max(fp32_copy + max(muon, lost) + fetched, self.merging())
 
     def merging(self) -> float:
         """Weights with their adapters added, of one module: all its experts', and once more to stack them."""

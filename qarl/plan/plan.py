@@ -29,10 +29,10 @@ class MemoryPlanError(InputError):
 
 @dataclass(frozen=True)
 class Plan:
-    """asked: the configuration as it was given; config: with what was open decided. source: of the model's sizes, in
-    words. processes: all of them; here: those on this machine. decided: what the plan decided, in words."""
+    """requested: the configuration; config: with what was open decided. source: of the model's sizes, in words.
+    processes: all of them; here: those on this machine. decided: what the plan decided, in words."""
 
-    asked: RunConfig
+    requested: RunConfig
     config: RunConfig
     shapes: Shapes
     source: str
@@ -87,7 +87,7 @@ def make_plan(
     if config.rollout.kv_cache_gib is None and machine.device == "cuda":
         decided.append(f"KV cache {filled.rollout.kv_cache_gib} GiB")
     return Plan(
-        asked=config,
+        requested=config,
         config=filled,
         shapes=shapes,
         source=source,
@@ -102,7 +102,7 @@ def make_plan(
 def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, there: int) -> RunConfig:
     """The cache: room for one longest sequence, and on GPUs, of what is left free, as much as the sequences sampled at
     once can fill. Checkpointing: on GPUs, unless all of that fits without."""
-    asked, rollout = config.learner.gradient_checkpointing, config.rollout
+    setting, rollout = config.learner.gradient_checkpointing, config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     a_sequence = longest * shapes.key_value_bytes(ITEMSIZE[config.dtype])
     least = rollout.kv_cache_gib or -(-a_sequence // GIB)
@@ -122,8 +122,8 @@ def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, ther
         return room - count_memory(shapes, of(cache, checkpointing), device, processes).total
 
     if device == "cpu":
-        return of(least, asked is True)
-    checkpointing = left(useful, False) < 0 if asked == "auto" else asked
+        return of(least, setting is True)
+    checkpointing = left(useful, False) < 0 if setting == "auto" else setting
     return of(max(least, min(useful, least + left(least, checkpointing) // GIB)), checkpointing)
 
 

@@ -67,7 +67,7 @@ def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int
     if plan.config.rollout.prompts % processes:
         return None
     try:
-        return make_plan(changed_config(plan.asked, fields), plan.shapes, plan.source, machine, processes)
+        return make_plan(changed_config(plan.requested, fields), plan.shapes, plan.source, machine, processes)
     except ValueError:
         return None
 
@@ -102,11 +102,11 @@ def fitting(plan: Plan) -> list[Fitting]:
     """The least changes that make the run fit its own machine, else the smallest of `_LISTED` that it fits with some;
     where they change what is trained, also the smallest that it fits without. Nothing where there is none."""
     machines = [plan.machine, *(m for m in map(parse_machine, _LISTED) if _beyond(m, plan.machine))]
-    found = next(filter(None, (_fitting_on(plan, machine, lora=True) for machine in machines)), None)
-    if found is None or "learner.lora.name" not in found.fields:
-        return [found] if found else []
+    cheapest = next(filter(None, (_fitting_on(plan, machine, lora=True) for machine in machines)), None)
+    if cheapest is None or "learner.lora.name" not in cheapest.fields:
+        return [cheapest] if cheapest else []
     whole = next(filter(None, (_fitting_on(plan, machine, lora=False) for machine in machines)), None)
-    return [found, whole] if whole else [found]
+    return [cheapest, whole] if whole else [cheapest]
 
 
 def _beyond(machine: Machine, other: Machine) -> bool:
@@ -121,7 +121,7 @@ def _fitting_on(plan: Plan, machine: Machine, lora: bool) -> Fitting | None:
     masks = product((False, True), repeat=len(changes))
     subsets = [[change for change, taken in zip(changes, mask, strict=True) if taken] for mask in masks]
     for subset in sorted(subsets, key=lambda subset: sum(change.cost for change in subset)):
-        found = _changed(plan, subset, machine, processes)
-        if found is not None and found.share <= 1 - SPARE and not found.lacks_host:
-            return Fitting(found, {path: value for change in subset for path, value in change.fields.items()})
+        candidate = _changed(plan, subset, machine, processes)
+        if candidate is not None and candidate.share <= 1 - SPARE and not candidate.lacks_host:
+            return Fitting(candidate, {path: value for change in subset for path, value in change.fields.items()})
     return None

@@ -17,14 +17,14 @@ _SHOWN = 0.05 * GIB
 def one_line(plan: Plan) -> str:
     """The sum against what is there, and the larger parts."""
     parts = [f"{part.name} {part.bytes / GIB:.1f}" for part in plan.memory.parts if part.bytes >= _SHOWN]
-    told = f"{_sum(plan)} ({', '.join(parts)})"
+    line = f"{_sum(plan)} ({', '.join(parts)})"
     if plan.decided:
-        told += f"; decided by the plan: {', '.join(plan.decided)}"
+        line += f"; decided by the plan: {', '.join(plan.decided)}"
     if not plan.fits:
-        told += f"; {verdict(plan)}: it may run out"
+        line += f"; {verdict(plan)}: it may run out"
     elif plan.memory.total > plan.there - plan.machine.taken:
-        told += f"; other processes have {plan.machine.taken / GIB:.1f} GiB there now: it may run out"
-    return told
+        line += f"; other processes have {plan.machine.taken / GIB:.1f} GiB there now: it may run out"
+    return line
 
 
 def table(plan: Plan) -> list[str]:
@@ -62,11 +62,11 @@ def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list
     """Of a plan that does not fit: what would help and how much, and the command that works. overrides, file: of the
     command that was planned."""
     lines = ["", "what would help, GiB less a process:"]
-    lines += [f"{found.saves / GIB:>7.1f}  {found.options}" for found in helping(plan)]
-    found = fitting(plan)
-    if not any(works.plan.machine == plan.machine for works in found):
+    lines += [f"{helps.saves / GIB:>7.1f}  {helps.options}" for helps in helping(plan)]
+    helps = fitting(plan)
+    if not any(works.plan.machine == plan.machine for works in helps):
         lines += ["", f"no combination of these fits {plan.machine.name}"]
-    for works in found:
+    for works in helps:
         sums = f"{works.plan.memory.total / GIB:.1f} of {works.plan.there / GIB:.1f} GiB"
         lines += ["", f"fits {works.plan.machine.name}, {sums}:"]
         lines += _command(works.plan.processes, {**overrides, **_texts(works.fields)}, file)

@@ -69,10 +69,10 @@ def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
     _refuse("lacks", [name for name in expected if name not in where])
     _refuse("has in addition", sorted(where.keys() - set(expected)))
     for name, shape, dtype in layout.tensors:
-        found = _read(*where[name])
-        if (found.shape, found.dtype) != (shape, dtype):
+        tensor = _read(*where[name])
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ExportError(
-                f"llmcompressor wrote {name!r} as {found.dtype} {list(found.shape)}, the scheme stores it as {dtype} "
+                f"llmcompressor wrote {name!r} as {tensor.dtype} {list(tensor.shape)}, the scheme stores it as {dtype} "
                 f"{list(shape)}; this model and method do not go together"
             )
     return (LowBitTensor(name, _read(*where[name])) for name in expected)
@@ -81,7 +81,7 @@ def read_as(layout: Layout, folder: Path) -> Iterator[LowBitTensor]:
 def _renamed(name: str, experts: ExpertLayout) -> str:
     """llmcompressor calls every model's expert matrices gate_proj, up_proj and down_proj; the checkpoint's name."""
     words = dict(zip(ExpertLayout().projections, experts.projections, strict=True))
-    return _EXPERT.sub(lambda found: found[1] + words[found[2]], name)
+    return _EXPERT.sub(lambda match: match[1] + words[match[2]], name)
 
 
 def _read(file: Path, name: str) -> torch.Tensor:

@@ -64,17 +64,17 @@ def check_method(name: str, scheme: Scheme) -> None:
         raise ConfigError(f"method {name!r} is for {METHODS[name].wants}, not for {scheme.name!r}; {remedy}")
 
 
-def calibration_count(name: str, asked: int | None, config: RunConfig) -> int:
-    """How many sequences method `name` is calibrated with; `asked` None is `CALIBRATION` where it looks at data.
+def calibration_count(name: str, requested: int | None, config: RunConfig) -> int:
+    """How many sequences method `name` is calibrated with; `requested` None is `CALIBRATION` where it looks at data.
 
     Raises `ConfigError` for a number given to a method without data, an empty set, and a set that may come to more
     tokens than `MAX_CALIBRATION_TOKENS`, each sequence being bounded by the run's own limits.
     """
     if not METHODS[name].calibrated:
-        if asked is not None:
-            raise ConfigError(f"--calibration {asked}: method {name!r} looks at no data; leave the option out")
+        if requested is not None:
+            raise ConfigError(f"--calibration {requested}: method {name!r} looks at no data; leave the option out")
         return 0
-    count = CALIBRATION if asked is None else asked
+    count = CALIBRATION if requested is None else requested
     if count < 1:
         raise ConfigError(f"--calibration {count}: an empty set calibrates nothing; give at least 1, or --ptq rtn")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens

@@ -88,8 +88,8 @@ class Dashboard:
         learner packs its sequences, and what `trained_part` has to say."""
         self._kernels = ", ".join(sorted({r.learner.kernel for r in rows if r.learner}))
         audit_table(rows).show(self._console)
-        made = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
-        self._console.print(f"materialized: {made}", soft_wrap=True, markup=False)
+        materialized = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
+        self._console.print(f"materialized: {materialized}", soft_wrap=True, markup=False)
         self._console.print(f"learner's sequences: {'packed' if packed else 'padded'}")
         for line in trained:
             self._console.print(line, soft_wrap=True, markup=False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl.configs.errors import QarlError
-from qarl.learner.restraint import Restraint
+from qarl.learner.restraint import Damping
 
 WINDOW = 10
 """Steps that are averaged."""
@@ -118,20 +118,20 @@ class RunWatch:
         self._stop_before = steps if measure == "stop" else 0
 
     @property
-    def restraint(self) -> Restraint:
+    def restraint(self) -> Damping:
         """Of the next step: a half for each sign that was seen, in the part of the run before a resume too."""
         factor = 0.5 ** len(self._seen)
         rate, cap = (factor if self._measure == measure else 1.0 for measure in _MEASURES)
-        return Restraint(rate, cap)
+        return Damping(rate, cap)
 
     def add(self, line: Mapping[str, Any]) -> list[EarlyWarning]:
         """What a step shows for the first time. line: of metrics.jsonl. Raises `EarlyWarningError`."""
         for name, field in _FIELDS.items():
             self._series[name].add(line.get(field))
         measure = _MEASURES.get(self._measure, "")
-        found = {sign: text + measure for sign, text in self._signs() if sign not in self._seen}
-        self._seen |= found.keys()
-        warnings = [EarlyWarning(sign, line["step"], text) for sign, text in found.items()]
+        new_signs = {sign: text + measure for sign, text in self._signs() if sign not in self._seen}
+        self._seen |= new_signs.keys()
+        warnings = [EarlyWarning(sign, line["step"], text) for sign, text in new_signs.items()]
         if warnings and line["step"] < self._stop_before:
             raise EarlyWarningError(warnings)
         return warnings

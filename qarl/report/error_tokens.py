@@ -26,7 +26,7 @@ REPEATS = 4
 
 
 @dataclass(frozen=True)
-class ErrorTokens:
+class ErrorTokenCounts:
     """Shares of a step's response tokens, in [0, 1]. error_tokens: improbable or repeated. error_tokens_negative and
     _positive: among completions with less and with more reward than their group's mean, which are those of negative and
     positive advantage; None where there are none."""
@@ -38,7 +38,7 @@ class ErrorTokens:
     error_tokens_positive: float | None
 
 
-def count_error_tokens(groups: Sequence[Group]) -> ErrorTokens:
+def count_error_tokens(groups: Sequence[Group]) -> ErrorTokenCounts:
     """Over all completions of the groups, of which one at least has a token."""
     completions = [c for g in groups for c in g.completions]
     sign = np.repeat([s for g in groups for s in _signs(g.rewards)], [len(c.token_ids) for c in completions])
@@ -48,7 +48,7 @@ def count_error_tokens(groups: Sequence[Group]) -> ErrorTokens:
     def share(of: np.ndarray) -> float | None:
         return float(error[of].mean()) if of.any() else None
 
-    return ErrorTokens(
+    return ErrorTokenCounts(
         error_tokens=float(error.mean()),
         improbable_tokens=float(improbable.mean()),
         repeated_tokens=float(repeated.mean()),
@@ -82,10 +82,10 @@ def repeated_tokens(sequences: Sequence[Sequence[int]]) -> np.ndarray:
     real[ends] = False
     tokens[real] = np.concatenate([np.asarray(s, dtype=np.int64) for s in sequences])
     tokens[ends] = -1 - np.arange(len(ends))
-    found = np.zeros(len(tokens), dtype=bool)
+    looping = np.zeros(len(tokens), dtype=bool)
     for period in range(1, min(LONGEST_PERIOD, int(lengths.max()) // REPEATS) + 1):
-        found |= _looping(tokens, period)
-    return found[real]
+        looping |= _looping(tokens, period)
+    return looping[real]
 
 
 def _looping(tokens: np.ndarray, period: int) -> np.ndarray:

@@ -18,7 +18,7 @@ class ScoredLearner:
 
 
 @dataclass(frozen=True)
-class LayerErrors:
+class LayerDeviation:
     """What a layer makes of the input it has in an unquantized forward, relative L2 errors: scheme, of the codes'
     values against the master; kernel, of the aligned learner's product against those values."""
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.learn_stats import LearnStats
-from qarl.learner.mismatch import Mismatch
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import open_logger
 from qarl.report.run_folder import RunFolder
@@ -53,7 +52,7 @@ class StepMetrics:
 
     def flat(self) -> dict[str, Any]:
         """Nested fields joined with "/"; None left out, but for the learner's, which are null where a step did not
-        measure them. The learner's seconds are under seconds/learn/."""
+        measure them. The learner's seconds are under seconds/learn/, its diagnostics' beside its other metrics."""
         flat = _flatten("", dataclasses.asdict(self))
         places = {"learn/seconds/": "seconds/learn/", "learn/records/": "learn/"}
         return {_moved(name, places): value for name, value in flat}
@@ -154,10 +153,10 @@ def _until(file: Path, step: int) -> list[str]:
             continue
     return kept
 
+
 def _moved(name: str, places: dict[str, str]) -> str:
     prefix = next((prefix for prefix in places if name.startswith(prefix)), "")
     return places.get(prefix, "") + name.removeprefix(prefix)
-
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree, refuse_unknown
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import read_yaml
-from qarl.report.located import located
+from qarl.report.absolute_paths import with_absolute_paths
 
 _PACKAGES = (
     "qarl",
@@ -44,10 +44,10 @@ FIXED_FIELDS = (
 class RunFolder:
     """Paths and small files of one run."""
 
-    def __init__(self, path: Path, made: tuple[Path, ...] = ()):
-        """made: folders above it that were made for it, the innermost first."""
+    def __init__(self, path: Path, created: tuple[Path, ...] = ()):
+        """created: folders above it that were made for it, the innermost first."""
         self.path = path
-        self._made = made
+        self._made = created
 
     @property
     def metrics(self) -> Path:
@@ -83,7 +83,7 @@ class RunFolder:
     def create(cls, config: RunConfig) -> "RunFolder":
         """A new folder holding the resolved configuration, its paths absolute. Raises `ConfigError` where it exists."""
         path = new_path(config)
-        made = tuple(folder for folder in path.parents if not folder.exists())
+        created = tuple(folder for folder in path.parents if not folder.exists())
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -94,9 +94,11 @@ class RunFolder:
             raise ConfigError(
                 f"cannot make run folder {str(path)!r}: {error.strerror}; give another --output"
             ) from error
-        (path / "config.yaml").write_text(yaml.safe_dump(located(config).model_dump(mode="json"), sort_keys=False))
+        (path / "config.yaml").write_text(
+            yaml.safe_dump(with_absolute_paths(config).model_dump(mode="json"), sort_keys=False)
+        )
         (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
-        return cls(path, made)
+        return cls(path, created)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -189,10 +191,10 @@ def new_path(config: RunConfig) -> Path:
     return Path(config.output) if config.output else Path("runs") / name
 
 
-def resumed_config(started: RunConfig, asked: RunConfig) -> RunConfig:
+def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
     """The configuration to continue with. Raises `ConfigError` where a field that fixes the run differs."""
-    started, asked = located(started), located(asked)
-    before, after = started.model_dump(), asked.model_dump()
+    started, resumed = with_absolute_paths(started), with_absolute_paths(resumed)
+    before, after = started.model_dump(), resumed.model_dump()
     for path in FIXED_FIELDS:
         old, new = before, after
         for key in path.split("."):
@@ -201,7 +203,7 @@ def resumed_config(started: RunConfig, asked: RunConfig) -> RunConfig:
             raise ConfigError(
                 f"this run was started with {path} {old!r} and cannot be resumed with {new!r}; start a new run for that"
             )
-    return asked
+    return resumed
 
 
 def describe_environment() -> dict[str, Any]:

@@ -35,8 +35,8 @@ def read_start(folder: RunFolder) -> StartNote | None:
     if not folder.start.is_file():
         return None
     try:
-        found: dict[str, Any] = json.loads(folder.start.read_text())
-        numbers = {name: None if found[name] is None else float(found[name]) for name in ("canary", "accuracy")}
-        return StartNote(audit=[[str(cell) for cell in row] for row in found["audit"]], **numbers)
+        tree: dict[str, Any] = json.loads(folder.start.read_text())
+        numbers = {name: None if tree[name] is None else float(tree[name]) for name in ("canary", "accuracy")}
+        return StartNote(audit=[[str(cell) for cell in row] for row in tree["audit"]], **numbers)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(folder.start)!r} cannot be read ({error}); remove it to go on without") from error

@@ -11,7 +11,7 @@ _listeners: list[tuple[Console, float]] = []
 
 
 @contextmanager
-def told_to(console: Console, after: float = 0) -> Iterator[None]:
+def phases_shown_on(console: Console, after: float = 0) -> Iterator[None]:
     """Phases within this context are printed on `console`, those alone that take longer than `after` seconds; without
     one they pass in silence."""
     _listeners.append((console, after))
@@ -23,18 +23,18 @@ def told_to(console: Console, after: float = 0) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """One phase of start-up: its name at once, or after the seconds of `told_to`, its wall seconds on the same line at
-    its end."""
+    """One phase of start-up: its name at once, or after the seconds of `phases_shown_on`; at its end, on the same line,
+    its wall seconds."""
     if not _listeners:
         yield
         return
     (console, after), start = _listeners[-1], time.perf_counter()
-    told = threading.Event()
+    shown = threading.Event()
 
     def tell() -> None:
         console.print(f"{name} … ", end="", highlight=False, markup=False)
         console.file.flush()
-        told.set()
+        shown.set()
 
     waiting = threading.Timer(after, tell)
     waiting.start() if after else tell()
@@ -42,11 +42,11 @@ def phase(name: str) -> Iterator[None]:
         yield
     except BaseException:
         _stop(waiting)
-        if told.is_set():
+        if shown.is_set():
             console.print()
         raise
     _stop(waiting)
-    if told.is_set():
+    if shown.is_set():
         console.print(f"{time.perf_counter() - start:.1f} s", highlight=False)
 
 

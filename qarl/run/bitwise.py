@@ -7,7 +7,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, turn_on
 
 
-def require_bitwise(config: RunConfig) -> None:
+def enable_batch_invariance(config: RunConfig) -> None:
     """Turn vLLM's batch-invariant mode on in this process, where the run is `bitwise` and on a GPU; on CPUs there is
     nothing to turn on. Raises `ConfigError` for a GPU where nothing can be learned in that mode."""
     if not (config.bitwise and torch.cuda.is_available()):

@@ -49,7 +49,7 @@ def save_checkpoint(
         except (OSError, RuntimeError, FailedElsewhereError) as error:
             failure = error
     shutil.rmtree(building, ignore_errors=True)
-    reason = failure or next(told for _, digest, told in written if not digest)
+    reason = failure or next(message for _, digest, message in written if not digest)
     older = list_checkpoints(folder)
     left = f"the one of {older[-1].name} is as it was" if older else "none was written before it"
     raise CheckpointError(
@@ -133,15 +133,15 @@ def load_checkpoint(
     Raises `ConfigError` where there is none, `CheckpointError` where the bytes are not those that were written.
     """
     together = processes or Processes()
-    found = together.first_does(lambda: list_checkpoints(folder))  # before any is set aside
-    if not found:
+    checkpoints = together.first_does(lambda: list_checkpoints(folder))  # before any is set aside
+    if not checkpoints:
         raise ConfigError(f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output")
-    for index, newest in reversed(list(enumerate(found))):
+    for index, newest in reversed(list(enumerate(checkpoints))):
         fault = _fault(newest, together)
         if fault is None:
             return _read(newest)
         if step_over is None or index == 0:
-            older = "" if index == 0 else f"; remove that folder to go on from {found[index - 1].name}"
+            older = "" if index == 0 else f"; remove that folder to go on from {checkpoints[index - 1].name}"
             alone = "; no other one is left: start the run again with another --output" if index == 0 else older
             raise CheckpointError(f"checkpoint {str(newest)!r} is damaged ({fault}){alone}")
         aside = newest.with_name(f"damaged-{newest.name}")
@@ -172,7 +172,10 @@ def _digests(checkpoint: Path) -> dict[str, str] | None:
 
 def intact_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint whose bytes are those that were written; None where there is none."""
-    return next((found for found in reversed(list_checkpoints(folder)) if _fault(found, Processes()) is None), None)
+    return next(
+        (checkpoint for checkpoint in reversed(list_checkpoints(folder)) if _fault(checkpoint, Processes()) is None),
+        None,
+    )
 
 
 def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:

@@ -76,9 +76,9 @@ def plan_evaluation(
     overrides: dotted ones of `task.*` and `eval.*`; one that names another task starts from that one's defaults. Raises
     `ConfigError` or `ModelError` for a target that is none, and for options that do not apply to it.
     """
-    given = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
+    own_limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+    own_limits = {name: value for name, value in own_limits.items() if value is not None}
+    for name, value in own_limits.items():
         if value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     checkpoint, note = _export_of(target, dtype)
@@ -87,7 +87,7 @@ def plan_evaluation(
             f"--suite {suite.name} of {target!r}, which does not say how long its answers are, needs --max-new-tokens"
         )
     limits: dict[str, Any] = {key: note[key] for key in LIMITS if key in note} or (_SUITE_LIMITS if suite else _LIMITS)
-    rollout = RolloutConfig(**{**limits, **given})
+    rollout = RolloutConfig(**{**limits, **own_limits})
     checkpoint = checkpoint or _model_folder(target)
     check_context(checkpoint, rollout.max_prompt_tokens + rollout.max_new_tokens)
     task = noted_task(note, checkpoint).model_dump(mode="json") if note else {}
@@ -139,7 +139,7 @@ def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, A
     if path.is_dir():
         return path, read_note(path)
     if "/" in target and (path.parent.is_dir() or path.parts[0] == "runs"):  # where runs are, and no owner on the hub
-        there = sorted(found.name for found in path.parent.glob("*") if found.is_dir())
+        there = sorted(sibling.name for sibling in path.parent.glob("*") if sibling.is_dir())
         near = did_you_mean(path.name, there)
         raise ConfigError(f"there is no folder {target!r} in {str(path.parent)!r}{near}")
     return None, {}

@@ -60,13 +60,13 @@ def _licence(base: Path | None) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:

@@ -22,9 +22,9 @@ from qarl.tasks import Problem
 
 @dataclass(frozen=True)
 class Sifted:
-    """asked: questions. below, above: those solved less often and more often than asked for. kept: lines written."""
+    """questions: how many. below, above: those solved less often and more often than wanted. kept: lines written."""
 
-    asked: int
+    questions: int
     below: int
     above: int
     kept: int

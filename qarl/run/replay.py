@@ -11,7 +11,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.flags import shown
 from qarl.configs.load import overridden
 from qarl.configs.schema.run import RunConfig
-from qarl.report.located import located
+from qarl.report.absolute_paths import with_absolute_paths
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.types import Group
 
@@ -38,7 +38,7 @@ def check_rollouts(config: RunConfig) -> None:
     from qarl.report.token_files import counts, step_files
 
     folder = RunFolder.open(Path(config.from_rollouts))
-    before, after = (dict(_leaves("", located(c).model_dump())) for c in (folder.config(), config))
+    before, after = (dict(_leaves("", with_absolute_paths(c).model_dump())) for c in (folder.config(), config))
     for path in dict.fromkeys([*before, *after]):
         fixed = path.split(".")[0] in _SAMPLED_WITH and path != "rollout.kv_cache_gib"  # which the plan fills in
         if fixed and before.get(path) != after.get(path):

@@ -16,7 +16,7 @@ Completions = Sequence[Sequence[Completion]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class SampleRequest:
     """What this process asks the engine in a round of a step: prompts, stating the problems one by one."""
 
     problems: list[Problem]
@@ -66,7 +66,7 @@ def _to_learn_from(groups: list[Group], extra: int | None) -> list[Group]:
     return compared if extra is None else [group for group in compared if len(set(group.rewards)) > 1]
 
 
-def ask(session: Session, config: RunConfig, step: int, attempt: int = 0) -> Asked:
+def make_request(session: Session, config: RunConfig, step: int, attempt: int = 0) -> SampleRequest:
     """Problems and seeds are functions of (seed, step, attempt) alone, so a resumed run repeats them, in however many
     processes. Each asks for its share."""
     policy, rollout, processes = session.policy, config.rollout, session.policy.processes
@@ -81,7 +81,7 @@ def ask(session: Session, config: RunConfig, step: int, attempt: int = 0) -> Ask
         stop=rollout.stop,
         loop_limit=rollout.loop_limit,
     )
-    return Asked(problems, [policy.prompter.prompt(problem) for problem in problems], sampling)
+    return SampleRequest(problems, [policy.prompter.prompt(problem) for problem in problems], sampling)
 
 
 def _round(
@@ -95,7 +95,7 @@ def _round(
     """Each process samples and scores its share; all get all groups."""
     policy = session.policy
     with watch("sample"):
-        asked = ask(session, config, step, attempt)
-        completions = answer() if answer else session.engine.generate(asked.prompts, asked.sampling)
+        request = make_request(session, config, step, attempt)
+        completions = answer() if answer else session.engine.generate(request.prompts, request.sampling)
     with watch("score"):
-        return policy.processes.concatenated(score_groups(policy.task, asked.problems, asked.prompts, completions))
+        return policy.processes.concatenated(score_groups(policy.task, request.problems, request.prompts, completions))

@@ -18,7 +18,7 @@ from typing import Any
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.stopwatch import Stopwatch
 from qarl.rollout.types import Completion, Group, Prompt
-from qarl.run.rollout_step import ask, sample_step
+from qarl.run.rollout_step import make_request, sample_step
 from qarl.run.session import Position, Session
 
 Batch = tuple[list[Group], list[Group]]
@@ -48,7 +48,7 @@ class Rollouts:
         if self._ready:
             batch, self._at.ahead = self._ready.popleft(), self._at.ahead[1:]
         elif self._begun:
-            batch = self._waited_for()
+            batch = self._next_pending()
         else:
             batch = sample_step(self.session, self.config, self._at.step, self.watch)
         if self._ahead:
@@ -58,32 +58,32 @@ class Rollouts:
                 self._begin()
         return batch
 
-    def before_publish(self) -> None:
-        """Have what was begun, where a publish may meet no request."""
+    def finish_pending(self) -> None:
+        """With staleness 1, wait for the request in flight: a publish must not overlap it."""
         if self._ahead == 1:
-            self._settle()
+            self._collect_pending()
 
     def position(self) -> dict[str, Any]:
         """Where the run stands, for a checkpoint. What was begun is waited for and in it: weights that are replaced
         cannot sample it again."""
-        self._settle()
+        self._collect_pending()
         return vars(self._at)
 
-    def _settle(self) -> None:
+    def _collect_pending(self) -> None:
         while self._begun:
-            batch = self._waited_for()
+            batch = self._next_pending()
             self._ready.append(batch)
             self._at.ahead = [*self._at.ahead, _plain(batch)]
 
     def _begin(self) -> None:
         while self._next <= self._at.step + self._ahead and self._next < self.config.steps:
-            asked = ask(self.session, self.config, self._next)
+            request = make_request(self.session, self.config, self._next)
             # A thread waits for servers and does nothing else: what processes do together is the main one's.
-            answer = self._threads.submit(self.session.engine.generate, asked.prompts, asked.sampling)
+            answer = self._threads.submit(self.session.engine.generate, request.prompts, request.sampling)
             self._begun.append((self._next, answer))
             self._next += 1
 
-    def _waited_for(self) -> Batch:
+    def _next_pending(self) -> Batch:
         step, answer = self._begun.popleft()
         return sample_step(self.session, self.config, step, self.watch, answer.result)
 

@@ -37,7 +37,7 @@ from qarl.report.startup import phase, say
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
-from qarl.run.bitwise import require_bitwise
+from qarl.run.bitwise import enable_batch_invariance
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.sync.audit import AuditRow, audit, require_agreement
 from qarl.sync.export import export_checkpoint
@@ -59,7 +59,7 @@ def require_schemes(config: RunConfig) -> None:
     """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
     and for a scheme that engine or learner cannot run on this machine; `LoraError` for adapters that do not fit the
     model. Only the model's config.json is read."""
-    require_bitwise(config)
+    enable_batch_invariance(config)
     dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
     require_support(get_scheme(config.scheme), dtype, kernel, ask=kept_support)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
@@ -151,7 +151,7 @@ class Policy:
 def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy:
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
     None opens the policy in this process, without DeepSpeed and to learn nothing."""
-    require_bitwise(config)
+    enable_batch_invariance(config)
     scheme = get_scheme(config.scheme)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
@@ -188,12 +188,12 @@ def trained_part(policy: Policy, config: RunConfig) -> list[str]:
     """For the startup output: a learner's own compute dtype, what LoRA trains and what it leaves frozen, and the
     processes that share the work; nothing where one process trains every master in the engine's dtype."""
     lora, stage = config.learner.lora, config.learner.zero_stage
-    told = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
+    lines = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
     if policy.model.context.compute_dtype != policy.model.context.dtype:
-        told.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
+        lines.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
     if policy.processes.world > 1 or stage is not None:
-        told.append(f"processes: {policy.processes.world}, ZeRO stage {stage or 0}")
-    return told
+        lines.append(f"processes: {policy.processes.world}, ZeRO stage {stage or 0}")
+    return lines
 
 
 @dataclass
@@ -249,7 +249,7 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
         room = reserved(policy.model, config.learner, processes.world)
         with phase("starting the engine"), room:
             several = processes.world > 1
-            opened = open_engine(folder.engine_start, config.rollout, config.dtype, several, placed=True)
+            opened = open_engine(folder.engine_start, config.rollout, config.dtype, several, use_servers=True)
             engine = stack.enter_context(opened)
         bound = 0.0 if config.bitwise else config.sync.canary_bound or policy.model.plan.bound
         sequences = canary_sequences(policy, config)
@@ -298,7 +298,7 @@ def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:
         return require_equal
     plan = policy.model.plan
     bound, k3_bound = config.sync.gate_bound or plan.bound, config.sync.gate_k3_bound or plan.k3_bound
-    return lambda found: require_same_policy(found, bound, k3_bound)
+    return lambda mismatch: require_same_policy(mismatch, bound, k3_bound)
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:

@@ -29,14 +29,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ExportReference:
     """What the engine that sampled gave fixed sequences, fp32 log-probs in nats: what an export is held to."""
 
     sequences: list[list[int]]
     logprobs: list[list[float]]
 
 
-def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps: int) -> Sampled | None:
+def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps: int) -> ExportReference | None:
     """Write the deployable checkpoint of a finished run, beside the log-probs it has to give; None where the run was
     interrupted or asks for no export. All processes come here; the first writes."""
     policy = session.policy
@@ -50,12 +50,14 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
         for _ in policy.model.low_bit_tensors():
             pass  # to make them takes all processes
     sequences = canary_sequences(policy, config)
-    sampled = Sampled(sequences, session.engine.logprobs(sequences))
+    sampled = ExportReference(sequences, session.engine.logprobs(sequences))
     policy.processes.wait()  # closing the engine closes the process group: from there on the first process is alone
     return sampled
 
 
-def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, sampled: Sampled | None) -> Outcome:
+def finish(
+    policy: Policy, config: RunConfig, folder: RunFolder, at: Position, sampled: ExportReference | None
+) -> Outcome:
     """Load the export in a fresh engine, hold it to `sampled`, and evaluate it.
 
     Raises `ExportError` where it gives other log-probs than the engine that sampled: on CPUs, and with `bitwise`, in
@@ -85,12 +87,12 @@ def finish(policy: Policy, config: RunConfig, folder: RunFolder, at: Position, s
     return Outcome(at.step, folder.export, at.first_accuracy, accuracy)
 
 
-def difference_beyond(bound: float | None, found: list[list[float]], expected: list[list[float]]) -> str | None:
+def difference_beyond(bound: float | None, actual: list[list[float]], expected: list[list[float]]) -> str | None:
     """In words, how far log-probs of the same sequences are apart; None where their mean |Δ|, in nats, is within
     `bound`, or, with bound None, where all are equal to the last bit. NaN is beyond any bound."""
     if bound is None:
-        return None if found == expected else ""
-    pairs = [pair for rows in zip(found, expected, strict=True) for pair in zip(*rows, strict=True)]
+        return None if actual == expected else ""
+    pairs = [pair for rows in zip(actual, expected, strict=True) for pair in zip(*rows, strict=True)]
     mean = sum(abs(a - b) for a, b in pairs) / len(pairs)
     if mean <= bound:
         return None

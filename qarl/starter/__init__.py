@@ -20,10 +20,10 @@ def write_starter(folder: Path) -> None:
 def _questions() -> list[dict[str, object]]:
     """Sums of two numbers of two digits, as the embedded policy was warmed up on."""
     pairs = random.Random(0).sample([(a, b) for a in range(10, 100) for b in range(10, 100)], _QUESTIONS)
-    asked = "State the final answer to the following arithmetic problem"
+    opening = "State the final answer to the following arithmetic problem"
     return [
         {
-            "question": f"{asked}: {a} + {b} =",
+            "question": f"{opening}: {a} + {b} =",
             "answer": str(a + b),
             "split": "heldout" if number < _HELDOUT else "train",
             "tolerance": 1,

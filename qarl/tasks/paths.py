@@ -48,4 +48,4 @@ def _place(name: str | None, base: Path, change: Callable[[str], str]) -> str | 
 
 
 def _with_files(spec: str, change: Callable[[str], str]) -> str:
-    return _FUNCTION_FILE.sub(lambda found: f"{found['before']}{change(found['file'])}:", spec)
+    return _FUNCTION_FILE.sub(lambda match: f"{match['before']}{change(match['file'])}:", spec)

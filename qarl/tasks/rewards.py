@@ -31,13 +31,13 @@ def last_box(text: str) -> str | None:
     r"""What the last complete \boxed{…} of a text holds, stripped, with braces inside paired; None without one. Of
     boxes within each other, the outermost."""
     opened: list[int | None] = []
-    held = None
+    last = None
     for mark in _BRACE.finditer(text):
         if mark[0].endswith("{") and mark[0] != r"\{":
             opened.append(mark.end() if mark[0] != "{" else None)
         elif mark[0] == "}" and opened and (start := opened.pop()) is not None:
-            held = text[start : mark.start()]  # an outer box is complete after the ones within it
-    return None if held is None else held.strip()
+            last = text[start : mark.start()]  # an outer box is complete after the ones within it
+    return None if last is None else last.strip()
 
 
 def each(function: Callable[[Problem, str], Any]) -> Scorer:

@@ -120,10 +120,10 @@ def hub_rows(name: str, subset: str | None, split: str, heldout: str | None) -> 
     Raises:
         TaskError: it cannot be found or read, or has no such subset or split.
     """
-    found = [Row(f"{name}[{split}]:{n}", row, "train" if heldout else None) for n, row in _split(name, subset, split)]
+    rows = [Row(f"{name}[{split}]:{n}", row, "train" if heldout else None) for n, row in _split(name, subset, split)]
     if heldout is not None:
-        found += [Row(f"{name}[{heldout}]:{n}", row, "heldout") for n, row in _split(name, subset, heldout)]
-    return found
+        rows += [Row(f"{name}[{heldout}]:{n}", row, "heldout") for n, row in _split(name, subset, heldout)]
+    return rows
 
 
 def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -136,28 +136,28 @@ def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dic
     datasets.disable_progress_bars()
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-            found: Any = _from_disk(name, folder, split)
+            dataset: Any = _from_disk(name, folder, split)
         else:
             with nullcontext() if folder.is_dir() else hub_or_cache():
-                found = datasets.load_dataset(str(folder) if folder.is_dir() else place, subset, split=split)
+                dataset = datasets.load_dataset(str(folder) if folder.is_dir() else place, subset, split=split)
     except TaskError:
         raise
     except Exception as error:  # its own errors, those of the network, and those of the files' formats
         raise TaskError(f"data set {name!r} cannot be loaded: {_reason(error)}; {_remedy(error, place)}") from error
-    return enumerate((dict(row) for row in found), start=1)
+    return enumerate((dict(row) for row in dataset), start=1)
 
 
 def _from_disk(name: str, folder: Path, split: str) -> Any:
     import datasets
 
-    found = datasets.load_from_disk(str(folder))
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if split not in found:
+    dataset = datasets.load_from_disk(str(folder))
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if split not in dataset:
         raise TaskError(
-            f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, found))}: name one by --task.split"
+            f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, dataset))}: name one by --task.split"
         )
-    return found[split]
+    return dataset[split]
 
 
 def _reason(error: Exception) -> str:

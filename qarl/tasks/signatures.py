@@ -112,30 +112,30 @@ def _batch(function: Callable[..., Any], responses: Sequence[Response], time_lim
     except SignatureError as error:
         return [Failure(f"cannot be called: {error}")] * len(responses)
     if inspect.iscoroutinefunction(function):
-        found = asyncio.run(_together([arguments], function, time_limit))[0]
+        outcome = asyncio.run(_together([arguments], function, time_limit))[0]
     else:
-        found = _attempt(function, **arguments)
-    if isinstance(found, Failure):
-        return [found] * len(responses)
-    if not isinstance(found, list | tuple) or len(found) != len(responses):
-        size = f" of {len(found)}" if isinstance(found, list | tuple) else ""
-        words = f"returned a {type(found).__name__}{size} for {len(responses)} completions; give a list, one for each"
+        outcome = _attempt(function, **arguments)
+    if isinstance(outcome, Failure):
+        return [outcome] * len(responses)
+    if not isinstance(outcome, list | tuple) or len(outcome) != len(responses):
+        size = f" of {len(outcome)}" if isinstance(outcome, list | tuple) else ""
+        words = f"returned a {type(outcome).__name__}{size} for {len(responses)} completions; give a list, one for each"
         return [Failure(words)] * len(responses)
-    return list(found)
+    return list(outcome)
 
 
 def _arguments(kind: Kind, function: Callable[..., Any], task: str, response: Response) -> dict[str, Any]:
     problem = response.problem
     if kind == "qarl":
-        given = {"problem": problem, "text": response.text, "token_ids": response.token_ids}
+        arguments = {"problem": problem, "text": response.text, "token_ids": response.token_ids}
     else:
-        given = {
+        arguments = {
             "data_source": problem.metadata.get("data_source", task),
             "solution_str": response.text,
             "ground_truth": problem.answer,
             "extra_info": problem.metadata.get("extra_info", problem.metadata),
         }
-    return _accepted(function, given)
+    return _accepted(function, arguments)
 
 
 def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
     problems = [response.problem for response in responses]
     chat = bool(problems[0].messages)
     names = dict.fromkeys(name for problem in problems for name in problem.metadata)
-    given: dict[str, Any] = {name: [problem.metadata.get(name) for problem in problems] for name in names}
-    given |= {
+    columns: dict[str, Any] = {name: [problem.metadata.get(name) for problem in problems] for name in names}
+    columns |= {
         "prompts": [problem.chat if chat else problem.question for problem in problems],
         "completions": [
             [{"role": "assistant", "content": response.text}] if chat else response.text for response in responses
@@ -153,13 +153,13 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
         "completion_ids": [list(response.token_ids) for response in responses],
     }
     for name in _answer_names(function):
-        given.setdefault(name, [problem.answer for problem in problems])
-    given.setdefault("answer", [problem.answer for problem in problems])
-    missing = [name for name, p in _parameters(function).items() if _needed(p) and name not in given]
+        columns.setdefault(name, [problem.answer for problem in problems])
+    columns.setdefault("answer", [problem.answer for problem in problems])
+    missing = [name for name, p in _parameters(function).items() if _needed(p) and name not in columns]
     if missing:
-        there = ", ".join(name for name in given if name not in _TRL)
+        there = ", ".join(name for name in columns if name not in _TRL)
         raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}")
-    return _accepted(function, given)
+    return _accepted(function, columns)
 
 
 def _answer_names(function: Callable[..., Any]) -> list[str]:
@@ -167,11 +167,11 @@ def _answer_names(function: Callable[..., Any]) -> list[str]:
     return [name for name in ("solution", "ground_truth") if name in _parameters(function)]
 
 
-def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = _parameters(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -47,7 +47,9 @@ class Task:
         fits: which prompts are not too long. Raises `TaskError` for a prompt that begins with two system messages."""
         if not isinstance(self.source, Table):
             return self
-        return dataclasses.replace(self, source=self.source.shortened(lambda found: fits(self._behind_system(found))))
+        return dataclasses.replace(
+            self, source=self.source.shortened(lambda problems: fits(self._behind_system(problems)))
+        )
 
     def describe(self) -> str | None:
         """What a table's rows came down to; None for a built-in task."""

@@ -69,29 +69,29 @@ class Worker:
     def outcomes(self, responses: Sequence[Response]) -> list[Any]:
         """What the function says of each, in order. What it is not done with in time, and what it ends its process at,
         is a `Failure`."""
-        found: list[Any] = []
-        while len(found) < len(responses):
+        results: list[Any] = []
+        while len(results) < len(responses):
             self.start()
-            found += self._outcomes(responses[len(found) :])
-        return found
+            results += self._outcomes(responses[len(results) :])
+        return results
 
     def _outcomes(self, responses: Sequence[Response]) -> list[Any]:
         """All of them, or until one that ended the child, that one included."""
         assert self._pipe is not None
         limit = self.job.time_limit if self._one_by_one else self.job.time_limit + _GRACE
-        found: list[Any] = []
+        results: list[Any] = []
         try:
             self._pipe.send(list(responses))
-            while len(found) < len(responses):
+            while len(results) < len(responses):
                 if not self._pipe.poll(limit):
                     self.stop()
                     words = too_long(self.job.time_limit)
-                    return found + self._failed(words, responses[len(found) :])
-                found.append(self._pipe.recv())
+                    return results + self._failed(words, responses[len(results) :])
+                results.append(self._pipe.recv())
         except (EOFError, OSError):
             words = f"ended its process ({self._ending()})"
-            return found + self._failed(words, responses[len(found) :])
-        return found
+            return results + self._failed(words, responses[len(results) :])
+        return results
 
     def _failed(self, words: str, responses: Sequence[Response]) -> list[Any]:
         return [Failure(words)] * (1 if self._one_by_one and self._goes_on else len(responses))
@@ -132,12 +132,12 @@ class Workers:
         count = min(len(self._workers), len(responses))
         if count <= 1:
             return self._workers[0].outcomes(responses)
-        found: list[Any] = [None] * len(responses)
+        results: list[Any] = [None] * len(responses)
         with ThreadPoolExecutor(count) as threads:
             shares = threads.map(lambda n: self._workers[n].outcomes(responses[n::count]), range(count))
             for number, share in enumerate(shares):
-                found[number::count] = share
-        return found
+                results[number::count] = share
+        return results
 
 
 def _environment() -> dict[str, str]:

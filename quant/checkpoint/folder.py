@@ -174,9 +174,9 @@ def _header(file: Path) -> dict[str, list[int]]:
             raise ModelError(f"{str(file)!r} is no safetensors file, or cut short ({size} bytes); copy it again")
         try:
             tensors = json.loads(opened.read(length))
-            held = {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
-            ends = [tensor["data_offsets"][1] for tensor in held.values()]
-            shapes = {name: list(tensor["shape"]) for name, tensor in held.items()}
+            entries = {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
+            ends = [tensor["data_offsets"][1] for tensor in entries.values()]
+            shapes = {name: list(tensor["shape"]) for name, tensor in entries.items()}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
             raise ModelError(f"{str(file)!r} has a damaged header; copy it again") from error
     if 8 + length + max(ends, default=0) != size:

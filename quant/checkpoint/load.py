@@ -76,11 +76,11 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
 
 def _check_shapes(folder: Path, model: PreTrainedModel) -> None:
     """Of the tensors that file and architecture both name; the loader strips prefixes and stacks experts of others."""
-    held = tensor_shapes(folder) if weight_files(folder) else {}
+    stored = tensor_shapes(folder) if weight_files(folder) else {}
     wrong = [
-        f"tensor {name!r} is {held[name]} in its files and {list(tensor.shape)} by its config.json"
+        f"tensor {name!r} is {stored[name]} in its files and {list(tensor.shape)} by its config.json"
         for name, tensor in model.state_dict().items()
-        if name in held and held[name] != list(tensor.shape)
+        if name in stored and stored[name] != list(tensor.shape)
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

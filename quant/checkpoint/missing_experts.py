@@ -22,22 +22,22 @@ def expert_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     layout's names is left to the loader: it may be stored fused, or under a prefix the loader strips.
     """
     layers = [family_of(model.config.model_type).checkpoint_name(name) for name, _ in fused_experts(model)]
-    held = tensor_shapes(folder) if layers and weight_files(folder) else {}
+    stored = tensor_shapes(folder) if layers and weight_files(folder) else {}
     expected = {f"{name}.weight": shape for name, shape in weight_shapes(model).items()}
-    return [fault for layer in layers for fault in _layer_faults(layer, expected, held)]
+    return [fault for layer in layers for fault in _layer_faults(layer, expected, stored)]
 
 
-def _layer_faults(layer: str, expected: dict[str, tuple[int, int]], held: dict[str, list[int]]) -> list[str]:
+def _layer_faults(layer: str, expected: dict[str, tuple[int, int]], stored: dict[str, list[int]]) -> list[str]:
     one = re.compile(rf"{re.escape(layer)}\.\d+\.")
     mine = {name: shape for name, shape in expected.items() if one.match(name)}
-    found = [name for name in held if one.match(name)]
-    if not found:
+    present = [name for name in stored if one.match(name)]
+    if not present:
         return []
-    lacking = [f"{name!r} is missing" for name in mine if name not in held]
-    beyond = [f"{name!r} is of none of them" for name in found if name not in mine]
+    lacking = [f"{name!r} is missing" for name in mine if name not in stored]
+    beyond = [f"{name!r} is of none of them" for name in present if name not in mine]
     sizes = [
-        f"{name!r} is {held[name]} instead of {list(shape)}"
+        f"{name!r} is {stored[name]} instead of {list(shape)}"
         for name, shape in mine.items()
-        if name in held and held[name] != list(shape)
+        if name in stored and stored[name] != list(shape)
     ]
     return lacking + beyond + sizes

@@ -38,5 +38,5 @@ def nearest_names(pattern: str, names: Sequence[str]) -> str:
 
 def _decoder_layer(name: str) -> int | None:
     """The first number in a name ("model.layers.12.mlp.experts.3.up_proj" → 12); None for layers outside them."""
-    found = _DECODER_LAYER.match(name)
-    return int(found[1]) if found else None
+    match = _DECODER_LAYER.match(name)
+    return int(match[1]) if match else None

@@ -39,11 +39,11 @@ class Plan:
     @property
     def quantized(self) -> dict[str, list[str]]:
         """Scheme name → its layers, the main scheme first, then in order of appearance."""
-        found: dict[str, list[str]] = {self.main.name: []}
+        by_scheme: dict[str, list[str]] = {self.main.name: []}
         for layer, scheme in self.schemes.items():
             if scheme.quantization is not None:
-                found.setdefault(scheme.name, []).append(layer)
-        return {name: layers for name, layers in found.items() if layers}
+                by_scheme.setdefault(scheme.name, []).append(layer)
+        return {name: layers for name, layers in by_scheme.items() if layers}
 
     @property
     def bound(self) -> float:
@@ -121,11 +121,11 @@ def config_names(layers: Iterable[str]) -> list[str]:
 
     A model has thousands of expert layers, and readers compare every module with every entry.
     """
-    found = set()
+    names = set()
     for layer in layers:
         expert = _EXPERT.match(layer)
-        found.add(rf"re:{re.escape(expert[1])}\.\d+\.[^.]+$" if expert else layer)
-    return sorted(found)
+        names.add(rf"re:{re.escape(expert[1])}\.\d+\.[^.]+$" if expert else layer)
+    return sorted(names)
 
 
 def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerRule]:
@@ -136,17 +136,17 @@ def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerR
             scheme = get_scheme(rule.scheme)
         except SchemeError as error:
             raise SchemeError(f"layer rule '{rule}': {error}") from error
-        found = matching(rule.match, names)
+        matched = matching(rule.match, names)
         if rule.decoder_layers:  # these count decoder layers; what a scheme protects in them stays protected
-            found = [n for n in found if scheme.quantization is None or not scheme.leaves_alone(n)]
-        if not found:
+            matched = [n for n in matched if scheme.quantization is None or not scheme.leaves_alone(n)]
+        if not matched:
             raise SchemeError(f"layer rule '{rule}' matches no layer of the model; {nearest_names(rule.match, names)}")
-        new = [name for name in found if name not in taken]
+        new = [name for name in matched if name not in taken]
         if not new:
-            earlier = ", ".join(f"'{r}'" for r in dict.fromkeys(taken[name] for name in found))
+            earlier = ", ".join(f"'{r}'" for r in dict.fromkeys(taken[name] for name in matched))
             raise SchemeError(
                 f"layer rule '{rule}' changes nothing: the first rule that matches decides, and {earlier} comes "
-                f"before it for all {len(found)} layers it matches; move it forward or remove it"
+                f"before it for all {len(matched)} layers it matches; move it forward or remove it"
             )
         taken.update(dict.fromkeys(new, rule))
     return taken
@@ -178,10 +178,10 @@ def _refuse_split(
         for part in parts:
             first.setdefault(schemes[part].name, part)
         if len(first) > 1:
-            told = ", ".join(f"{part!r} takes {name!r} {_by(taken.get(part))}" for name, part in first.items())
+            conflicts = ", ".join(f"{part!r} takes {name!r} {_by(taken.get(part))}" for name, part in first.items())
             leaves = "|".join(dict.fromkeys(re.escape(part.rpartition(".")[2]) for part in parts))
             raise SchemeError(
-                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {told}; "
+                f"the engine multiplies {fused!r} as one, so its {len(parts)} layers need one scheme, but {conflicts}; "
                 rf"match all of them (for example re:.*\.({leaves})$) or none"
             )
 

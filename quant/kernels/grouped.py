@@ -47,10 +47,10 @@ def grouped_experts(shape: ExpertsShape, weights: LowBitExperts) -> GroupedExper
     """The grouped operator for these experts; None where torch has none."""
     if weights.stacks is None:
         return None
-    made = [_multiply(stack, shape.experts) for stack in weights.stacks]
-    if made[0] is None or made[1] is None:
+    products = [_multiply(stack, shape.experts) for stack in weights.stacks]
+    if products[0] is None or products[1] is None:
         return None
-    (name, gate_up), (_, down) = made[0], made[1]
+    (name, gate_up), (_, down) = products[0], products[1]
     return GroupedExperts(name, gate_up, down, shape)
 
 
@@ -59,8 +59,8 @@ def _multiply(stack: LowBitWeight, experts: int) -> tuple[str, GroupedMultiply] 
     codes = stack.codes.view(experts, -1, stack.shape[1]).transpose(1, 2)
     if stack.scale is None:
         return ("grouped_mm", _grouped_mm(codes)) if codes.dtype == torch.bfloat16 else None
-    wide = stack.scale.dtype == torch.float32  # of a float32 learner: the operator returns bfloat16 alone
-    if stack.scheme.name == "fp8" and not wide and _has_scaled_grouped_mm(codes.device):
+    in_fp32 = stack.scale.dtype == torch.float32  # of a float32 learner: the operator returns bfloat16 alone
+    if stack.scheme.name == "fp8" and not in_fp32 and _has_scaled_grouped_mm(codes.device):
         return "_scaled_grouped_mm", _scaled_grouped_mm(stack, codes, experts)
     return None
 

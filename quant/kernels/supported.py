@@ -61,22 +61,22 @@ def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False)
     Leaves torch's random state alone.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = get_scheme(scheme)
+    resolved = get_scheme(scheme)
     columns = _SHAPE[1]
     x = torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device).cos().view(_TOKENS, columns).to(dtype)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            kernel, y = (_multiply_experts if experts else _multiply)(x, found, family)
+            kernel, y = (_multiply_experts if experts else _multiply)(x, resolved, family)
     except KernelError as error:
         return Support("", str(error).removeprefix(f"layer {_EXPERTS if experts else _LAYER!r}: "))
     except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:  # what vLLM refuses with
-        return Support("", _in_words(found, error))
+        return Support("", _in_words(resolved, error))
     except Exception as error:  # what nobody foresaw: one scheme's reason, never the end of the question
-        return Support("", f"{type(error).__name__}: {_in_words(found, error)}")
+        return Support("", f"{type(error).__name__}: {_in_words(resolved, error)}")
     if not torch.isfinite(y).all():
         return Support("", f"{kernel} returned NaN or infinity for a small layer")
-    reason = _other_arithmetic(found, kernel)
+    reason = _other_arithmetic(resolved, kernel)
     return Support("" if reason else kernel, reason)
 
 
@@ -88,9 +88,9 @@ def kept_support(scheme: str, dtype: torch.dtype, family: str, experts: bool = F
     kept = read_answer("support", question)
     if isinstance(kept, dict) and kept.keys() == {"kernel", "reason"}:
         return Support(**kept)
-    found = support(scheme, dtype, family, experts)
-    keep_answer("support", question, dataclasses.asdict(found))
-    return found
+    result = support(scheme, dtype, family, experts)
+    keep_answer("support", question, dataclasses.asdict(result))
+    return result
 
 
 def _multiply(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from enum import Enum
 
 import torch
 
@@ -10,7 +11,6 @@ from qarl.quant.layers.gradients import Gradients
 from qarl.quant.schemes import SchemeError
 
 
-class LayerContext:
 class Forward(Enum):
     """What a forward multiplies. LEARNER: what is learned by: the codes of an aligned learner, else its masters in its
     compute dtype. PUBLISHED: the codes, in the engine's dtype. UNQUANTIZED: the masters, cast to the engine's dtype."""
@@ -20,6 +20,7 @@ class Forward(Enum):
     UNQUANTIZED = "unquantized"
 
 
+class LayerContext:
     """How the layers of one model compute.
 
     dtype: the engine's compute dtype: of activations, embeddings, norms, and of the scales that are published.
@@ -28,8 +29,7 @@ class Forward(Enum):
     still made for publishing). compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the
     backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
     engine: the running engine's own layers, to multiply with instead of `kernel`'s; they hold each version before it is
-    used. keeps_codes: whether layers keep a version's codes, or make them again from the masters each time they are
-    asked for, which lasts as long as their use.
+    used. keeps_codes: cache codes per version; if False, recompute them at every use (slower, less memory).
 
     Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
     run here.
@@ -81,7 +81,7 @@ class Forward(Enum):
         try:
             yield
         finally:
-            self.compute_dtype = own
+            self.forward = before
 
     @contextlib.contextmanager
     def own_products(self) -> Iterator[None]:

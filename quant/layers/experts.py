@@ -143,7 +143,7 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         experts: RoutedLowBitExperts = ctx.experts
         weights, index, *kept = ctx.saved_tensors
-        dmasters, given = _master_gradients(experts, ctx.needs_input_grad[2:4])
+        dmasters, returned_gradients = _master_gradients(experts, ctx.needs_input_grad[2:4])
         dfactors = [
             () if a is None else tuple(torch.zeros_like(f, dtype=torch.float32) for f in (a.lora_A, a.lora_B))
             for a in experts.adapters
@@ -153,7 +153,7 @@ class _StraightThrough(torch.autograd.Function):
         dx, dweights = gradients_of(experts, multiplied_input(kept), weights, index, dy, dmasters, dfactors)
         returned = [
             None if gradient is None else experts.context.gradients.delivered(master, gradient)
-            for master, gradient in zip(experts.masters, given, strict=True)
+            for master, gradient in zip(experts.masters, returned_gradients, strict=True)
         ]
         return dx.to(experts.context.forward_dtype), dweights, *returned, None, None, None, *dfactors[0], *dfactors[1]
 
@@ -250,7 +250,7 @@ def _master_gradients(
         torch.zeros(whole_shape(master), device=master.device) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, placed, strict=True)
     ]
-    return [total if given is None else given for total, given in zip(placed, returned, strict=True)], returned
+    return [total if own is None else own for total, own in zip(placed, returned, strict=True)], returned
 
 
 class _Gradients:

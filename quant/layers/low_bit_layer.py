@@ -80,7 +80,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
     @torch.no_grad()
     def recast(self) -> None:
-        """Cast an unaligned layer's masters anew, to a compute dtype that has changed."""
+        """Cast an unaligned layer's masters anew, to the dtype of a forward that has changed."""
         if not self.context.aligned:
             self._plain = None
             self._plain = self._cast()

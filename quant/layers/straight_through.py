@@ -46,17 +46,17 @@ def add_weight_gradient(
     compute dtype or low bits."""
     unscale = 1.0 / gradients.scale
     if dy.is_cuda and dy.dtype != torch.float32:
-        dy_rows, wide = _operands(dy, x)
-        rows = max(1, LARGEST_PRODUCT // wide.shape[1])
+        dy_rows, x_fp32 = _operands(dy, x)
+        rows = max(1, LARGEST_PRODUCT // x_fp32.shape[1])
         for into, part in zip(total.split(rows), dy_rows.split(rows), strict=True):
-            into.add_(product_in_fp32(part, wide), alpha=unscale)
+            into.add_(product_in_fp32(part, x_fp32), alpha=unscale)
         return
     whole = dy.is_cuda or dy.dtype == x.dtype == torch.float32
     tokens, rows = (max(1, dy.shape[0]), dy.shape[1]) if whole else (_TOKENS, _BLOCK // _TOKENS)
     for dy_part, x_part in zip(dy.split(tokens), x.split(tokens), strict=True):
-        wide = x_part.dequantized(torch.float32) if isinstance(x_part, LowBitActivation) else x_part.to(torch.float32)
+        x_fp32 = x_part.dequantized(torch.float32) if isinstance(x_part, LowBitActivation) else x_part.to(torch.float32)
         for into, part in zip(total.split(rows), dy_part.split(rows, dim=1), strict=True):
-            into.addmm_(part.to(torch.float32).t(), wide, alpha=unscale)
+            into.addmm_(part.to(torch.float32).t(), x_fp32, alpha=unscale)
 
 
 def _operands(dy: torch.Tensor, x: torch.Tensor | LowBitActivation) -> tuple[torch.Tensor, torch.Tensor]:

@@ -131,6 +131,6 @@ def _fp8_groups(grouped: torch.Tensor) -> LowBitActivation:
 def _e2m1_groups(grouped: torch.Tensor, global_scale: float | None) -> LowBitActivation:
     assert global_scale == 1.0, "with another factor scale and zero groups need it in every formula below"
     scale = (grouped.abs().amax(dim=-1) * (1.0 / FP4_MAX)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn)
-    wide = scale.to(torch.float32)
-    inverse = torch.where(wide == 0, 0.0, wide.reciprocal())
+    fp32 = scale.to(torch.float32)
+    inverse = torch.where(fp32 == 0, 0.0, fp32.reciprocal())
     return LowBitActivation(fp4.encode((grouped * inverse.unsqueeze(-1)).flatten(-2)), scale)

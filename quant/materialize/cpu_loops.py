@@ -45,9 +45,9 @@ def _value(typing: Any, bits: Any) -> Any:
     """float32 of uint32 float32 bits, or of uint16 bfloat16 bits."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, wide = args[0], ir.IntType(32)
+        word, int32 = args[0], ir.IntType(32)
         if word.type.width == 16:
-            word = builder.shl(builder.zext(word, wide), ir.Constant(wide, 16))
+            word = builder.shl(builder.zext(word, int32), ir.Constant(int32, 16))
         return builder.bitcast(word, ir.FloatType())
 
     return types.float32(bits), build

@@ -62,10 +62,10 @@ def quantize_nvfp4(
     global_scale = (FP8_MAX * FP4_MAX / absmax.clamp_min(smallest)).nan_to_num(posinf=1.0).to(torch.float32).view(1)
     low, high = torch.aminmax(grouped, dim=-1)
     scale = (global_scale * (torch.maximum(high, -low) / FP4_MAX)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    wide = scale.to(torch.float32)
-    wide = wide.masked_fill(wide == 0, _SMALLEST_SCALE)
-    codes = encode((grouped / (wide / global_scale).unsqueeze(-1)).view(weight.shape))
-    return codes, wide.to(torch.float8_e4m3fn), global_scale
+    fp32 = scale.to(torch.float32)
+    fp32 = fp32.masked_fill(fp32 == 0, _SMALLEST_SCALE)
+    codes = encode((grouped / (fp32 / global_scale).unsqueeze(-1)).view(weight.shape))
+    return codes, fp32.to(torch.float8_e4m3fn), global_scale
 
 
 def quantize_mxfp4(weight: torch.Tensor, scheme: Scheme, layer: str) -> tuple[torch.Tensor, torch.Tensor]:

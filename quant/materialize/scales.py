@@ -52,9 +52,9 @@ def absmax(values: torch.Tensor) -> torch.Tensor:
 
 def finite_absmax(values: torch.Tensor, layer: str) -> torch.Tensor:
     """`absmax`. Raises `PrecisionError` where it is not finite."""
-    found = absmax(values)
-    check_finite(found, layer)
-    return found
+    maxima = absmax(values)
+    check_finite(maxima, layer)
+    return maxima
 
 
 def stored_scale(absmax: torch.Tensor, half_range: float, dtype: torch.dtype) -> torch.Tensor:

@@ -82,8 +82,8 @@ class LowBitWeight:
         assert self.scale is not None
         if self.scale.dtype == torch.uint8:
             return fp4.power_of_two(self.scale)
-        wide = self.scale.to(torch.float32)
-        return wide if self.global_scale is None else wide / self.global_scale
+        fp32 = self.scale.to(torch.float32)
+        return fp32 if self.global_scale is None else fp32 / self.global_scale
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]."""

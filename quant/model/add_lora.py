@@ -61,7 +61,7 @@ def adapted_weights(shapes: Mapping[str, tuple[int, int]], model_type: str, conf
 def _matched(targets: Sequence[str], layers: Sequence[str]) -> list[str]:
     """The layers that targets match; all that can be adapted where there are none."""
     free = [layer for layer in layers if not is_protected(layer)]
-    found = [] if targets else free
+    matched = [] if targets else free
     for target in targets:
         new = matching(target, free)
         if not new and matching(target, layers):
@@ -73,8 +73,8 @@ def _matched(targets: Sequence[str], layers: Sequence[str]) -> list[str]:
             raise LoraError(
                 f"LoRA target {target!r} matches no linear layer of the model; {nearest_names(target, free)}"
             )
-        found += new
-    return found
+        matched += new
+    return matched
 
 
 def _weight_of(layer: str, names: ExpertLayout | None) -> str:

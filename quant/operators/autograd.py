@@ -38,10 +38,10 @@ class RMSNorm(torch.autograd.Function):
         if weight.dtype == x.dtype and rounding.rounds_as_cuda(x):  # the engine's kernels take no other (Gemma's)
             ctx.save_for_backward(x, weight)
             return rounding.cuda_norm(x, weight, epsilon, added)
-        wide = x.to(torch.float32)
-        inverse = rounding.inverse_rms(wide, epsilon)
+        fp32 = x.to(torch.float32)
+        inverse = rounding.inverse_rms(fp32, epsilon)
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(weight.dtype) * weight
+        return (fp32 * inverse).to(weight.dtype) * weight
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
@@ -89,9 +89,9 @@ class Rotate(torch.autograd.Function):
 
 def _rotate_back(dx: torch.Tensor, dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """x · cos + (-x₂, x₁) · sin is linear in x: dx = dy · cos + (z₂, -z₁) with z = dy · sin."""
-    wide = dy.to(torch.float32)
-    first, second = (wide * sin.float().unsqueeze(-2)).chunk(2, dim=-1)
-    dx.copy_((wide * cos.float().unsqueeze(-2)).add_(torch.cat((second, -first), dim=-1)))
+    fp32 = dy.to(torch.float32)
+    first, second = (fp32 * sin.float().unsqueeze(-2)).chunk(2, dim=-1)
+    dx.copy_((fp32 * cos.float().unsqueeze(-2)).add_(torch.cat((second, -first), dim=-1)))
 
 
 class Gated(torch.autograd.Function):

@@ -138,11 +138,11 @@ class EngineDecoderLayer(nn.Module):
         sequences: see `EngineAttention`. The other keywords of a transformers decoder layer (mask, cache) do not apply
         to whole causal sequences.
         """
-        given = (hidden_states, *position_embeddings, sequences)
+        arguments = (hidden_states, *position_embeddings, sequences)
         if not (self._context.checkpointing and torch.is_grad_enabled()):
-            return self._layer(*given)
+            return self._layer(*arguments)
         # Nothing here is random. The output is the same bits: codes and kernels stay those of one weight version.
-        return checkpoint(self._layer, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+        return checkpoint(self._layer, *arguments, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
     def _layer(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sequences: Sequences | None

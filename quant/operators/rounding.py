@@ -54,10 +54,10 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
         from qarl.quant.kernels.vllm_operators import rotary_embedding
 
         return rotary_embedding(x, cos, sin)
-    wide = x.to(torch.float32)
-    first, second = wide.chunk(2, dim=-1)
+    fp32 = x.to(torch.float32)
+    first, second = fp32.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (wide * cos.float().unsqueeze(-2) + turned * sin.float().unsqueeze(-2)).to(x.dtype)
+    return (fp32 * cos.float().unsqueeze(-2) + turned * sin.float().unsqueeze(-2)).to(x.dtype)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: nn.Module) -> torch.Tensor:

@@ -64,7 +64,7 @@ def surroundings() -> dict[str, Any]:
     return {
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET},
         "python": platform.python_version(),
-        "libraries": {name: found for name in _LIBRARIES if (found := installed(name))},
+        "libraries": {name: version for name in _LIBRARIES if (version := installed(name))},
         "code": _code(),
         "cpu": _cpu(),
         "gpus": [_text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],

@@ -22,7 +22,7 @@ from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
 from qarl.rollout.servers.client import CONTROL_SECONDS, Server, in_background
-from qarl.rollout.servers.publish import Sent, held_digests, publish_files, seconds_of
+from qarl.rollout.servers.publish import PublishTimings, held_digests, publish_files, seconds_of
 from qarl.rollout.servers.replicas import Replicas, all_of
 from qarl.rollout.servers.sender import VersionSender
 from qarl.rollout.servers.versions import Version
@@ -68,7 +68,7 @@ class ServerEngine:
         at_end: Callable[[], None] = lambda: None,
     ):
         self.weight_version = 0
-        self.sent: Sent | None = None
+        self.sent: PublishTimings | None = None
         self._labels: dict[str, int] = {}
         self._claims: set[Server] = set()
         self._settled = asyncio.Event()
@@ -86,7 +86,7 @@ class ServerEngine:
         self._replicas = Replicas(servers, options.max_num_seqs)
         try:
             for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
-                self._wait(all_of(self._replicas.tried(server, step) for server in servers))
+                self._wait(all_of(self._replicas.with_retries(server, step) for server in servers))
             self._tokenizer = load_tokenizer(checkpoint)
         except BaseException:
             self.close()
@@ -127,16 +127,16 @@ class ServerEngine:
         """See `Engine.load`. The stream is written once and read by every server; requests under way end first, or go
         on by it (`in_flight`). A process that does not publish returns what it would have sent. Raises `DeltaError` for
         a stream of other tensors than the one before."""
-        self._wait(self._settle(False))
+        self._wait(self._set_publish_complete(False))
         if self._publishes:
             report, digest = self._published(stream, version)
         else:
-            self._wait(self._replicas.take_back(self._answering))
+            self._wait(self._replicas.readmit(self._answering))
             report, digest = self._counted(stream)
         if report.digest == digest and not report.unconsumed and not report.missing:
             self.weight_version = version
             self._labels = (self._labels if self._in_flight else {}) | {_label(version, digest): version}
-            self._wait(self._settle(True))
+            self._wait(self._set_publish_complete(True))
         return report
 
     def shared_layers(self) -> None:
@@ -160,8 +160,8 @@ class ServerEngine:
     def _published(self, stream: Iterable[LowBitTensor], version: int) -> tuple[LoadReport, str]:
         """What the servers loaded, and the digest of what was written."""
         try:
-            held, begun = self._wait(self._held()), time.perf_counter()
-            written = self._sender.write(stream, version, held)
+            digests, begun = self._wait(self._held()), time.perf_counter()
+            written = self._sender.write(stream, version, digests)
             self._expect_pause(written.tensor_bytes)
             report = self._wait(self._to_all(written, begun))
         except EngineError as error:
@@ -184,7 +184,7 @@ class ServerEngine:
 
     async def _held(self) -> list[str | None]:
         """What servers hold, those taken back too."""
-        await self._replicas.take_back(self._answering, self._claimed)
+        await self._replicas.readmit(self._answering, self._claimed)
         return await held_digests(self._replicas)
 
     async def _to_all(self, written: Version, begun: float) -> LoadReport:
@@ -192,7 +192,7 @@ class ServerEngine:
         be written."""
         label, keeps = _label(written.version, written.digest), self._sender.keeps
 
-        async def publish(written: Version) -> tuple[LoadReport, Sent]:
+        async def publish(written: Version) -> tuple[LoadReport, PublishTimings]:
             wrote = time.perf_counter() - begun
             return await publish_files(self._replicas, written, label, keeps, self._in_flight, self._sends_as, wrote)
 
@@ -250,7 +250,7 @@ class ServerEngine:
             labels = {label: version for label, version in self._labels.items() if version >= oldest}
             return read_completion(answer, url, labels)
 
-        return await self._replicas.asked(bodies, read)
+        return await self._replicas.dispatch(bodies, read)
 
     async def _scored(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         salt, labels = self._salt, {self._salt: self.weight_version}
@@ -260,9 +260,9 @@ class ServerEngine:
 
         return await all_of(one(sequence) for sequence in sequences)
 
-    async def _settle(self, settled: bool) -> None:
+    async def _set_publish_complete(self, complete: bool) -> None:
         """Whether what is sampled now is of the version published last; in the requests' own thread."""
-        if settled:
+        if complete:
             self._replicas.all_are_current()
             self._settled.set()
         else:

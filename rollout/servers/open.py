@@ -23,7 +23,7 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     assert servers is not None
     seconds, full_every, in_flight = rollout.server_seconds, rollout.server_full_every, rollout.max_staleness > 1
     over_http = rollout.server_transfer == "http"
-    learner, publishes = run_name(run), not options.several or _is_first()
+    learner, publishes = run_name(run), not options.multi_process or _is_first()
     folder = Path(rollout.server_folder) / _folder_name(run, learner) if rollout.server_folder else run / "versions"
     # Answers are many small objects, which have garbage collected at each call: it need not walk all that was loaded.
     gc.collect()

@@ -30,7 +30,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
 
 
 @dataclass(frozen=True)
-class Sent:
+class PublishTimings:
     """What a publish took. bytes: of the files. whole: not as a delta. write, send, stage, pause: seconds; the first is
     the run's own, in the others all servers are at it together; in `pause` the slowest samples nothing."""
 
@@ -44,7 +44,7 @@ class Sent:
 
 async def publish_files(
     replicas: Replicas, version: Version, label: str, keep: bool, in_flight: bool, run: str | None, write: float
-) -> tuple[LoadReport, Sent]:
+) -> tuple[LoadReport, PublishTimings]:
     """Have all servers take a version; `label` is what they say sampled a token from then on. keep: whether they are to
     hold it, for the next to be a delta from. in_flight: whether requests under way go on by it. run: as which the files
     are sent; None where servers see them. write: seconds it took to write them. Returns what the servers loaded, or,
@@ -67,7 +67,7 @@ async def publish_files(
         times.append(clock())
     send, stage, *pause = (late - early for early, late in pairwise(times))
     whole = version.base is None
-    return report, Sent(version.bytes, whole=whole, write=write, send=send, stage=stage, pause=sum(pause))
+    return report, PublishTimings(version.bytes, whole=whole, write=write, send=send, stage=stage, pause=sum(pause))
 
 
 async def held_digests(replicas: Replicas) -> list[str | None]:

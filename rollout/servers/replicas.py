@@ -46,7 +46,9 @@ class Replicas:
         """What the step returns of each present server, all at once. Raises `EngineError` naming those that failed at
         it, each try of all."""
         servers = self._some()
-        outcomes = await asyncio.gather(*(self.tried(server, step) for server in servers), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(self.with_retries(server, step) for server in servers), return_exceptions=True
+        )
         failed: list[BaseException] = []
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, LostServerError):
@@ -58,7 +60,7 @@ class Replicas:
         self._some()
         return {s: o for s, o in zip(servers, outcomes, strict=True) if not isinstance(o, BaseException)}
 
-    async def tried(self, server: Server, step: Callable[[Server], Awaitable[T]]) -> T:
+    async def with_retries(self, server: Server, step: Callable[[Server], Awaitable[T]]) -> T:
         """What the step returns of one server, tried again where an answer cannot be used. Raises `LostServerError`
         where they broke off each time."""
         for attempt in range(1, TRIES):
@@ -72,7 +74,7 @@ class Replicas:
         except BrokenAnswerError as error:
             raise LostServerError(str(error)) from error
 
-    async def asked(
+    async def dispatch(
         self, bodies: Sequence[tuple[int, dict[str, Any]]], read: Callable[[Any, str], Awaitable[T]]
     ) -> list[T]:
         """What `read` makes of the answers to requests for tokens. bodies: each with the number of the server that is
@@ -106,9 +108,9 @@ class Replicas:
         self._name_the_slow(last)
         return answers
 
-    async def take_back(self, *steps: Callable[[Server], Awaitable[None]]) -> None:
-        """Have those that were left out and go through all steps without an `EngineError`, for the publish that comes:
-        until `all_are_current` they are asked for no tokens."""
+    async def readmit(self, *steps: Callable[[Server], Awaitable[None]]) -> None:
+        """Readmit lost servers that pass every step. They receive the next publish and sample only after it
+        (`all_are_current`)."""
 
         async def back(server: Server) -> None:
             try:

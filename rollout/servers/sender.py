@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from qarl.quant.delta import HeldVersion
+from qarl.quant.delta import VersionCache
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.servers.versions import Version, remove_versions, write_delta, write_version
 
@@ -19,25 +19,25 @@ class VersionSender:
         self._folder = folder
         self._full_every = full_every
         self._deltas = 0
-        self._held: HeldVersion | None = None
+        self._held: VersionCache | None = None
 
     @property
     def keeps(self) -> bool:
         """Whether the next version may be a delta, from a version that servers then have to hold."""
         return self._full_every > 1
 
-    def write(self, stream: Iterable[LowBitTensor], version: int, held: Collection[str | None]) -> Version:
+    def write(self, stream: Iterable[LowBitTensor], version: int, digests: Collection[str | None]) -> Version:
         """Write a version as a delta where every server holds the one before, else whole; whole too where that is
-        smaller, or due. held: the digest of what each server holds, None for nothing. Raises `EngineError` where the
+        smaller, or due. digests: the digest of what each server holds, None for nothing. Raises `EngineError` where the
         disk refuses, `DeltaError` where the stream has other tensors than the one before; the next one is whole then.
         """
         if not self.keeps:
             return write_version(stream, self._folder, version)
         base, self._held = self._held, None  # neither one version nor the other until all of it is read
-        if base is None or self._deltas + 1 >= self._full_every or set(held) != {base.digest}:
-            self._held = HeldVersion(version, stream, over=base)
+        if base is None or self._deltas + 1 >= self._full_every or set(digests) != {base.digest}:
+            self._held = VersionCache(version, stream, reuse=base)
             return self.write_whole()
-        base_digest, delta = base.digest, base.advance(version, stream)
+        base_digest, delta = base.digest, base.make_delta(version, stream)
         self._held = base
         if len(delta) >= base.bytes:
             return self.write_whole()

@@ -18,7 +18,7 @@ from typing import Any
 
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.receive import FOLDER_VARIABLE
-from qarl.rollout.types import Served
+from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.rollout.vllm.plugin import FILE_TRANSFER
 from qarl.rollout.vllm.serve import server_command
@@ -42,7 +42,7 @@ _PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
-class Started:
+class ServerProcess:
     """A replica that was started. log: what it printed. received: folder of versions that it is sent."""
 
     url: str
@@ -54,7 +54,7 @@ class Started:
 def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]) -> list[str]:
     """The command of one replica on a checkpoint, for the environment `replica_environment`. more: options of vLLM's,
     which win."""
-    served = Served(
+    served = ServerSpec(
         folder=checkpoint,
         name="policy",
         dtype=options.dtype,
@@ -91,12 +91,12 @@ def start_replicas(
     host: str = LOOPBACK,
     more: Sequence[str] = (),
     devices: int = 1,
-) -> list[Started]:
+) -> list[ServerProcess]:
     """Start a replica on each port, and wait until all answer; they end with this process. key: that they are to ask
     for, None for none. logs: folder for what they print, and for versions that they are sent. more: options of vLLM's,
     which win. devices: GPUs each has to itself. Raises `EngineError` where one ends or does not answer within
     `seconds`."""
-    started: list[Started] = []
+    started: list[ServerProcess] = []
     logs.mkdir(parents=True, exist_ok=True)
     try:
         for number, port in enumerate(ports):
@@ -111,7 +111,9 @@ def start_replicas(
                     start_new_session=True,
                     preexec_fn=_end_with_the_parent,
                 )
-            started.append(Started(f"http://{f'[{host}]' if ':' in host else host}:{port}", process, log, received))
+            started.append(
+                ServerProcess(f"http://{f'[{host}]' if ':' in host else host}:{port}", process, log, received)
+            )
         deadline = time.monotonic() + seconds
         for replica in started:
             wait_until_ready(replica, deadline)
@@ -137,7 +139,7 @@ def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in own)}
 
 
-def wait_until_ready(replica: Started, deadline: float) -> None:
+def wait_until_ready(replica: ServerProcess, deadline: float) -> None:
     """Return when it answers. Raises `EngineError` with the end of its log where it ends first, or at the deadline."""
     while True:
         with suppress(OSError), urllib.request.urlopen(f"{replica.url}/health", timeout=5):
@@ -150,7 +152,7 @@ def wait_until_ready(replica: Started, deadline: float) -> None:
         time.sleep(0.2)
 
 
-def stop_replicas(replicas: Sequence[Started]) -> None:
+def stop_replicas(replicas: Sequence[ServerProcess]) -> None:
     """End them and what they started, and remove what they were sent."""
     for replica in replicas:
         replica.process.terminate()

@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from qarl.configs.files import written_aside
-from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
@@ -91,19 +91,19 @@ class Version:
             except (SafetensorError, OSError, RuntimeError) as error:
                 raise ValueError(f"{file} of {str(self.folder)!r} cannot be read: {error}") from error
 
-    def received(self, tensor_bytes: int, held: HeldVersion | None) -> tuple[HeldVersion, tuple[str, ...]]:
-        """The version in host memory, and the names of the tensors that changed: made of `held` where this is a delta,
-        which is this version then, and in its memory where this is whole. tensor_bytes: of the version that was
+    def received(self, tensor_bytes: int, cached: VersionCache | None) -> tuple[VersionCache, tuple[str, ...]]:
+        """The version in host memory, and the names of the tensors that changed: made of `cached` where this is a
+        delta, which is this version then, and in its memory where this is whole. tensor_bytes: of the version that was
         announced. Raises `ValueError` for files that are none of a version or hold more than that, `DeltaError` where a
-        delta does not fit; `held` is what it was then, unless this is whole."""
+        delta does not fit; `cached` is what it was then, unless this is whole."""
         if self.tensor_bytes != tensor_bytes:
             raise ValueError(f"{str(self.folder)!r} has {self.tensor_bytes} bytes of tensors, not {tensor_bytes}")
         if self.base is None:
-            version = HeldVersion(self.version, self.tensors(), over=held)
+            version = VersionCache(self.version, self.tensors(), reuse=cached)
             return version, tuple(item.name for item in version.tensors())
-        if held is None:
+        if cached is None:
             raise DeltaError(f"it is from version {self.base}, and none is held here; send the whole version")
-        return held, held.apply(read_delta(self), self.version, self.digest)
+        return cached, cached.apply(read_delta(self), self.version, self.digest)
 
 
 def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) -> Version:
@@ -119,7 +119,7 @@ def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) ->
     return _write(parent, version, write)
 
 
-def write_delta(delta: bytes, parent: Path, version: HeldVersion, base: str) -> Version:
+def write_delta(delta: bytes, parent: Path, version: VersionCache, base: str) -> Version:
     """As `write_version`, what makes `version` of the one of digest `base`."""
 
     def write(folder: Path) -> dict[str, object]:
@@ -174,12 +174,12 @@ def _read(file: Path, most: int) -> bytes:
 
 def _size(file: Path, most: int) -> int:
     """Of a plain file, in bytes. Raises `ValueError` for links, pipes and devices, and for more bytes than that."""
-    found = file.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{str(file)!r} is no plain file")
-    if found.st_size > most:
-        raise ValueError(f"{str(file)!r} has {found.st_size} bytes, more than the {most} that it may have")
-    return found.st_size
+    if status.st_size > most:
+        raise ValueError(f"{str(file)!r} has {status.st_size} bytes, more than the {most} that it may have")
+    return status.st_size
 
 
 def remove_versions(parent: Path, but: int | None = None) -> None:

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from qarl.quant.delta import HeldVersion
+from qarl.quant.delta import VersionCache
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.servers.versions import read_version
 from qarl.rollout.vllm.staging import Staged, stage, staging_refusal
@@ -52,7 +52,7 @@ class PublishedFiles(WeightTransferUpdateInfo):
 class StagedVersion:
     """version: whole, in host memory. layers: made beside the model's, None where the model cannot have that."""
 
-    version: HeldVersion
+    version: VersionCache
     report: LoadReport
     layers: Staged | None
 
@@ -67,7 +67,7 @@ class FileTransfer(WeightTransferEngine[LearnersRun, PublishedFiles]):
     supports_draft_weight_update = False
 
     learner = ""
-    held: HeldVersion | None = None
+    cached: VersionCache | None = None
     loaded: LoadReport | None = None
     torn = False
 
@@ -118,11 +118,11 @@ class FileTransfer(WeightTransferEngine[LearnersRun, PublishedFiles]):
         files = read_version(Path(announced.folder))
         if files.digest != announced.digest:
             raise ValueError(f"{announced.folder} holds a version of digest {files.digest}, not {announced.digest}")
-        held = self.held
+        cached = self.cached
         if files.base is None:
-            self.held = None  # it is written over
-        version, changed = files.received(announced.tensor_bytes, held)
-        self.held = None  # the model is still of the version before
+            self.cached = None  # it is written over
+        version, changed = files.received(announced.tensor_bytes, cached)
+        self.cached = None  # the model is still of the version before
         tensors = {item.name: item.tensor for item in version.tensors()}
         unconsumed, missing = compare_names(self.model, tensors)
         report = LoadReport(version.digest, len(tensors), unconsumed, missing)
@@ -150,14 +150,14 @@ class FileTransfer(WeightTransferEngine[LearnersRun, PublishedFiles]):
             )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self.held = staged.version if self._announced.keep else None
+        self.cached = staged.version if self._announced.keep else None
         self.start_weight_update()
 
     def shutdown(self) -> None:
         """The run is done with this server."""
         self.learner = ""
         self.start_weight_update()
-        self.held = None
+        self.cached = None
 
 
 def _fits(report: LoadReport, announced: PublishedFiles) -> bool:
@@ -172,7 +172,7 @@ class ServerExtension(WorkerExtension):
         transfer, config = self._transfer(), self.vllm_config
         return {
             "learner": transfer.learner,
-            "held": transfer.held and transfer.held.digest,
+            "held": transfer.cached and transfer.cached.digest,
             "staged": _plain(transfer.staged_already()),
             "loaded": _plain(transfer.loaded),
             "torn": transfer.torn,

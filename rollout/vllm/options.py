@@ -18,8 +18,8 @@ _SMALLEST_SHARE = 0.01
 class VllmOptions:
     """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib:
     size of the key/value cache in GiB. router_replay: return the experts that each token was routed to.
-    processed_logprobs: of sampled tokens at the temperature they are sampled at, not at 1. several: this process is one
-    of several, each with an engine of its own, and torch's process group is open.
+    processed_logprobs: of sampled tokens at the temperature they are sampled at, not at 1. multi_process: this
+    process is one of several, each with an engine of its own, and torch's process group is open.
     """
 
     dtype: str = "bfloat16"
@@ -30,11 +30,11 @@ class VllmOptions:
     enforce_eager: bool = True
     router_replay: bool = False
     processed_logprobs: bool = False
-    several: bool = False
+    multi_process: bool = False
 
 
-def vllm_options(rollout: RolloutConfig, dtype: str, several: bool) -> VllmOptions:
-    """The options that a run's `rollout` section and `dtype` stand for. several: see `VllmOptions`."""
+def vllm_options(rollout: RolloutConfig, dtype: str, multi_process: bool) -> VllmOptions:
+    """The options that a run's `rollout` section and `dtype` stand for. multi_process: see `VllmOptions`."""
     return VllmOptions(
         dtype=dtype,
         max_model_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
@@ -44,7 +44,7 @@ def vllm_options(rollout: RolloutConfig, dtype: str, several: bool) -> VllmOptio
         enforce_eager=rollout.enforce_eager,
         router_replay=rollout.router_replay,
         processed_logprobs=rollout.temperature != 1.0,
-        several=several,
+        multi_process=multi_process,
     )
 
 
@@ -91,7 +91,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "gpu_memory_utilization": _SMALLEST_SHARE,
         "enable_prefix_caching": options.prefix_caching,
         # Each engine is whole: tensor parallelism is 1. vLLM takes its place in the open group, no more.
-        "distributed_executor_backend": "external_launcher" if options.several else "uni",
+        "distributed_executor_backend": "external_launcher" if options.multi_process else "uni",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "enable_return_routed_experts": options.router_replay,

@@ -7,13 +7,13 @@ once ("No package metadata was found for vllm"), so the server's module is start
 import os
 import sys
 
-from qarl.rollout.types import Served
+from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import prepare_environment
 
 _MODULE = "vllm.entrypoints.openai.api_server"
 
 
-def server_command(served: Served, host: str, port: int, more: list[str]) -> list[str]:
+def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
     """The server's command line, for an environment that this prepares. more: options of vLLM's, which win."""
     prepare_environment()
     length = [] if served.max_model_len is None else ["--max-model-len", str(served.max_model_len)]
@@ -24,7 +24,7 @@ def server_command(served: Served, host: str, port: int, more: list[str]) -> lis
     ]  # fmt: skip
 
 
-def _cpu_arguments(served: Served) -> list[str]:
+def _cpu_arguments(served: ServerSpec) -> list[str]:
     """Where there is no GPU, as the run's engine had them. vLLM's compiled mode stops where torch.compile is off, as it
     is there; DeepSpeed's variable says that there is none without importing torch."""
     if os.environ.get("DS_ACCELERATOR") != "cpu":

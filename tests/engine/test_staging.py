@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.quant.delta import HeldVersion
+from qarl.quant.delta import VersionCache
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
@@ -71,11 +71,11 @@ def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
     """Contract: only layers that changed are made, the engine answers as before until the swap, and then as one that
     loaded the version whole; after several, as a fresh one. Blind spot: as of `test_publish`'s."""
     model, engine = running
-    sender, receiver = (HeldVersion(0, model.low_bit_tensors()) for _ in range(2))
+    sender, receiver = (VersionCache(0, model.low_bit_tensors()) for _ in range(2))
     made, answers = [], engine.logprobs(SEQUENCES)
     for version, part in enumerate(PARTS, 1):
         change(model, part, version)
-        changed = receiver.apply(sender.advance(version, model.low_bit_tensors()), version, sender.digest)
+        changed = receiver.apply(sender.make_delta(version, model.low_bit_tensors()), version, sender.digest)
         staged = engine.stage({item.name: item.tensor for item in receiver.tensors()}, changed)
         made.append(staged.layers)
         assert engine.logprobs(SEQUENCES) == answers

@@ -47,7 +47,7 @@ def test_the_aligned_learner_is_nearer_than_two_implementations(random_policy: C
     need(scheme, "vllm")
     options = MismatchOptions(random_policy(False), tuple({scheme} - {"bf16"}), ("bfloat16",), peak=12.0)
     row = next(row for row in measure(options) if (row.scheme, row.learner) == (scheme, "aligned"))
-    assert row.found.mean_abs_log_w <= get_scheme(scheme).bound and row.over_floor < 1.0, row
+    assert row.mismatch.mean_abs_log_w <= get_scheme(scheme).bound and row.over_floor < 1.0, row
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])

@@ -261,7 +261,7 @@ def test_what_cannot_be_packed_is_said():
     with pytest.raises(ConfigError, match=r"learner\.packing is true.*learner\.operators.*'engine'"):
         packs(plain, True)
     with pytest.raises(ConfigError, match=r"learner\.share_prompts is true.*not packed.*learner\.packing"):
-        shares_prompts(packed=False, asked=True, device=torch.device("cpu"))
+        shares_prompts(packed=False, setting=True, device=torch.device("cpu"))
     batch = batch_of()
     with pytest.raises(OperatorError, match="'transformers'"):
         token_logprobs(plain, batch.tokens, batch.response_mask, packed=batch.packed())

@@ -398,6 +398,6 @@ def test_the_schedule_scales_the_step(factor: float):
 def test_a_restraint_lowers_the_rate_alone():
     """Contract: half the rate is half the rate: masters as with the option `lr` halved."""
     restrained, slow = make_learner(optimizer={"lr": 1e-3}), make_learner(optimizer={"lr": 5e-4})
-    found = restrained.learn(batch_of(), 0, restraint=Restraint(rate=0.5))
+    found = restrained.learn(batch_of(), 0, restraint=Damping(rate=0.5))
     slow.learn(batch_of(), 0)
     assert found.lr == 5e-4 and all_equal(masters_of(restrained), masters_of(slow))

@@ -15,7 +15,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObjective, ratio_from
 from qarl.learner.learn_stats import LearnStats
-from qarl.learner.loss.aggregation import Totals, over_tokens
+from qarl.learner.loss.aggregation import BatchSize, over_tokens
 from qarl.learner.loss.corrections import correction
 from qarl.learner.loss.kl import kl_estimate
 from qarl.learner.loss.loss import LossInput, policy_loss
@@ -83,8 +83,8 @@ def gradient(loss: torch.Tensor, given: LossInput) -> torch.Tensor:
     return found
 
 
-def totals(given: LossInput) -> Totals:
-    return Totals(len(given.response_mask), int(given.response_mask.sum()))
+def totals(given: LossInput) -> BatchSize:
+    return BatchSize(len(given.response_mask), int(given.response_mask.sum()))
 
 
 def test_the_switch_has_every_objective_of_the_configuration():

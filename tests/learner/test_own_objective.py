@@ -8,7 +8,7 @@ import torch
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import load_config
 from qarl.configs.schema.objectives import TruncatedConfig
-from qarl.learner.loss.aggregation import Totals
+from qarl.learner.loss.aggregation import BatchSize
 from qarl.learner.loss.loss import LossInput, policy_loss
 from qarl.learner.objectives import find_objective
 from qarl.learner.objectives.own import ObjectiveError, own
@@ -31,7 +31,7 @@ def loss_of(code: str, folder: Path) -> float:
     file.write_text("import torch\nfrom qarl.learner.objectives import ObjectiveResult\n" + code)
     own.cache_clear()
     config = load_config(None, {**OWN, "learner.objective.function": f"{file}:objective"}).learner
-    return float(policy_loss(given(), config, Totals(2, 5)).loss.detach())
+    return float(policy_loss(given(), config, BatchSize(2, 5)).loss.detach())
 
 
 def test_the_examples_loss_is_the_one_computed_by_hand():
@@ -40,7 +40,7 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
     config = load_config(None, OWN).learner
     assert isinstance(config.correction, TruncatedConfig) and config.correction.name == "token_tis"
     inputs = given()
-    share = policy_loss(inputs, config, Totals(2, 5))
+    share = policy_loss(inputs, config, BatchSize(2, 5))
     assert inputs.old is not None
     weight = (inputs.old - inputs.sampler)[0].exp()
     by_hand = (weight * -inputs.current[0].detach()).mean() / 2

@@ -1,7 +1,6 @@
 """What a person sees of a run: the live panel before and after a step, at any width; lines without a terminal."""
 
 import io
-import json
 from dataclasses import fields
 
 import pytest

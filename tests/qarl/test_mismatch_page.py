@@ -13,7 +13,7 @@ from qarl.page.mismatch import FAULTY, POINTS, faulty_layers, findings, mismatch
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
-from qarl.report.layer_errors import LayerErrors, ScoredLearner
+from qarl.report.layer_errors import LayerDeviation, ScoredLearner
 from tests.support.learners import batch_of, random_model
 from tests.support.moe_models import CONFIGS, random_moe
 
@@ -84,7 +84,7 @@ def test_the_page_holds_what_was_measured():
         ScoredLearner(name, sampler, sampler + apart, np.full(3, POINTS), {"mean_abs": apart, "equal": 0.0, "k3": None})
         for name, apart in (("plain", 0.2), ("<b>aligned", 0.0))
     ]
-    layers = [LayerErrors(f"layer.{n}", 0.1, 1e-4 * (1 + FAULTY * (n == 7))) for n in range(20)]
+    layers = [LayerDeviation(f"layer.{n}", 0.1, 1e-4 * (1 + FAULTY * (n == 7))) for n in range(20)]
     page = mismatch_page("model <script>", findings(learners, layers, "kernels & more"), learners, layers)
     data = data_of(page)
     assert [figure["id"] for figure in data["figures"]] == [

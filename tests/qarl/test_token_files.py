@@ -82,7 +82,7 @@ def test_clipped_sequences_are_told_from_clipped_tokens(tmp_path: Path):
 def test_the_unquantized_policy_is_asked_about_what_is_kept(tmp_path: Path):
     """Contract: in a step that diagnoses, the completions of least and of most reward have the log-probs of the masters
     before the updates, by hand those of an unaligned learner; a step that does not, and a learner that is not aligned,
-    has none. Ages are each completion's update."""
+    has none. MismatchByAgeMeter are each completion's update."""
     rows, log, groups = recorded(tmp_path / "due", 2, diagnostics_every=1, dtype=torch.float32)
     plain, _ = make_learner(aligned=False, dtype=torch.float32).logprobs(log.batch)
     assert len(rows) == 4 and {row["age"] for row in rows} <= {0, 1}

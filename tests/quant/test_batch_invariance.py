@@ -135,15 +135,15 @@ def test_it_is_turned_on_where_the_backward_works(
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "0")  # put back at the end
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    bitwise.require_bitwise(config)
+    bitwise.enable_batch_invariance(config)
     assert not batch_invariant(), "CPUs have nothing to turn on"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if on:
-        bitwise.require_bitwise(config)
+        bitwise.enable_batch_invariance(config)
     else:
         with pytest.raises(ConfigError, match=r"capability 8\.0: below 9\.0 .* without a backward"):
-            bitwise.require_bitwise(config)
+            bitwise.enable_batch_invariance(config)
     assert batch_invariant() is on
 
 

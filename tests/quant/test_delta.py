@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl.quant import delta as module
-from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.digest import StreamDigest
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import SCHEMES, get_scheme
@@ -52,7 +52,7 @@ def altered(tensor: torch.Tensor, share: float, generator: torch.Generator) -> t
     return new
 
 
-def same(held: HeldVersion, tensors: Named) -> bool:
+def same(held: VersionCache, tensors: Named) -> bool:
     theirs = {item.name: item.tensor for item in held.tensors()}
     octets = [
         (theirs[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8)) for name, t in tensors.items()
@@ -88,10 +88,10 @@ def test_a_delta_makes_the_version_it_is_of(tensors: list[tuple[torch.dtype, lis
     version = {
         f"t{n}": random_bytes(dtype, tuple(shape), generator).view(shape) for n, (dtype, shape, _) in enumerate(tensors)
     }
-    sender, receiver = (HeldVersion(0, stream(version)) for _ in range(2))
+    sender, receiver = (VersionCache(0, stream(version)) for _ in range(2))
     for number in (1, 2):
         after = {f"t{n}": altered(version[f"t{n}"], share, generator) for n, (*_, share) in enumerate(tensors)}
-        delta = sender.advance(number, stream(after))
+        delta = sender.make_delta(number, stream(after))
         changed = receiver.apply(delta, number, sender.digest)
         octets = {
             name: (version[name].view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8)) for name in after
@@ -114,11 +114,11 @@ def test_every_schemes_tensors(scheme: str):
         made = {name: materialize(m, get_scheme(scheme), torch.bfloat16) for name, m in masters.items()}
         return [LowBitTensor(f"{n}.{suffix}", t) for n, weight in made.items() for suffix, t in weight.tensors()]
 
-    sender, receiver = (HeldVersion(0, version()) for _ in range(2))
+    sender, receiver = (VersionCache(0, version()) for _ in range(2))
     for master in masters.values():
         master += 1e-6 * torch.randn(master.shape, generator=generator)
     after = version()
-    delta = sender.advance(1, after)
+    delta = sender.make_delta(1, after)
     assert receiver.apply(delta, 1, sender.digest)
     assert same(receiver, {item.name: item.tensor for item in after})
     assert len(delta) < 0.05 * sender.bytes
@@ -139,12 +139,12 @@ def small() -> tuple[Named, Named]:
 
 
 @pytest.fixture
-def made() -> tuple[HeldVersion, bytes, str]:
+def made() -> tuple[VersionCache, bytes, str]:
     """A receiver of version 1, and the delta to version 2 with its digest."""
     before, after = small()
     return (
-        HeldVersion(1, stream(before)),
-        HeldVersion(1, stream(before)).advance(2, stream(after)),
+        VersionCache(1, stream(before)),
+        VersionCache(1, stream(before)).make_delta(2, stream(after)),
         digest(stream(after)),
     )
 
@@ -202,7 +202,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_header_is_refused_and_nothing_changes(made: tuple[HeldVersion, bytes, str], kind: str):
+def test_a_hostile_header_is_refused_and_nothing_changes(made: tuple[VersionCache, bytes, str], kind: str):
     receiver, delta, announced = made
     change, message = HOSTILE[kind]
     before, after = small()
@@ -213,7 +213,7 @@ def test_a_hostile_header_is_refused_and_nothing_changes(made: tuple[HeldVersion
     assert same(receiver, after)
 
 
-def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[HeldVersion, bytes, str]):
+def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[VersionCache, bytes, str]):
     """Found when all of it has been applied."""
     receiver, delta, _ = made
     before, _ = small()
@@ -223,7 +223,7 @@ def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[HeldVersion
     assert same(receiver, before) and receiver.version == 1
 
 
-def test_a_delta_applies_once(made: tuple[HeldVersion, bytes, str]):
+def test_a_delta_applies_once(made: tuple[VersionCache, bytes, str]):
     receiver, delta, announced = made
     receiver.apply(delta, 2, announced)
     with pytest.raises(DeltaError, match=r"from version 1 .* and version 2"):
@@ -264,9 +264,9 @@ def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
 def test_ten_thousand_mutated_deltas():
     """Each is refused in our own words or makes exactly the version it was of; what is held never changes otherwise."""
     before, after = small()
-    sender, receiver = HeldVersion(1, stream(before)), HeldVersion(1, stream(before))
-    delta, announced = sender.advance(2, stream(after)), sender.digest
-    other = sender.advance(3, stream(before))
+    sender, receiver = VersionCache(1, stream(before)), VersionCache(1, stream(before))
+    delta, announced = sender.make_delta(2, stream(after)), sender.digest
+    other = sender.make_delta(3, stream(before))
     chance, refused, taken = random.Random(7), 0, 0
     count = 40_000 if thorough() else 10_000
     for number in range(count):
@@ -277,7 +277,7 @@ def test_ten_thousand_mutated_deltas():
         else:
             assert same(receiver, after) and receiver.version == 2
             taken += 1
-            receiver = HeldVersion(1, stream(before))
+            receiver = VersionCache(1, stream(before))
         if number % 100 == 0:
             assert same(receiver, before)
     assert same(receiver, before)
@@ -288,8 +288,8 @@ def test_a_version_over_another_is_the_version_in_its_memory():
     """Contract: as made anew, whatever the other held; tensors that are alike keep their memory."""
     before = {"same": torch.zeros(4, 3), "other": torch.zeros(2, dtype=torch.int8), "gone": torch.zeros(5)}
     after = {"new": torch.ones(2), "same": torch.rand(3, 4).t(), "other": torch.ones(3, dtype=torch.int8)}
-    old = HeldVersion(1, stream(before))
+    old = VersionCache(1, stream(before))
     memory = {item.name: item.tensor.data_ptr() for item in old.tensors()}
-    made, fresh = HeldVersion(2, stream(after), over=old), HeldVersion(2, stream(after))
+    made, fresh = VersionCache(2, stream(after), reuse=old), VersionCache(2, stream(after))
     assert (made.digest, made.bytes, made.version) == (fresh.digest, fresh.bytes, 2)
     assert {item.name: item.tensor.data_ptr() for item in made.tensors()}["same"] == memory["same"]

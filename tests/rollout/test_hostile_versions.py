@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.servers import receive
 from qarl.rollout.servers.versions import Version, read_version, write_delta, write_version
@@ -35,17 +35,17 @@ def stream(step: int) -> list[LowBitTensor]:
     ]
 
 
-def written(parent: Path, whole: bool) -> tuple[Version, HeldVersion]:
+def written(parent: Path, whole: bool) -> tuple[Version, VersionCache]:
     """A version in files, and the one that a server holds then."""
-    held = HeldVersion(1, stream(1))
+    held = VersionCache(1, stream(1))
     if whole:
         return write_version(stream(2), parent, 2), held
-    sender = HeldVersion(1, stream(1))
-    delta = sender.advance(2, stream(2))
+    sender = VersionCache(1, stream(1))
+    delta = sender.make_delta(2, stream(2))
     return write_delta(delta, parent, sender, held.digest), held
 
 
-def received(version: Version, held: HeldVersion | None) -> HeldVersion | None:
+def received(version: Version, held: VersionCache | None) -> VersionCache | None:
     """What a server makes of the files that were announced as `version`; None where it would report another digest."""
     files = read_version(version.folder)
     if files.digest != version.digest:
@@ -110,7 +110,7 @@ def test_a_version_that_was_written_to_is_refused_or_the_one_announced(whole: bo
         shutil.rmtree(version.folder, ignore_errors=True)
         shutil.copytree(sound, version.folder)
         mutate(version.folder, random.Random(number))
-        mine = HeldVersion(1, stream(1)) if held.digest != before else held
+        mine = VersionCache(1, stream(1)) if held.digest != before else held
         try:
             made = received(version, mine)
         except (ValueError, DeltaError):

@@ -72,7 +72,7 @@ class Network:
 
     def __init__(self, *faults: list[Fault]):
         self.faults = [list(some) for some in faults]
-        self.asked = [0] * len(faults)
+        self.dispatch = [0] * len(faults)
         self.paused = False
         self._runners: list[web.AppRunner] = []
 
@@ -98,7 +98,7 @@ class Network:
     async def _answered(self, request: web.Request, number: int) -> web.Response:
         faults = self.faults[number]
         if request.path == GENERATE:
-            self.asked[number] += 1
+            self.dispatch[number] += 1
             fault = faults.pop(0) if len(faults) > 1 else faults[0]
         else:
             fault = hanging if faults[0] is hanging else sound
@@ -117,7 +117,7 @@ def sampled(network: Network, requests: int = 6, pause_seconds: float = 0.0) -> 
     async def go() -> list[Completion]:
         async with network as servers:
             servers.allow_pauses(pause_seconds)
-            return await servers.asked([(number, {}) for number in range(requests)], read)
+            return await servers.dispatch([(number, {}) for number in range(requests)], read)
 
     return asyncio.run(go())
 
@@ -143,7 +143,7 @@ def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFi
     network = Network([sound, hanging], [sound])
     with caplog.at_level(logging.WARNING):
         assert sampled(network) == [COMPLETION] * 6
-    assert sum(network.asked) == 8, "two of the three that the first server was asked came to nothing"
+    assert sum(network.dispatch) == 8, "two of the three that the first server was asked came to nothing"
     (line,) = caplog.messages
     assert "did not answer /is_paused within 0.2 s" in line and "going on with 1 of 2 servers" in line
     with pytest.raises(EngineError, match=r"no server is left.*resume the run"):
@@ -209,9 +209,9 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
             async def admitted(_server: Server) -> None:
                 return
 
-            await servers.take_back(admitted, refused)
+            await servers.readmit(admitted, refused)
             assert servers.present() == [first]
-            await servers.take_back(admitted)
+            await servers.readmit(admitted)
             assert servers.present() == [first, second]
             calls.clear()
 
@@ -238,13 +238,13 @@ def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():
                     raise LostServerError(f"no {server.url}")
 
             await servers.on_all(lost)
-            await servers.take_back()
+            await servers.readmit()
             assert servers.present() == [first, second]
-            await servers.asked([(number, {}) for number in range(4)], read)
-            before = list(network.asked)
+            await servers.dispatch([(number, {}) for number in range(4)], read)
+            before = list(network.dispatch)
             servers.all_are_current()
-            await servers.asked([(number, {}) for number in range(4)], read)
-            return before + network.asked
+            await servers.dispatch([(number, {}) for number in range(4)], read)
+            return before + network.dispatch
 
     assert asyncio.run(go(Network([sound], [sound]))) == [4, 0, 6, 2]
 

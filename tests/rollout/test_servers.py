@@ -14,7 +14,7 @@ import torch
 from qarl.cli.main import main
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import load_config
-from qarl.quant.delta import DeltaError, HeldVersion
+from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.access import RequireKey, server_key
@@ -259,7 +259,7 @@ def test_a_version_is_sent_as_what_changed_where_all_servers_hold_the_one_before
         return sender.write((LowBitTensor(f"{name}.weight", tensors[name]) for name in tensors), number, held)
 
     first = send(1, None)
-    receiver = HeldVersion(1, first.tensors())
+    receiver = VersionCache(1, first.tensors())
     assert first.base is None and first.digest == receiver.digest
     tensors["a"][7] = 5
     second = send(2, first.digest, first.digest)

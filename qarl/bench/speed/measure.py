@@ -137,11 +137,11 @@ def runnable(skeleton: Any, options: Options) -> tuple[list[str], dict[str, str]
 def job(folder: Path, scheme: str, number: int, options: Options, shapes: Shapes) -> Job:
     """Of round `number`, counted from 0: the two learners of a scheme change places from round to round."""
     kinds = ("bf16",) if scheme == "bf16" else ("plain", "qarl") if number % 2 == 0 else ("qarl", "plain")
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         field.name: getattr(options, field.name) for field in dataclasses.fields(Job) if hasattr(options, field.name)
     }
-    asked |= {"model": str(folder), "scheme": scheme, "kinds": kinds}
-    return Job(**asked, cache_gib=_cache_gib(options, shapes))
+    fields |= {"model": str(folder), "scheme": scheme, "kinds": kinds}
+    return Job(**fields, cache_gib=_cache_gib(options, shapes))
 
 
 def _cache_gib(options: Options, shapes: Shapes) -> int:
@@ -152,8 +152,10 @@ def _cache_gib(options: Options, shapes: Shapes) -> int:
     return -(-tokens * shapes.key_value_bytes(COMPUTE_DTYPES[options.dtype].itemsize) // 2**30)
 
 
-def _answer(asked: Job) -> Answer:
-    return run_worker("qarl.bench.speed.worker", asked.as_argument(), Answer.parse, f"the process of {asked.scheme}")
+def _answer(request: Job) -> Answer:
+    return run_worker(
+        "qarl.bench.speed.worker", request.as_argument(), Answer.parse, f"the process of {request.scheme}"
+    )
 
 
 def as_data(figures: Figures) -> dict[str, Any]:

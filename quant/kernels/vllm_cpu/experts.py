@@ -44,12 +44,12 @@ class PerExpertConfig(CompressedTensorsConfig):
             return super().get_quant_method(layer, prefix)
         self._add_fused_moe_to_target_scheme_map()
         projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        found = [self.get_scheme_dict(layer, f"{prefix}.0.{projection}") for projection in projections]
-        if any(scheme != found[0] for scheme in found):
-            raise ValueError(f"{prefix}: all projections of a layer's experts need one scheme, found {found}")
-        if found[0] is None:
+        schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{projection}") for projection in projections]
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise ValueError(f"{prefix}: all projections of a layer's experts need one scheme, found {schemes}")
+        if schemes[0] is None:
             return UnquantizedFusedMoEMethod(layer.moe_config)
-        weights: Any = found[0]["weights"]
+        weights: Any = schemes[0]["weights"]
         return PerExpertMethod(self, layer, prefix, weights.type == "float")
 
 

@@ -12,31 +12,31 @@ from qarl.configs.words import allowed, did_you_mean, literals, quoted
 _ABSENT = object()
 
 
-def complaints(
+def validation_messages(
     error: ValidationError,
     tree: Mapping[str, Any],
     leaves: Mapping[str, FieldInfo],
     paths: Mapping[tuple[Any, ...], str],
 ) -> str:
-    """What to change, the complaints about several fields joined by "; ".
+    """What to change, the messages about several fields joined by "; ".
 
     tree: what was refused. leaves: every leaf field by dotted path. paths: the dotted path of each of the error's
     locations.
     """
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for problem in error.errors():
         path = paths[problem["loc"]]
         leaf = next((leaf for leaf in leaves if path == leaf or path.startswith(leaf + ".")), None)
         if problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")
-            found[path] = f"{path}: {text}" if path else text
+            messages[path] = f"{path}: {text}" if path else text
         elif leaf is None:
-            found[path] = _no_leaf(path, problem, leaves)
+            messages[path] = _no_leaf(path, problem, leaves)
         elif problem["type"] in ("missing", "extra_forbidden") and not path.rpartition(".")[2].isdecimal():
-            found[path] = _wrong_item(leaf, path, problem)
+            messages[path] = _wrong_item(leaf, path, problem)
         else:
-            found[leaf] = _wrong_value(leaf, _value(tree, leaf), leaves[leaf])
-    return "; ".join(found.values())
+            messages[leaf] = _wrong_value(leaf, _value(tree, leaf), leaves[leaf])
+    return "; ".join(messages.values())
 
 
 def _wrong_value(path: str, value: Any, info: FieldInfo) -> str:
@@ -58,8 +58,8 @@ def _wrong_item(leaf: str, path: str, problem: Any) -> str:
 def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:
     inside = [leaf for leaf in leaves if leaf.startswith(path + ".")]
     if inside:
-        given = "is empty" if problem["input"] is None else f"{quoted(problem['input'])} is no mapping"
-        return f"{path} {given}; it is a section: give its fields, such as {inside[0]}, or leave it out"
+        value = "is empty" if problem["input"] is None else f"{quoted(problem['input'])} is no mapping"
+        return f"{path} {value}; it is a section: give its fields, such as {inside[0]}, or leave it out"
     return f"unknown key {path!r}{did_you_mean(path, leaves)}"
 
 

@@ -8,7 +8,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.tasks.paths import absolute, absolute_function
 
 
-def located(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """With the paths of model, questions and functions absolute, as they are found from the working folder. Names of
     what is no file here (built-in tasks, ids on the Hub, modules) stay."""
     here, objective = Path.cwd(), config.learner.objective
