@@ -1,10 +1,12 @@
 """What one call of `Learner.learn` reports."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qarl.learner.loss.metrics import LossMetrics
+from qarl.learner.loss.metrics import LossMetrics, mean
 from qarl.learner.mismatch import Mismatch
+from qarl.learner.row_logprobs import RowLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +28,33 @@ class LearnStats(LossMetrics):
     loss_scale: float
     seconds: dict[str, float] = field(compare=False)
     records: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Update:
+    """taken: whether the optimizer stepped; grad_norm: 0 where it did not."""
+
+    metrics: LossMetrics
+    grad_norm: float
+    taken: bool
+
+
+def batch_stats(
+    updates: Sequence[Update], old: RowLogprobs, lr: float, loss_scale: float, seconds: dict[str, float],
+    records: dict[str, Any],
+) -> LearnStats:  # fmt: skip
+    """What a batch's updates come to. old: the log-probs before them."""
+    taken = sum(update.taken for update in updates)
+    last = updates[-1].metrics.update_log_ratio if updates else 0.0
+    return LearnStats(
+        **vars(replace(mean([update.metrics for update in updates]), update_log_ratio=last)),
+        mismatch=old.mismatch(),
+        lr=lr,
+        grad_norm=sum(update.grad_norm for update in updates) / max(len(updates), 1),
+        entropy=old.entropy,
+        updates=taken,
+        skipped=len(updates) - taken,
+        loss_scale=loss_scale,
+        seconds=seconds,
+        records=records,
+    )

@@ -3,9 +3,8 @@
 Axes: B sequences, T tokens.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,28 +14,27 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.backends import make_backend
-from qarl.learner.batching import Batch, micro_batches, mini_batches
+from qarl.learner.batching import Batch, mini_batches
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.diagnostics.observers import observers
 from qarl.learner.diagnostics.starting_policy import StartingPolicy
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.gradients import compiles, rounds_weights
-from qarl.learner.learn_stats import LearnStats
+from qarl.learner.learn_stats import LearnStats, Update, batch_stats
 from qarl.learner.load_balance import load_balance_coefficient, load_balance_loss
-from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
 from qarl.learner.loss.aggregation import BatchSize
 from qarl.learner.loss.loss import LossInput, LossShare, needs_old, policy_loss
-from qarl.learner.loss.metrics import LossMetrics, mean
+from qarl.learner.loss.metrics import LossMetrics
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives.ratios import shadowed
 from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.optim.schedule import make_schedule
-from qarl.learner.overflow import require_finite_logprobs, require_finite_sampler
+from qarl.learner.overflow import require_finite_sampler
 from qarl.learner.processes import Processes
 from qarl.learner.restraint import UNDAMPED, Damping
 from qarl.learner.row_logprobs import RowLogprobs
+from qarl.learner.scorer import Part, Scorer
 from qarl.learner.stopwatch import Stopwatch
-from qarl.quant.layers.context import Forward
 from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel
 
@@ -75,76 +73,20 @@ class Learner:
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.router_log.enabled = self._balance > 0
         self._reference = reference
-        self.packed = packs(model, config.packing)
-        self._shares_prompts = shares_prompts(self.packed, config.share_prompts, model.device)
+        self.scorer = Scorer(model, self.backend.policy, config, self.processes, temperature)
         model.checkpoint_layers(config.gradient_checkpointing is True)
         model.context.gradients.fp32_input_grad = not rounds_weights(model, config.input_gradients)
         model.context.gradients.compiled = compiles(model, config.compile)
         self.stopwatch = Stopwatch()
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
-        self._temperature = temperature
-        self._start = StartingPolicy(model, self._add_logprobs)
+        self._start = StartingPolicy(model, self.scorer.add)
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
         old = RowLogprobs(batch)
-        self._add_logprobs(old, self.model, torch.arange(len(batch.tokens)))
+        self.scorer.add(old, self.model, torch.arange(len(batch.tokens)))
         return old.values, old.entropy
-
-    @torch.no_grad()
-    def _add_logprobs(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
-        """Compute the log-probs of the rows at `index`, if any. model: the policy or the reference."""
-        if not len(index):
-            return
-        forward = self.backend.policy if model is self.model else model
-        for part in self._share(to.batch, index):
-            rows = to.batch.rows(part.index).to(model.device)
-            values, entropies = self._token_logprobs(forward, rows, part.chunks, entropy=True)
-            if part.counts:
-                to.add(part.index, values, entropies)
-        self._complete(to, model, index)
-
-    @torch.no_grad()
-    def _complete(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
-        """Put together what the processes added; raise `PrecisionError` where the rows at `index` are not finite."""
-        to.complete(index, self.processes)
-        if not to.values[index].isfinite().all():
-            self._explain(model, to.batch, index, to.values)
-
-    def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
-        forward = self.backend.policy if model is self.model else model
-        for part in micro_batches(batch, index, self.config.micro_batch_tokens, self.packed):
-            rows = batch.rows(part)
-            require_finite_logprobs(
-                model, rows.to(model.device), logprobs[part, : rows.response_mask.shape[1]], self.packed, forward
-            )
-
-    def _share(self, batch: Batch, index: torch.Tensor) -> Iterator["_Part"]:
-        """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every process."""
-        budget = self.config.micro_batch_tokens
-        parts = list(micro_batches(batch, index, budget, self.packed, self._shares_prompts))
-        rank, world = self.processes.rank, self.processes.world
-        for start in range(0, len(parts), world):
-            dealt = parts[start : start + world]
-            most = max(int(batch.response_mask[part].sum()) for part in dealt)
-            chunks = None if world == 1 else -(-most // self.config.logprob_chunk_tokens)
-            yield _Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
-
-    def _token_logprobs(
-        self, model: Any, rows: Batch, chunks: int | None, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = rows.packed(self._shares_prompts) if self.packed else None
-        chunk = self.config.logprob_chunk_tokens
-        how = packed, chunk, entropy, chunks, self._temperature
-        return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, *how)
-
-    def _add_published(self, to: RowLogprobs, index: torch.Tensor) -> None:
-        """The log-probs of the published codes, where ratios are made of those (`learner.ratio_fix`), else as above."""
-        published = self.config.ratio_fix == "shadow_forward"
-        with self.model.forward_as(Forward.PUBLISHED) if published else nullcontext():
-            self._add_logprobs(to, self.model, index)
 
     def learn(
         self,
@@ -158,8 +100,8 @@ class Learner:
 
         step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
         codes are measured. gate: called with the batch's mismatch before anything is updated; it may raise. A
-        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were. log: of this
-        batch, filled in; in all processes or in none. restraint: of this batch's updates.
+        mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were. log:
+        filled in for this batch. Pass it on every rank or on none (collective). restraint: of this batch's updates.
 
         The old log-probs of the first mini-batch are those of its own forward, before whose update nothing has moved;
         the others' are computed beforehand, and not at all where nothing is made of them (`needs_old`), but for steps
@@ -171,44 +113,30 @@ class Learner:
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
-        learning = self._learning(batch, step, trained, log)
+        learning = self._learning(batch, step, trained, log, restraint)
         watching = observers(learning, self._start)
         for observer in watching:
             observer.before_batch()
-        old, reference = learning.old, None
+        old = learning.old
         with self.stopwatch("old"):
-            self._add_published(old, self._beforehand(learning, gate is not None))
+            self.scorer.add_ratio_side(old, self._beforehand(learning, gate is not None))
         if gate is not None:
             gate(old.mismatch())
-        if self._reference is not None:
-            reference = RowLogprobs(batch)
-            self._add_logprobs(reference, self._reference, torch.arange(len(batch.tokens)))
-        loss_config = restraint.of_loss(self.config)
-        updates = [self._update(learning, watching, reference, loss_config, n) for n in range(len(trained))]
+        if self._reference is not None and learning.reference is not None:
+            self.scorer.add(learning.reference, self._reference, torch.arange(len(batch.tokens)))
+        updates = [self._update(learning, watching, number) for number in range(len(trained))]
         records = {name: value for observer in watching for name, value in observer.record().items()}
-        return self._stats(updates, old, lr, records)
+        return batch_stats(updates, old, lr, self.loss_scale.scale, self.stopwatch.take(), records)
 
-    def _learning(self, batch: Batch, step: int, trained: list[torch.Tensor], log: TokenLog | None) -> Learning:
+    def _learning(
+        self, batch: Batch, step: int, trained: list[torch.Tensor], log: TokenLog | None, restraint: Damping
+    ) -> Learning:
+        reference = None if self._reference is None else RowLogprobs(batch)
         return Learning(
-            batch=batch, step=step, trained=trained, config=self.config, model=self.model, processes=self.processes,
-            stopwatch=self.stopwatch, old=RowLogprobs(batch), log=log, add_logprobs=self._add_logprobs,
+            batch=batch, step=step, trained=trained, config=self.config, loss_config=restraint.of_loss(self.config),
+            model=self.model, processes=self.processes, stopwatch=self.stopwatch, old=RowLogprobs(batch),
+            reference=reference, log=log, add_logprobs=self.scorer.add,
         )  # fmt: skip
-
-    def _stats(self, updates: list["_Update"], old: RowLogprobs, lr: float, records: dict[str, Any]) -> LearnStats:
-        taken = sum(update.taken for update in updates)
-        last = updates[-1].metrics.update_log_ratio if updates else 0.0
-        return LearnStats(
-            **vars(replace(mean([update.metrics for update in updates]), update_log_ratio=last)),
-            mismatch=old.mismatch(),
-            lr=lr,
-            grad_norm=sum(update.grad_norm for update in updates) / max(len(updates), 1),
-            entropy=old.entropy,
-            updates=taken,
-            skipped=len(updates) - taken,
-            loss_scale=self.loss_scale.scale,
-            seconds=self.stopwatch.take(),
-            records=records,
-        )
 
     def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:
         """The rows whose old log-probs are computed before anything is updated, int64 [n]."""
@@ -218,85 +146,68 @@ class Learner:
             rows[learning.trained[0]] = False
         return rows.nonzero().flatten()
 
-    def _update(
-        self,
-        learning: Learning,
-        watching: list[Observer],
-        reference: RowLogprobs | None,
-        loss_config: LearnerConfig,
-        number: int,
-    ) -> "_Update":
+    def _update(self, learning: Learning, watching: list[Observer], number: int) -> Update:
         """The update of that number, from 0. Before the first one none was taken since the batch was sampled, so that
         what its forward gives is old."""
         batch, old, index = learning.batch, learning.old, learning.trained[number]
         for observer in watching:
             observer.before_update(number, index)
         self.model.context.gradients.scale = self.loss_scale.scale
-        totals = BatchSize(len(index), int(batch.response_mask[index].sum()))
-        known = bool(old.known[index].all())
-        adds = number == 0 and not known
+        size = BatchSize(len(index), int(batch.response_mask[index].sum()))
+        have_old = bool(old.known[index].all())
+        is_first = number == 0 and not have_old
         shadow = None
         if self.config.ratio_fix == "shadow_forward":
             shadow = RowLogprobs(batch)
-            self._add_published(shadow, index)
+            self.scorer.add_ratio_side(shadow, index)
         metrics = LossMetrics()
-        parts = list(self._share(batch, index))
+        parts = list(self.scorer.share(batch, index))
         for part in parts:
             rows = batch.rows(part.index).to(self.model.device)
             with self.stopwatch("forward"):
-                own, entropies = self._token_logprobs(self.backend.policy, rows, part.chunks, entropy=adds)
-            if adds and part.counts:
+                own, entropies = self.scorer.token_logprobs(self.backend.policy, rows, part.chunks, entropy=is_first)
+            if is_first and part.counts:
                 old.add(part.index, own.detach(), entropies)
             current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
-            denominator = current.detach() if adds else old.rows_like(current, part.index) if known else None
-            share, loss, balance = self._loss(part, rows, current, denominator, reference, loss_config, totals)
-            if part.counts:
-                micro = MicroBatch(
-                    update=number, index=part.index, rows=rows, current=own, entropies=entropies, tokens=share.tokens
-                )
-                for observer in watching:
-                    observer.micro_batch(micro)
+            denominator = current.detach() if is_first else old.rows_like(current, part.index) if have_old else None
+            share, loss, balance = self._loss(learning, part, rows, current, denominator, size)
             if part is parts[-1] and self.config.gradient_checkpointing is not True:
                 self.model.release_products()  # the step makes another version, when all gradients are there
             with self.stopwatch("backward"):
                 self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
             if part.counts:
                 metrics += replace(share.metrics, loss=float(loss.detach()), load_balance=balance)
-        if adds:
-            self._complete(old, self.model, index)
+                micro = MicroBatch(number, part.index, rows=rows, current=own, entropies=entropies, tokens=share.tokens)
+                for observer in watching:
+                    observer.micro_batch(micro)
+        if is_first:
+            self.scorer.complete(old, self.model, index)
         norm, taken = self._apply(watching, number)
-        return _Update(metrics.total(self.processes), norm, taken)
+        return Update(metrics.total(self.processes), norm, taken)
 
     def _loss(
-        self,
-        part: "_Part",
-        rows: Batch,
-        current: torch.Tensor,
-        old: torch.Tensor | None,
-        reference: RowLogprobs | None,
-        config: LearnerConfig,
-        totals: BatchSize,
-    ) -> tuple[LossShare, torch.Tensor, float]:
+        self, learning: Learning, part: Part, rows: Batch, current: torch.Tensor, old: torch.Tensor | None,
+        size: BatchSize,
+    ) -> tuple[LossShare, torch.Tensor, float]:  # fmt: skip
         """A micro-batch's part of the loss; that with the routers' auxiliary loss; and what this added."""
         terms = LossInput(
             current=current,
             old=old,
             sampler=rows.sampler_logprobs,
-            reference=reference and reference.rows_like(current, part.index),
+            reference=learning.reference and learning.reference.rows_like(current, part.index),
             response_mask=rows.response_mask,
             advantages=rows.advantages,
         )
         with self.stopwatch("forward"):
-            share = policy_loss(terms, config, totals)
-            return share, *self._balanced(share.loss, rows, len(part.index) / totals.sequences)
+            share = policy_loss(terms, learning.loss_config, size)
+            return share, *self._balanced(share.loss, rows, len(part.index) / size.sequences)
 
     def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, float]:
         """The loss with the routers' auxiliary one, where that is on, and what was added. share: of the mini-batch's
         sequences that are in these rows."""
         if not self.model.router_log.enabled:
             return loss, 0.0
-        packed = rows.packed(self._shares_prompts) if self.packed else None
-        balance = load_balance_loss(self.model, rows.real(), packed) * share
+        balance = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows)) * share
         return loss + self._balance * balance, float(balance.detach())
 
     def _apply(self, watching: list[Observer], number: int) -> tuple[float, bool]:
@@ -341,23 +252,3 @@ class Learner:
                 f"the checkpoint's LoRA adapters are for a base with {digests[0]}, this policy has {digests[1]}; give "
                 "the model folder the run was started with, unchanged"
             )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One micro-batch of a process. index: its rows, int64 [n]. counts: False for a dummy micro-batch, run so that
-    ZeRO's collectives match. chunks: how often the output head is called, in every process; None where there is one
-    process."""
-
-    index: torch.Tensor
-    counts: bool
-    chunks: int | None
-
-
-@dataclass(frozen=True)
-class _Update:
-    """taken: whether the optimizer stepped; grad_norm: 0 where it did not."""
-
-    metrics: LossMetrics
-    grad_norm: float
-    taken: bool

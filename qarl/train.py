@@ -37,7 +37,7 @@ def train(
             start_from_ptq(policy, config)
     with open_session(config, folder, policy) as session:
         trained = [f"learner multiplies with {session.multiplies}", *trained_part(policy, config)]
-        dashboard.audited(session.audited, policy.model.materializers(), policy.learner.packed, trained)
+        dashboard.audited(session.audited, policy.model.materializers(), policy.learner.scorer.packed, trained)
         published = session.publisher.publish(at.version)
         if not resume and config.eval.problems:
             with phase("evaluating before step 1"):

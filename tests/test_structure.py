@@ -204,9 +204,10 @@ def test_locals_are_named_for_what_they_hold():
     vague = {"found", "given", "made", "told", "asked", "wide", "held"}
     for file in FILES.values():
         for node in ast.walk(ast.parse(file.read_text())):
-            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id
-            name = stored or (isinstance(node, ast.arg) and node.arg)
-            assert name not in vague, f"{file}:{node.lineno}: {name}"
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                assert node.id not in vague, f"{file}:{node.lineno}: {node.id}"
+            if isinstance(node, ast.arg):
+                assert node.arg not in vague, f"{file}:{node.lineno}: {node.arg}"
 
 
 def test_the_product_stays_within_its_ceiling():

@@ -24,17 +24,20 @@ from qarl.quant.model.low_bit_model import LowBitModel
 @dataclass(frozen=True)
 class Learning:
     """One batch being learned, as observers see it. step: of the training, from 0. trained: rows of each of its
-    mini-batches that have an advantage, int64 [n]. old: the learner's log-probs before the updates, as they come to be
-    known. add_logprobs: computes a model's log-probs of the rows at an index, by all processes together."""
+    mini-batches that have an advantage, int64 [n]. loss_config: what the loss goes by, damped where a run asks for it.
+    old, reference: the learner's log-probs before the updates, and those of a KL penalty's reference, as they come to
+    be known. add_logprobs: computes a model's log-probs of the rows at an index, by all processes together."""
 
     batch: Batch
     step: int
     trained: list[torch.Tensor]
     config: LearnerConfig
+    loss_config: LearnerConfig
     model: LowBitModel
     processes: Processes
     stopwatch: Stopwatch
     old: RowLogprobs
+    reference: RowLogprobs | None
     log: TokenLog | None
     add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None]
 
@@ -45,9 +48,9 @@ class Learning:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of this process after its loss. update: its update's number, from 0. index: its rows, int64 [n].
-    rows: those. current, entropies: of the learner's own forward, [n, t] on the model's device, entropies 0 where none
-    were computed. tokens: what the loss made of each."""
+    """One micro-batch of this process after its backward. update: its update's number, from 0. index: its rows, int64
+    [n]. rows: those. current, entropies: of the learner's own forward, [n, t] on the model's device, entropies 0 where
+    none were computed. tokens: what the loss made of each."""
 
     update: int
     index: torch.Tensor
@@ -78,7 +81,7 @@ class Observer:
         """Before the update of that number, from 0, of the rows at `index`, int64 [n]."""
 
     def micro_batch(self, micro: MicroBatch) -> None:
-        """After the loss of a micro-batch, before its backward. Should wait for no device."""
+        """After the backward of a micro-batch. Should wait for no device."""
 
     def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
         """After an update, whose weight version is materialized. arrived: with `counts_arrivals`."""

@@ -1,0 +1,102 @@
+"""Log-probs of a batch's rows: micro-batches dealt to the processes, and what each computed put together.
+
+Axes: B sequences, T tokens, of which T-1 are predicted; n of B.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.batching import Batch, micro_batches
+from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
+from qarl.learner.overflow import require_finite_logprobs
+from qarl.learner.processes import Processes
+from qarl.learner.row_logprobs import RowLogprobs
+from qarl.quant.layers.context import Forward
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.operators.packing import Packed
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch of a process. index: its rows, int64 [n]. counts: False for a dummy micro-batch, run so that
+    ZeRO's collectives match. chunks: how often the output head is called, in every process; None where there is one
+    process."""
+
+    index: torch.Tensor
+    counts: bool
+    chunks: int | None
+
+
+class Scorer:
+    """Computes log-probs by the policy, or by another model with its configuration. policy: what the model's forwards
+    go through (`Backend.policy`). temperature: that completions are sampled at. packed: whether sequences are."""
+
+    def __init__(
+        self, model: LowBitModel, policy: Any, config: LearnerConfig, processes: Processes, temperature: float
+    ):
+        self._model, self._policy, self._config = model, policy, config
+        self._processes, self._temperature = processes, temperature
+        self.packed = packs(model, config.packing)
+        self._shares_prompts = shares_prompts(self.packed, config.share_prompts, model.device)
+
+    @torch.no_grad()
+    def add(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
+        """Compute the log-probs of the rows at `index`, if any. model: the policy or the reference."""
+        if not len(index):
+            return
+        forward = self._policy if model is self._model else model
+        for part in self.share(to.batch, index):
+            rows = to.batch.rows(part.index).to(model.device)
+            values, entropies = self.token_logprobs(forward, rows, part.chunks, entropy=True)
+            if part.counts:
+                to.add(part.index, values, entropies)
+        self.complete(to, model, index)
+
+    @torch.no_grad()
+    def complete(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
+        """Put together what the processes added; raise `PrecisionError` where the rows at `index` are not finite."""
+        to.complete(index, self._processes)
+        if not to.values[index].isfinite().all():
+            self._explain(model, to.batch, index, to.values)
+
+    def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
+        forward = self._policy if model is self._model else model
+        for part in micro_batches(batch, index, self._config.micro_batch_tokens, self.packed):
+            rows = batch.rows(part)
+            require_finite_logprobs(
+                model, rows.to(model.device), logprobs[part, : rows.response_mask.shape[1]], self.packed, forward
+            )
+
+    def share(self, batch: Batch, index: torch.Tensor) -> Iterator[Part]:
+        """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every process."""
+        budget = self._config.micro_batch_tokens
+        parts = list(micro_batches(batch, index, budget, self.packed, self._shares_prompts))
+        rank, world = self._processes.rank, self._processes.world
+        for start in range(0, len(parts), world):
+            dealt = parts[start : start + world]
+            most = max(int(batch.response_mask[part].sum()) for part in dealt)
+            chunks = None if world == 1 else -(-most // self._config.logprob_chunk_tokens)
+            yield Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
+
+    def token_logprobs(
+        self, model: Any, rows: Batch, chunks: int | None, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of these rows, and their entropies if asked for, as `logprobs.token_logprobs`. chunks: of the output head."""
+        how = self.packed_rows(rows), self._config.logprob_chunk_tokens, entropy, chunks, self._temperature
+        return token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, *how)
+
+    def packed_rows(self, rows: Batch) -> Packed | None:
+        """How these rows are packed into one; None where they are padded."""
+        return rows.packed(self._shares_prompts) if self.packed else None
+
+    def add_ratio_side(self, to: RowLogprobs, index: torch.Tensor) -> None:
+        """The log-probs of the published codes, where ratios are made of those (`learner.ratio_fix`), else as above."""
+        published = self._config.ratio_fix == "shadow_forward"
+        with self._model.forward_as(Forward.PUBLISHED) if published else nullcontext():
+            self.add(to, self._model, index)
