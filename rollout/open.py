@@ -10,7 +10,7 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.types import ServerSpec
 
 if TYPE_CHECKING:
-    from qarl.rollout.servers.start import ServerProcess
+    from qarl.rollout.servers.vllm.start import ServerProcess
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def serve_rollouts(
     """Servers that runs of this `rollout` section can sample on, one a port, each with so many GPUs, ended at the end
     of the `with`. key: that they ask for, None for none. more: options of vLLM's, which win. What they print is written
     beside the checkpoint. Raises `EngineError` where one cannot start."""
-    from qarl.rollout.servers.start import start_replicas, stop_replicas
+    from qarl.rollout.servers.vllm.start import start_replicas, stop_replicas
     from qarl.rollout.vllm.options import vllm_options
 
     options, logs = vllm_options(rollout, dtype, False), checkpoint.parent

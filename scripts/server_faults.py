@@ -39,6 +39,7 @@ from qarl.bench.record import record  # noqa: E402
 from qarl.configs.load import load_config  # noqa: E402
 from qarl.rollout.engine import EngineError  # noqa: E402
 from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
+from qarl.rollout.servers.vllm.replica import VllmReplica  # noqa: E402
 from qarl.rollout.vllm.options import prepare_environment, vllm_options  # noqa: E402
 from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  # noqa: E402
 from tests.support.learner_faults import VARIABLE  # noqa: E402
@@ -222,7 +223,9 @@ class Trial:
 
         def ask() -> None:
             try:
-                ServerEngine([url], KEY, folder, farm.checkpoint, farm.options, "another run", seconds=SECONDS).close()
+                ServerEngine(
+                    VllmReplica, [url], KEY, folder, farm.checkpoint, farm.options, "another run", seconds=SECONDS
+                ).close()
                 self._second.append("a second learner was not refused")
             except EngineError as error:
                 self._second.append(str(error))

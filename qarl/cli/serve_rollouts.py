@@ -20,7 +20,7 @@ from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.rollout.open import serve_rollouts
-from qarl.rollout.servers.access import KEY_VARIABLE, server_key
+from qarl.rollout.servers.vllm.access import KEY_VARIABLE, server_key
 
 
 def add_serve_rollouts(commands: Any) -> None:

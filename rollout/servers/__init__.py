@@ -1,5 +1,6 @@
-"""vLLM servers as an engine: replicas of one policy over HTTP, and the files by which weight versions reach them.
+"""Servers as an engine: replicas of one policy, and the files by which weight versions reach them.
 
-On the run's side `engine` (the protocol), `client` (HTTP), `answers` (completions read and checked), `publish` (vLLM's
-weight-transfer phases on all replicas), `start` (replicas of a run's own). Inside a server `worker` and `access`.
+`protocol` is what a kind of server has to do, `replicas` who is asked and who is left out, `publish` a version to all
+or none, `sender` and `versions` its files, `engine` all of it together. `vllm/` speaks to vLLM's servers; another kind
+is another folder, and a line in `open`.
 """

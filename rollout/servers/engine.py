@@ -1,4 +1,4 @@
-"""Independent vLLM servers as one engine: each holds the whole policy, prompts are dealt to them, and a weight version
+"""Independent servers as one engine: each holds the whole policy, prompts are dealt to them, and a weight version
 reaches all or none.
 
 Sample k of prompt j depends on (seed, j, k) and the weights alone, so the number and the order of servers decide when
@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +20,8 @@ import aiohttp
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
-from qarl.rollout.servers.client import CONTROL_SECONDS, Server, in_background
-from qarl.rollout.servers.publish import PublishTimings, held_digests, publish_files, seconds_of
+from qarl.rollout.servers.protocol import Replica, seconds_of
+from qarl.rollout.servers.publish import PublishTimings, held_digests, publish_files
 from qarl.rollout.servers.replicas import Replicas, all_of
 from qarl.rollout.servers.sender import VersionSender
 from qarl.rollout.servers.versions import Version
@@ -42,18 +41,19 @@ _log = logging.getLogger(__name__)
 class ServerEngine:
     """Servers that run already.
 
-    urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are written, on a file
-    system that they see under the same path, unless `over_http`: then they are sent the files. checkpoint: whose
-    tokenizer makes texts of tokens. learner: the run's name, which no other run's servers have. publishes: whether this
-    process is the one of its run that publishes; the others count on it. seconds: that an answer may take. full_every:
-    of so many versions one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its
-    weights; without it they end first. at_end: done after `close`. sent: what the last publish took. Raises
-    `EngineError` for a server that does not answer, refuses the key, lacks an endpoint, has other settings than
-    `options`, or belongs to another run.
+    connect: makes the replica at a URL, of a session whose headers carry the key and of `seconds`. urls: where. key:
+    that they ask for, or None. folder: the run's own, where weight versions are written, on a file system that they see
+    under the same path, unless `over_http`: then they are sent the files. checkpoint: whose tokenizer makes texts of
+    tokens. learner: the run's name, which no other run's servers have. publishes: whether this process is the one of
+    its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so many versions
+    one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its weights; without it
+    they end first. at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a server that
+    does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another run.
     """
 
     def __init__(
         self,
+        connect: Callable[[str, aiohttp.ClientSession, float], Replica],
         urls: Sequence[str],
         key: str | None,
         folder: Path,
@@ -70,7 +70,7 @@ class ServerEngine:
         self.weight_version = 0
         self.sent: PublishTimings | None = None
         self._labels: dict[str, int] = {}
-        self._claims: set[Server] = set()
+        self._claims: set[Replica] = set()
         self._settled = asyncio.Event()
         self._in_flight = in_flight
         self._sender = VersionSender(folder, full_every)
@@ -79,10 +79,10 @@ class ServerEngine:
         self._options, self._learner = options, learner
         self._sends_as = learner if over_http else None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=in_background, args=(self._loop,), name="servers", daemon=True)
+        self._thread = threading.Thread(target=_in_background, args=(self._loop,), name="servers", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession = self._wait(_open_session(key))
-        servers = [Server(url.rstrip("/"), self._session, seconds) for url in urls]
+        servers = [connect(url.rstrip("/"), self._session, seconds) for url in urls]
         self._replicas = Replicas(servers, options.max_num_seqs)
         try:
             for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
@@ -114,14 +114,14 @@ class ServerEngine:
 
     def layers(self) -> list[LayerReport]:
         """See `Engine.layers`. Raises `EngineError` where the servers' layers differ."""
-        reports = self._wait(self._replicas.on_all(lambda server: server.call("qarl_layer_reports")))
-        first, expected = next((server, layers) for server, (layers, *_) in reports.items())
-        for server, report in reports.items():
-            if any(layers != expected for layers in report):
+        reports = self._wait(self._replicas.on_all(lambda server: server.layers()))
+        first, expected = next(iter(reports.items()))
+        for server, layers in reports.items():
+            if layers != expected:
                 raise EngineError(
                     f"the servers at {first.url} and {server.url} have different layers; start both alike"
                 )
-        return [LayerReport(**layer) for layer in expected]
+        return expected
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         """See `Engine.load`. The stream is written once and read by every server; requests under way end first, or go
@@ -205,60 +205,46 @@ class ServerEngine:
             report, self.sent = await publish(self._sender.write_whole())
         return report
 
-    async def _answering(self, server: Server) -> None:
+    async def _answering(self, server: Replica) -> None:
         """`_admitted` at once, or not at this publish: a server that hangs is asked at each."""
-        await self._admitted(server, _BACK_SECONDS)
+        await server.admit(self._options, self._learner, _BACK_SECONDS)
 
-    async def _admitted(self, server: Server, seconds: float = CONTROL_SECONDS) -> None:
-        state, *_ = await server.call("qarl_state", seconds)
-        _require_settings(server.url, state, self._options)
-        if state["learner"] not in ("", self._learner):
-            raise EngineError(
-                f"the server at {server.url} takes its weights from {state['learner']}; end that run, or give this "
-                "one servers of its own (restart the server where that run is gone for good)"
-            )
+    async def _admitted(self, server: Replica) -> None:
+        await server.admit(self._options, self._learner)
 
-    async def _claimed(self, server: Server) -> None:
+    async def _claimed(self, server: Replica) -> None:
         if self._publishes:
-            await server.post("/init_weight_transfer_engine", {"init_info": {"learner": self._learner}})
+            await server.claim(self._learner)
             self._claims.add(server)
 
     async def _leave(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        leaving = (self._left(server) for server in self._replicas.present() if server in self._claims)
+        leaving = (server.release() for server in self._replicas.present() if server in self._claims)
         await asyncio.gather(*leaving, return_exceptions=True)
         await self._session.close()
-
-    async def _left(self, server: Server) -> None:
-        await server.call("qarl_abandon")  # a run is not let go of within a publish
-        await server.post("/shutdown_weight_transfer_engine")
 
     async def _sampled(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
         """Of every prompt in turn. A request that is answered while a version is published is read when it is."""
         await self._settled.wait()
         begun, salt = self.weight_version, self._salt
         oldest = begun if self._publishes else begun - 1  # which may be on its way yet, from another process
-        bodies = [
-            (sampling.first_prompt + j, completion_request(prompt, sampling, j, k, salt))
-            for j, prompt in enumerate(prompts)
-            for k in range(sampling.samples)
-        ]
 
-        async def read(answer: Any, url: str) -> Completion:
+        def request(prompt: Prompt, j: int, k: int) -> Callable[[Replica], Awaitable[Any]]:
+            return lambda server: server.sample(prompt, sampling, j, k, salt)
+
+        async def read(answer: Any, server: Replica) -> Completion:
             await self._settled.wait()
             labels = {label: version for label, version in self._labels.items() if version >= oldest}
-            return read_completion(answer, url, labels)
+            return server.read(answer, labels)
 
-        return await self._replicas.dispatch(bodies, read)
+        pairs = ((j, prompt, k) for j, prompt in enumerate(prompts) for k in range(sampling.samples))
+        requests = [(sampling.first_prompt + j, request(prompt, j, k)) for j, prompt, k in pairs]
+        return await self._replicas.dispatch(requests, read)
 
-    async def _scored(self, server: Server, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def _scored(self, server: Replica, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         salt, labels = self._salt, {self._salt: self.weight_version}
-
-        async def one(sequence: Sequence[int]) -> list[float]:
-            return read_logprobs(await server.sample(scoring_request(sequence, salt)), sequence, server.url, labels)
-
-        return await all_of(one(sequence) for sequence in sequences)
+        return await all_of(server.logprobs(sequence, salt, labels) for sequence in sequences)
 
     async def _set_publish_complete(self, complete: bool) -> None:
         """Whether what is sampled now is of the version published last; in the requests' own thread."""
@@ -292,20 +278,13 @@ async def _open_session(key: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers=headers, connector=connector)
 
 
-def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
-    mode = "processed_logprobs" if options.processed_logprobs else "raw_logprobs"
-    if state["logprobs_mode"] != mode:
-        raise EngineError(
-            f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "
-            f"--logprobs-mode {mode}"
-        )
-    if state["max_model_len"] < options.max_model_len:
-        raise EngineError(
-            f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
-            f"rollout.max_new_tokens are {options.max_model_len}; start it with --max-model-len {options.max_model_len}"
-        )
-
-
 def _label(version: int, digest: str) -> str:
     """What servers say sampled a token; by its digest no two runs' versions are confused."""
     return f"{version}-{digest}"
+
+
+def _in_background(loop: asyncio.AbstractEventLoop) -> None:
+    """What the thread of the engine's requests does, until `loop` is stopped."""
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()

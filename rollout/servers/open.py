@@ -10,9 +10,10 @@ from pathlib import Path
 
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.access import server_key
 from qarl.rollout.servers.engine import ServerEngine
-from qarl.rollout.servers.start import free_ports, start_replicas, stop_replicas
+from qarl.rollout.servers.vllm.access import server_key
+from qarl.rollout.servers.vllm.replica import VllmReplica
+from qarl.rollout.servers.vllm.start import free_ports, start_replicas, stop_replicas
 from qarl.rollout.vllm.options import VllmOptions
 
 
@@ -31,15 +32,15 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     if isinstance(servers, tuple):
         key = server_key(rollout.server_key_file)
         return ServerEngine(
-            servers, key, folder, checkpoint, options, learner, publishes, seconds, full_every, in_flight,
+            VllmReplica, servers, key, folder, checkpoint, options, learner, publishes, seconds, full_every, in_flight,
             over_http,
         )  # fmt: skip
     refuse_shared_devices(servers)
     key = secrets.token_urlsafe(32)
     replicas = start_replicas(checkpoint, options, free_ports(servers), key, run / "servers", seconds)
     return ServerEngine(
-        [replica.url for replica in replicas], key, folder, checkpoint, options, learner, publishes, seconds,
-        full_every, in_flight, over_http, at_end=lambda: stop_replicas(replicas),
+        VllmReplica, [replica.url for replica in replicas], key, folder, checkpoint, options, learner, publishes,
+        seconds, full_every, in_flight, over_http, at_end=lambda: stop_replicas(replicas),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.client import AnswerError, BrokenAnswerError, LostServerError, Server
+from qarl.rollout.servers.protocol import AnswerError, BrokenAnswerError, LostServerError, Replica
 
 T = TypeVar("T")
 
@@ -26,23 +26,23 @@ _log = logging.getLogger(__name__)
 class Replicas:
     """servers: all of a run's. in_flight: requests that one may have under way, of all who ask."""
 
-    def __init__(self, servers: Sequence[Server], in_flight: int):
+    def __init__(self, servers: Sequence[Replica], in_flight: int):
         self._servers = list(servers)
         self._free = {server: asyncio.Semaphore(in_flight) for server in servers}
-        self._lost: dict[Server, str] = {}
-        self._behind: set[Server] = set()
+        self._lost: dict[Replica, str] = {}
+        self._behind: set[Replica] = set()
         self._noticed: set[str] = set()
 
     def allow_pauses(self, seconds: float) -> None:
         """Take none for lost that is paused no longer than that while it is asked for tokens."""
         for server in self._servers:
-            server.pause_seconds = seconds
+            server.allow_pause(seconds)
 
-    def present(self) -> list[Server]:
+    def present(self) -> list[Replica]:
         """Those that are not left out, in the order they were given."""
         return [server for server in self._servers if server not in self._lost]
 
-    async def on_all(self, step: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
+    async def on_all(self, step: Callable[[Replica], Awaitable[T]]) -> dict[Replica, T]:
         """What the step returns of each present server, all at once. Raises `EngineError` naming those that failed at
         it, each try of all."""
         servers = self._some()
@@ -60,7 +60,7 @@ class Replicas:
         self._some()
         return {s: o for s, o in zip(servers, outcomes, strict=True) if not isinstance(o, BaseException)}
 
-    async def with_retries(self, server: Server, step: Callable[[Server], Awaitable[T]]) -> T:
+    async def with_retries(self, server: Replica, step: Callable[[Replica], Awaitable[T]]) -> T:
         """What the step returns of one server, tried again where an answer cannot be used. Raises `LostServerError`
         where they broke off each time."""
         for attempt in range(1, TRIES):
@@ -75,16 +75,18 @@ class Replicas:
             raise LostServerError(str(error)) from error
 
     async def dispatch(
-        self, bodies: Sequence[tuple[int, dict[str, Any]]], read: Callable[[Any, str], Awaitable[T]]
+        self,
+        requests: Sequence[tuple[int, Callable[[Replica], Awaitable[Any]]]],
+        read: Callable[[Any, Replica], Awaitable[T]],
     ) -> list[T]:
-        """What `read` makes of the answers to requests for tokens. bodies: each with the number of the server that is
-        asked first, modulo their number."""
+        """What `read` makes of the answers to requests for tokens. requests: each with the number of the server that
+        is asked first, modulo their number."""
         self._noticed.clear()
-        last: dict[Server, float] = {}
+        last: dict[Replica, float] = {}
         clock = asyncio.get_running_loop().time
         begun = clock()
 
-        async def one(number: int, body: dict[str, Any]) -> T:
+        async def one(number: int, request: Callable[[Replica], Awaitable[Any]]) -> T:
             failures = 0
             while True:
                 server = self._turn(number + failures)
@@ -92,9 +94,9 @@ class Replicas:
                     async with self._free[server]:
                         if server in self._lost:
                             continue
-                        answer = await server.sample(body)
+                        answer = await request(server)
                     last[server] = clock() - begun
-                    return await read(answer, server.url)
+                    return await read(answer, server)
                 except LostServerError as error:
                     self._leave_out(server, error)
                 except AnswerError as error:
@@ -104,15 +106,15 @@ class Replicas:
                     self._notice(f"{error}; asking again")
                     await asyncio.sleep(_PAUSE_SECONDS * failures)
 
-        answers = await all_of(one(number, body) for number, body in bodies)
+        answers = await all_of(one(number, request) for number, request in requests)
         self._name_the_slow(last)
         return answers
 
-    async def readmit(self, *steps: Callable[[Server], Awaitable[None]]) -> None:
+    async def readmit(self, *steps: Callable[[Replica], Awaitable[None]]) -> None:
         """Readmit lost servers that pass every step. They receive the next publish and sample only after it
         (`all_are_current`)."""
 
-        async def back(server: Server) -> None:
+        async def back(server: Replica) -> None:
             try:
                 for step in steps:
                     await step(server)
@@ -129,21 +131,21 @@ class Replicas:
         """All that are present have the version published last."""
         self._behind.clear()
 
-    def _some(self) -> list[Server]:
+    def _some(self) -> list[Replica]:
         servers = self.present()
         if not servers:
             raise EngineError(f"no server is left: {'; '.join(self._lost.values())}; start one and resume the run")
         return servers
 
-    def _turn(self, number: int) -> Server:
-        """Server `number` modulo their number, or the next one that is present and, while a version is published to
+    def _turn(self, number: int) -> Replica:
+        """Replica `number` modulo their number, or the next one that is present and, while a version is published to
         those that were left out, was not."""
         present = set(self._some())
         present = present - self._behind or present
         turns = (self._servers[(number + i) % len(self._servers)] for i in range(len(self._servers)))
         return next(server for server in turns if server in present)
 
-    def _leave_out(self, server: Server, reason: LostServerError) -> None:
+    def _leave_out(self, server: Replica, reason: LostServerError) -> None:
         if server not in self._lost:
             self._lost[server] = str(reason)
             left = len(self._servers) - len(self._lost)
@@ -155,7 +157,7 @@ class Replicas:
             self._noticed.add(line)
             _log.warning("%s", line)
 
-    def _name_the_slow(self, last: dict[Server, float]) -> None:
+    def _name_the_slow(self, last: dict[Replica, float]) -> None:
         """last: when each gave its last answer, in seconds."""
         if len(last) > 1:
             slowest = max(last, key=lambda server: last[server])

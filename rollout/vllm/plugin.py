@@ -9,7 +9,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if FILE_TRANSFER not in WeightTransferEngineFactory._registry:  # its module is imported where a server chooses it
-        WeightTransferEngineFactory.register_engine(FILE_TRANSFER, "qarl.rollout.servers.worker", "FileTransfer")
+        WeightTransferEngineFactory.register_engine(FILE_TRANSFER, "qarl.rollout.servers.vllm.worker", "FileTransfer")
     if current_platform.is_cpu():
         from qarl.quant.kernels.vllm_cpu import register_cpu_kernels
 

@@ -24,8 +24,9 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
-from qarl.rollout.servers.start import free_ports, start_replicas, stop_replicas
 from qarl.rollout.servers.versions import Version, write_delta, write_version
+from qarl.rollout.servers.vllm.replica import VllmReplica
+from qarl.rollout.servers.vllm.start import free_ports, start_replicas, stop_replicas
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.rollout.vllm.texts import load_tokenizer, text_of
@@ -68,7 +69,16 @@ def joined(
 ) -> ServerEngine:  # fmt: skip
     url, key, options = served.url, served.key, dataclasses.replace(OPTIONS, **changes)
     return ServerEngine(
-        [url], key, folder, served.checkpoint, options, learner, seconds=60, in_flight=in_flight, over_http=over_http
+        VllmReplica,
+        [url],
+        key,
+        folder,
+        served.checkpoint,
+        options,
+        learner,
+        seconds=60,
+        in_flight=in_flight,
+        over_http=over_http,
     )
 
 

@@ -24,7 +24,7 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
-from qarl.rollout.servers.start import free_ports
+from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import save_checkpoint
 from tests.support.forks import ROOT, Fork
 from tests.support.learners import batch_of, make_learner, masters_of, random_model

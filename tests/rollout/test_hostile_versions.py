@@ -14,8 +14,8 @@ import torch
 
 from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.types import LowBitTensor
-from qarl.rollout.servers import receive
 from qarl.rollout.servers.versions import Version, read_version, write_delta, write_version
+from qarl.rollout.servers.vllm import receive
 from tests.support.profiles import thorough
 
 MUTATIONS = 10_000 if thorough() else 200

@@ -1,7 +1,7 @@
 """Servers that fail: what is asked again and of whom, who is left out and taken back, and when it ends.
 
 Real sockets and real HTTP; what answers is a stand-in for the network's far end with an answer as vLLM gives it. Blind
-spot: what a real server does meanwhile, which is `qarl bench faults`'.
+spot: what a real server does meanwhile, which `scripts/server_faults.py` tries.
 """
 
 import asyncio
@@ -15,10 +15,13 @@ import pytest
 from aiohttp import web
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers import client, replicas
-from qarl.rollout.servers.answers import read_completion
-from qarl.rollout.servers.client import GENERATE, AnswerError, BrokenAnswerError, LostServerError, Server
+from qarl.rollout.servers import replicas
+from qarl.rollout.servers.protocol import AnswerError, BrokenAnswerError, LostServerError, Replica
 from qarl.rollout.servers.replicas import TRIES, Replicas
+from qarl.rollout.servers.vllm import client
+from qarl.rollout.servers.vllm.answers import read_completion
+from qarl.rollout.servers.vllm.client import GENERATE
+from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.types import Completion
 from tests.support.servers import ANSWER
 
@@ -67,12 +70,12 @@ def answering(**fields: Any) -> Fault:
 
 
 class Network:
-    """Servers by number. faults: what the next requests to each meet, one after the other, the last for good. asked:
+    """Servers by number. faults: what the next requests to each meet, one after the other, the last for good. requests:
     how many each got."""
 
     def __init__(self, *faults: list[Fault]):
         self.faults = [list(some) for some in faults]
-        self.dispatch = [0] * len(faults)
+        self.requests = [0] * len(faults)
         self.paused = False
         self._runners: list[web.AppRunner] = []
 
@@ -87,7 +90,7 @@ class Network:
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             self._runners.append(runner)
-            servers.append(Server(f"http://127.0.0.1:{runner.addresses[0][1]}", self._session, seconds=5.0))
+            servers.append(VllmReplica(f"http://127.0.0.1:{runner.addresses[0][1]}", self._session, seconds=5.0))
         return Replicas(servers, in_flight=4)
 
     async def __aexit__(self, *_: object) -> None:
@@ -98,7 +101,7 @@ class Network:
     async def _answered(self, request: web.Request, number: int) -> web.Response:
         faults = self.faults[number]
         if request.path == GENERATE:
-            self.dispatch[number] += 1
+            self.requests[number] += 1
             fault = faults.pop(0) if len(faults) > 1 else faults[0]
         else:
             fault = hanging if faults[0] is hanging else sound
@@ -109,15 +112,20 @@ class Network:
 COMPLETION = read_completion(ANSWER, "", {"3-d": 3})
 
 
-async def read(answer: Any, url: str) -> Completion:
-    return read_completion(answer, url, {"3-d": 3})
+async def ask(server: Replica) -> Any:
+    assert isinstance(server, VllmReplica)
+    return await server.generate({})
+
+
+async def read(answer: Any, server: Replica) -> Completion:
+    return server.read(answer, {"3-d": 3})
 
 
 def sampled(network: Network, requests: int = 6, pause_seconds: float = 0.0) -> list[Completion]:
     async def go() -> list[Completion]:
         async with network as servers:
             servers.allow_pauses(pause_seconds)
-            return await servers.dispatch([(number, {}) for number in range(requests)], read)
+            return await servers.dispatch([(number, ask) for number in range(requests)], read)
 
     return asyncio.run(go())
 
@@ -133,7 +141,7 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: 
     network = Network([fault, sound])
     with caplog.at_level(logging.WARNING):
         assert sampled(network) == [COMPLETION] * 6
-    assert network.dispatch == [7] and len(caplog.records) == 1
+    assert network.requests == [7] and len(caplog.records) == 1
     with pytest.raises(EngineError, match=f"the last of {TRIES} tries"):
         sampled(Network([fault]), requests=1)
 
@@ -143,7 +151,7 @@ def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFi
     network = Network([sound, hanging], [sound])
     with caplog.at_level(logging.WARNING):
         assert sampled(network) == [COMPLETION] * 6
-    assert sum(network.dispatch) == 8, "two of the three that the first server was asked came to nothing"
+    assert sum(network.requests) == 8, "two of the three that the first server was asked came to nothing"
     (line,) = caplog.messages
     assert "did not answer /is_paused within 0.2 s" in line and "going on with 1 of 2 servers" in line
     with pytest.raises(EngineError, match=r"no server is left.*resume the run"):
@@ -189,7 +197,7 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
             first, second = servers.present()
             calls: list[str] = []
 
-            async def step(server: Server) -> str:
+            async def step(server: Replica) -> str:
                 calls.append(server.url)
                 if len(calls) < 3:
                     raise AnswerError(f"broke at {server.url}")
@@ -203,10 +211,10 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
             gone = True
             assert await servers.on_all(step) == {first: first.url} and servers.present() == [first]
 
-            async def refused(server: Server) -> None:
+            async def refused(server: Replica) -> None:
                 raise EngineError(f"{server.url} is another run's")
 
-            async def admitted(_server: Server) -> None:
+            async def admitted(_server: Replica) -> None:
                 return
 
             await servers.readmit(admitted, refused)
@@ -215,7 +223,7 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
             assert servers.present() == [first, second]
             calls.clear()
 
-            async def never(server: Server) -> None:
+            async def never(server: Replica) -> None:
                 raise AnswerError(f"broke at {server.url}")
 
             with pytest.raises(EngineError, match=f"broke at {first.url}; broke at {second.url}"):
@@ -233,18 +241,18 @@ def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():
         async with network as servers:
             first, second = servers.present()
 
-            async def lost(server: Server) -> None:
+            async def lost(server: Replica) -> None:
                 if server is second:
                     raise LostServerError(f"no {server.url}")
 
             await servers.on_all(lost)
             await servers.readmit()
             assert servers.present() == [first, second]
-            await servers.dispatch([(number, {}) for number in range(4)], read)
-            before = list(network.dispatch)
+            await servers.dispatch([(number, ask) for number in range(4)], read)
+            before = list(network.requests)
             servers.all_are_current()
-            await servers.dispatch([(number, {}) for number in range(4)], read)
-            return before + network.dispatch
+            await servers.dispatch([(number, ask) for number in range(4)], read)
+            return before + network.requests
 
     assert asyncio.run(go(Network([sound], [sound]))) == [4, 0, 6, 2]
 
@@ -270,7 +278,7 @@ def test_a_server_whose_answers_all_break_off_is_lost():
         async with Network([sound], [sound]) as servers:
             first, second = servers.present()
 
-            async def step(server: Server) -> str:
+            async def step(server: Replica) -> str:
                 if server is second:
                     raise BrokenAnswerError(f"broke at {server.url}")
                 return server.url

@@ -17,12 +17,12 @@ from qarl.configs.load import load_config
 from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.access import RequireKey, server_key
-from qarl.rollout.servers.answers import completion_request, read_completion, read_logprobs, scoring_request
 from qarl.rollout.servers.open import _folder_name, run_name
 from qarl.rollout.servers.sender import VersionSender
-from qarl.rollout.servers.start import replica_command, replica_environment, visible_devices
 from qarl.rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_version
+from qarl.rollout.servers.vllm.access import RequireKey, server_key
+from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
+from qarl.rollout.servers.vllm.start import replica_command, replica_environment, visible_devices
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
 from tests.support.servers import ANSWER

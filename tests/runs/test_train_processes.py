@@ -17,7 +17,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
-from qarl.rollout.servers.start import free_ports
+from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
 from qarl.run.session import check_input
 from tests.support.profiles import thorough

@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from qarl.rollout.servers.client import GENERATE
-from qarl.rollout.servers.receive import VERSIONS
+from qarl.rollout.servers.vllm.client import GENERATE
+from qarl.rollout.servers.vllm.receive import VERSIONS
 
 PHASES = ("join", "audit", "stage", "commit", "canary", "sample")
 """And "send", where versions are sent (`rollout.server_transfer http`)."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from qarl.rollout.servers.client import GENERATE
-from qarl.rollout.servers.start import free_ports, start_replicas, stop_replicas
+from qarl.rollout.servers.vllm.client import GENERATE
+from qarl.rollout.servers.vllm.start import free_ports, start_replicas, stop_replicas
 from qarl.rollout.vllm.options import VllmOptions
 from tests.support.fault_proxy import Proxy
 

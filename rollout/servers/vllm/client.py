@@ -7,7 +7,8 @@ from typing import Any
 import aiohttp
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.receive import VERSIONS
+from qarl.rollout.servers.protocol import AnswerError, BrokenAnswerError, LostServerError
+from qarl.rollout.servers.vllm.receive import VERSIONS
 
 CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
@@ -27,29 +28,20 @@ _DEVELOPMENT = (
 """What a server has with VLLM_SERVER_DEV_MODE=1 alone."""
 
 
-class LostServerError(EngineError):
-    """A server that cannot be reached, shows no sign of life, or samples by other weights than were published last."""
-
-
-class AnswerError(EngineError):
-    """One answer that broke off or cannot be used: it may be asked for again."""
-
-
-class BrokenAnswerError(AnswerError):
-    """One that broke off on the way."""
-
-
 class Server:
-    """One replica. url: where. session: whose headers carry the key. seconds: that an answer may take at most.
-    pause_seconds: that it may be paused for while it is asked for tokens, as a publish does that waits for none."""
+    """One replica. url: where. session: whose headers carry the key. seconds: that an answer may take at most."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, seconds: float):
         self.url = url
         self._session = session
         self.seconds = seconds
-        self.pause_seconds = 0.0
+        self._pause_seconds = 0.0
         self._asked = 0
         self._pulse: asyncio.Task[None] | None = None
+
+    def allow_pause(self, seconds: float) -> None:
+        """See `Replica.allow_pause`: a publish that waits for no request pauses a server that samples."""
+        self._pause_seconds = seconds
 
     async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
         """What the server answers to `body`. Raises `LostServerError` where it does not within `seconds`,
@@ -62,11 +54,11 @@ class Server:
             return await self._request("POST", path, seconds, data=content)
 
     async def call(self, method: str, seconds: float = CONTROL_SECONDS) -> list[Any]:
-        """What a method of `rollout.servers.worker.ServerExtension` returns, from each of the server's workers."""
+        """What a method of `rollout.servers.vllm.worker.ServerExtension` returns, from each of the server's workers."""
         answer = await self.post("/collective_rpc", {"method": method}, seconds)
         return answer["results"]
 
-    async def sample(self, body: dict[str, Any]) -> Any:
+    async def generate(self, body: dict[str, Any]) -> Any:
         """What the server answers to a request for tokens or log-probs. Raises what `post` does, and `LostServerError`
         where it shows no sign of life meanwhile, or is paused."""
         asking = asyncio.ensure_future(self.post(GENERATE, body, self.seconds))
@@ -99,7 +91,7 @@ class Server:
                 continue
             missed = 0
             paused_at = (paused_at or clock()) if answer["is_paused"] else None
-            if paused_at is not None and clock() - paused_at >= self.pause_seconds:
+            if paused_at is not None and clock() - paused_at >= self._pause_seconds:
                 raise LostServerError(f"the server at {self.url} was paused while it sampled; nothing else may do that")
 
     async def _request(self, kind: str, path: str, seconds: float, **content: Any) -> Any:
@@ -133,10 +125,3 @@ class Server:
             return EngineError(f"the server at {self.url} has no {base}: it was started without {needs}; {REMEDY}")
         kind, verb = (AnswerError, "failed at") if status >= 500 else (EngineError, "refused")
         return kind(f"the server at {self.url} {verb} {base} (HTTP {status}): {text.strip()[:500]}")
-
-
-def in_background(loop: asyncio.AbstractEventLoop) -> None:
-    """What the thread of an engine's requests does, until `loop` is stopped."""
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-    loop.close()

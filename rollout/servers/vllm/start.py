@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.receive import FOLDER_VARIABLE
+from qarl.rollout.servers.vllm.receive import FOLDER_VARIABLE
 from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.rollout.vllm.plugin import FILE_TRANSFER
@@ -64,10 +64,10 @@ def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int
     settings = {name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS}
     return server_command(served, host, port, [
         *_as_flags(settings), "--enable-scale-out", "--uvicorn-log-level", "warning",
-        "--worker-extension-cls", "qarl.rollout.servers.worker.ServerExtension",
+        "--worker-extension-cls", "qarl.rollout.servers.vllm.worker.ServerExtension",
         "--weight-transfer-config", json.dumps({"backend": FILE_TRANSFER}),
-        "--middleware", "qarl.rollout.servers.receive.ReceiveVersions",
-        "--middleware", "qarl.rollout.servers.access.RequireKey", *more,  # the last one is asked first
+        "--middleware", "qarl.rollout.servers.vllm.receive.ReceiveVersions",
+        "--middleware", "qarl.rollout.servers.vllm.access.RequireKey", *more,  # the last one is asked first
     ])  # fmt: skip
 
 

@@ -1,0 +1,148 @@
+"""One of vLLM's servers as a replica: versions through vLLM's weight-transfer phases, tokens over its HTTP."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from qarl.quant.types import LayerReport
+from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.servers.protocol import AnswerError, LostServerError, seconds_of
+from qarl.rollout.servers.versions import MANIFEST, Version
+from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
+from qarl.rollout.servers.vllm.client import CONTROL_SECONDS, Server
+from qarl.rollout.servers.vllm.receive import VERSIONS
+from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.rollout.vllm.options import VllmOptions
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
+"""Seconds between questions whether a replica has staged."""
+
+
+class VllmReplica(Server):
+    """See `Replica`."""
+
+    async def admit(self, options: VllmOptions, learner: str, seconds: float | None = None) -> None:
+        """See `Replica.admit`."""
+        state, *_ = await self.call("qarl_state", CONTROL_SECONDS if seconds is None else seconds)
+        _require_settings(self.url, state, options)
+        if state["learner"] not in ("", learner):
+            raise EngineError(
+                f"the server at {self.url} takes its weights from {state['learner']}; end that run, or give this "
+                "one servers of its own (restart the server where that run is gone for good)"
+            )
+
+    async def claim(self, learner: str) -> None:
+        """See `Replica.claim`."""
+        await self.post("/init_weight_transfer_engine", {"init_info": {"learner": learner}})
+
+    async def release(self) -> None:
+        """See `Replica.release`."""
+        await self.abandon()  # a run is not let go of within a publish
+        await self.post("/shutdown_weight_transfer_engine")
+
+    async def layers(self) -> list[LayerReport]:
+        """See `Replica.layers`."""
+        first, *others = await self.call("qarl_layer_reports")
+        if any(layers != first for layers in others):
+            raise EngineError(f"the workers of the server at {self.url} have different layers; start it again")
+        return [LayerReport(**layer) for layer in first]
+
+    async def sample(self, prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str) -> Any:
+        """See `Replica.sample`."""
+        return await self.generate(completion_request(prompt, sampling, j, k, salt))
+
+    def read(self, answer: Any, labels: Mapping[str, int]) -> Completion:
+        """See `Replica.read`."""
+        return read_completion(answer, self.url, labels)
+
+    async def logprobs(self, sequence: Sequence[int], salt: str, labels: Mapping[str, int]) -> list[float]:
+        """See `Replica.logprobs`."""
+        return read_logprobs(await self.generate(scoring_request(sequence, salt)), sequence, self.url, labels)
+
+    async def held(self) -> list[str | None]:
+        """See `Replica.held`."""
+        return [state["held"] for state in await self.call("qarl_state")]
+
+    async def abandon(self) -> None:
+        """See `Replica.abandon`."""
+        await self.call("qarl_abandon")
+
+    async def send(self, version: Version, run: str, sharing: int) -> str:
+        """See `Replica.send`."""
+        answer: Any = None
+        for name in (MANIFEST, *version.names):
+            file = version.folder / name
+            path = f"{VERSIONS}/{version.version}/{name}?{urlencode({'run': run})}"
+            answer = await self.upload(path, file, seconds_of(sharing * file.stat().st_size))
+        if not answer["folder"]:
+            raise AnswerError(
+                f"the server at {self.url} lacks files of weight version {version.version} that it was sent"
+            )
+        return answer["folder"]
+
+    async def stage(self, version: Version, folder: str, keep: bool) -> LoadReport:
+        """See `Replica.stage`."""
+        await self.call("qarl_abandon", seconds_of(version.tensor_bytes))  # what a publish that broke off has left
+        await self.post("/start_weight_update")
+        announced = {
+            "folder": folder, "digest": version.digest, "tensor_bytes": version.tensor_bytes, "keep": keep,
+        }  # fmt: skip
+        await self.post("/update_weights", {"update_info": announced})
+        clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
+        deadline = clock() + min(seconds_of(version.tensor_bytes), self.seconds)
+        while None in (reports := await self.call("qarl_stage")):
+            if clock() > deadline:
+                raise LostServerError(
+                    f"the server at {self.url} has not staged weight version {version.version} in time; look at its log"
+                )
+            await asyncio.sleep(wait)
+            wait = min(1.5 * wait, _LONGEST_WAIT)
+        return _one(reports, self.url, "staged")
+
+    async def commit(self, version: Version, label: str, in_flight: bool) -> LoadReport:
+        """See `Replica.commit`."""
+        # Its prefix cache is emptied. Requests end first; or they lose their keys and values too, as those that vLLM
+        # preempts, and so their next tokens have none of the weights before.
+        await self.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
+        states = await self.call("qarl_state")
+        if all(state["staged"] for state in states):
+            await self.post("/finish_weight_update", {"weight_version": label}, seconds_of(version.tensor_bytes))
+        elif all(state["loaded"] and state["loaded"]["digest"] == version.digest for state in states):
+            await self.post("/update_weight_version", {"new_version": label})  # at the first try, its answer was lost
+        else:
+            raise LostServerError(f"the server at {self.url} no longer holds what it staged: it was restarted")
+        report = _one([state["loaded"] for state in await self.call("qarl_state")], self.url, "loaded")
+        if report.digest != version.digest:
+            raise EngineError(f"the server at {self.url} loaded {report.digest}, and {version.digest} was published")
+        await self.post("/resume")
+        return report
+
+
+def _one(reports: list[Any], url: str, kind: str) -> LoadReport:
+    """What all of a server's workers report, which has to be the same."""
+    if any(report != reports[0] for report in reports):
+        raise EngineError(f"the workers of the server at {url} {kind} different versions: {reports}")
+    fields = reports[0]
+    if fields is None:
+        raise LostServerError(f"the server at {url} no longer holds what it {kind}: it was restarted")
+    return LoadReport(
+        digest=fields["digest"],
+        consumed=fields["consumed"],
+        unconsumed=tuple(fields["unconsumed"]),
+        missing=tuple(fields["missing"]),
+    )
+
+
+def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
+    mode = "processed_logprobs" if options.processed_logprobs else "raw_logprobs"
+    if state["logprobs_mode"] != mode:
+        raise EngineError(
+            f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "
+            f"--logprobs-mode {mode}"
+        )
+    if state["max_model_len"] < options.max_model_len:
+        raise EngineError(
+            f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
+            f"rollout.max_new_tokens are {options.max_model_len}; start it with --max-model-len {options.max_model_len}"
+        )
