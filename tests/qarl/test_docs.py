@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qarl.report.metrics import StepMetrics
+from tests.support.learners import batch_of, make_learner
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -32,11 +33,17 @@ def phases(folder: str, prefix: str) -> set[str]:
     return {f"{prefix}{name}" for name in re.findall(r'with (?:self\.\w+\.|self\.)?(?:stop)?watch\("(\w+)"\)', sources)}
 
 
+def diagnosed() -> Iterator[str]:
+    """The metrics of the learner's diagnostics, as a batch records them."""
+    for name, value in make_learner().learn(batch_of(), step=0).records.items():
+        yield from fields(type(value), f"learn/{name}/") if dataclasses.is_dataclass(value) else [f"learn/{name}"]
+
+
 def test_every_metric_is_in_the_glossary_and_nothing_else():
     rows = re.findall(r"^\| `([\w/]+)` \| ", (ROOT / "docs/reference/metrics.md").read_text(), flags=re.MULTILINE)
     assert len(rows) == len(set(rows))
-    written = {*fields(StepMetrics), *phases("qarl", "seconds/"), *phases("learner", "seconds/learn/")}
-    assert {"reward", "learn/mismatch/k3", "seconds/sample", "seconds/learn/backward"} <= written
+    written = {*fields(StepMetrics), *phases("qarl", "seconds/"), *phases("learner", "seconds/learn/"), *diagnosed()}
+    assert {"reward", "learn/mismatch/k3", "learn/ages/age", "seconds/sample", "seconds/learn/backward"} <= written
     assert set(rows) == written
 
 
