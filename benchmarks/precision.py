@@ -156,7 +156,7 @@ def _learner(folder: Path, options: PrecisionOptions, dtype: str, rounding: str)
 def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
     """Step over all batches, measuring every second one. Returns the mean share of lost updates, and what measuring
     adds to a step: of medians, since the machine has other work."""
-    learner.stopwatch.synchronize = torch.cuda.is_available()
+    learner.stopwatch.synchronized()
     lost, phases, totals = [], ([], []), []
     for number, batch in enumerate(batches, start=1):  # the first has more to do, and is not measured
         stats = learner.learn(batch, number)

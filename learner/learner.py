@@ -71,12 +71,12 @@ class Learner:
             model.context.compute_dtype == torch.float16, config.loss_scale, config.loss_scale_growth
         )
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
-        model.router_log.enabled = self._balance > 0
+        model.router_log.enable(self._balance > 0)
         self._reference = reference
-        self.scorer = Scorer(model, self.backend.policy, config, self.processes, temperature)
+        self.scorer = Scorer(model, self.backend, config, self.processes, temperature)
         model.checkpoint_layers(config.gradient_checkpointing is True)
-        model.context.gradients.fp32_input_grad = not rounds_weights(model, config.input_gradients)
-        model.context.gradients.compiled = compiles(model, config.compile)
+        exact = not rounds_weights(model, config.input_gradients)
+        model.gradients.configure(fp32_input_grad=exact, compiled=compiles(model, config.compile))
         self.stopwatch = Stopwatch()
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
@@ -152,7 +152,7 @@ class Learner:
         batch, old, index = learning.batch, learning.old, learning.trained[number]
         for observer in watching:
             observer.before_update(number, index)
-        self.model.context.gradients.scale = self.loss_scale.scale
+        self.model.gradients.scale_by(self.loss_scale.scale)
         size = BatchSize(len(index), int(batch.response_mask[index].sum()))
         have_old = bool(old.known[index].all())
         is_first = number == 0 and not have_old

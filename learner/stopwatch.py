@@ -12,14 +12,18 @@ class Stopwatch:
     """`with watch("forward"): …` adds to that phase; `take()` hands over the seconds and starts anew.
 
     synchronize: wait for the CUDA device at both ends of a phase, so that seconds are its work's and not its launch's.
-    Off by default, for waiting costs time of its own; a benchmark switches it on. It changes nothing on CPUs.
+    Waiting costs time of its own; a benchmark does. It changes nothing on CPUs.
     entered: called with each phase's name as it begins.
     """
 
-    def __init__(self, entered: Callable[[str], None] | None = None) -> None:
-        self.synchronize = False
+    def __init__(self, entered: Callable[[str], None] | None = None, synchronize: bool = False) -> None:
+        self._synchronize = synchronize
         self._entered = entered
         self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def synchronized(self) -> None:
+        """Wait for the device from here on."""
+        self._synchronize = True
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -38,6 +42,6 @@ class Stopwatch:
         return seconds
 
     def _now(self) -> float:
-        if self.synchronize and torch.cuda.is_available():
+        if self._synchronize and torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -92,12 +92,12 @@ class Publisher:
         if layers is None:
             raise KernelError("the engine's layers are in another process")
         self._model.multiply_with(layers)
-        self._model.after_refresh = self._write_ahead
+        self._model.on_refresh(self._write_ahead)
 
     def unshare(self) -> None:
         """Let the engine's layers go; the learner makes its own again where it needs any."""
         self._model.multiply_with(None)
-        self._model.after_refresh = None
+        self._model.on_refresh(None)
 
     def publish(self, version: int) -> Publish:
         """Let the engine sample from the model's present tensors as weight version `version`, and verify them."""

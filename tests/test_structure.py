@@ -212,3 +212,26 @@ def test_locals_are_named_for_what_they_hold():
 
 def test_the_product_stays_within_its_ceiling():
     assert sum(len(file.read_text().splitlines()) for file in FILES.values()) <= 33_000
+
+
+def dataclass_fields(file: Path) -> set[str]:
+    """Names of the fields that the classes of a file declare."""
+    classes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]
+    lines = [line for each in classes for line in each.body if isinstance(line, ast.AnnAssign)]
+    return {ast.unparse(line.target) for line in lines}
+
+
+OF_LIBRARIES = {"grad", "data", "grad_dtype", "training", "lr", "_hp_optimizer_states_linked", "qkv", "gate_up"}
+
+
+def test_no_mode_is_set_by_writing_into_another_object():
+    """Learner, publisher and layers change another object by its methods, assigning no field of another file's class.
+    `lr` is a property, `qkv` and `gate_up` submodules; the others are torch's, transformers' and DeepSpeed's."""
+    for room in ("learner", "sync", "quant/layers", "quant/model"):
+        for file in (ROOT / room).rglob("*.py"):
+            stored = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+            stored = [node for node in stored if isinstance(node.ctx, ast.Store)]
+            own = {node.attr for node in stored if ast.unparse(node.value) in ("self", "cls", "ctx")}
+            own |= dataclass_fields(file)
+            for node in stored:
+                assert node.attr in own | OF_LIBRARIES, f"{file}:{node.lineno}: {ast.unparse(node)}"

@@ -39,7 +39,7 @@ def run(job: Job) -> Steps:
     masters = load_masters(Path(job.model), torch.float32, torch.device("cuda" if cuda else "cpu"))
     model = LowBitModel(masters, get_scheme(job.setting), LayerContext(dtype, job.kernel))
     learner = Learner(model, LearnerConfig.model_validate(learner_options(job)))
-    learner.stopwatch.synchronize = cuda
+    learner.stopwatch.synchronized()
 
     def step(number: int) -> dict[str, float]:
         start, cpu = time.perf_counter(), time.process_time()

@@ -37,7 +37,7 @@ class Sharded:
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
         self.policy, self._processes = model, processes
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer, processes)
-        model.gradients.reduce_dtype = MASTER_DTYPES[config.reduce_dtype]
+        model.gradients.configure(reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
         by_muon = config.optimizer.name == "muon"
         self._matrices = {n for n in model.matrices() if by_muon and len(whole_shape(model.masters[n])) > 1}
 

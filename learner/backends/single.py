@@ -14,7 +14,7 @@ class SingleProcess:
 
     def __init__(self, model: LowBitModel, config: LearnerConfig):
         self.policy = model
-        model.context.gradients.in_place = True
+        model.gradients.configure(in_place=True)
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:

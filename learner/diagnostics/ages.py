@@ -56,7 +56,7 @@ class MismatchByAgeMeter(Observer):
     def record(self) -> dict[str, Any]:
         """`ages`; and into the log the age of each sequence's oldest token."""
         if self.learning.log is not None:
-            self.learning.log.age = self._ages().amax(-1)
+            self.learning.log.set_age(self._ages().amax(-1))
         return {"ages": self._mismatch(self.learning.processes)}
 
     def _mismatch(self, processes: Processes) -> MismatchByAge:

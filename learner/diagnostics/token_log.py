@@ -38,6 +38,10 @@ class TokenLog:
         self.clip = torch.zeros(batch.response_mask.shape, dtype=torch.int32)
         self.updated = torch.zeros(len(batch.tokens), dtype=torch.bool)
 
+    def set_age(self, age: torch.Tensor) -> None:
+        """Of each sequence's oldest token, int64 [B]."""
+        self.age = age
+
     def add(self, index: torch.Tensor, tokens: LossTokens) -> None:
         """One micro-batch: the rows at `index`, int64 [n]."""
         columns, tokens = tokens.log_ratio.shape[1], tokens.to_cpu()

@@ -59,6 +59,18 @@ class LayerContext:
         self._own = make_factory(kernel, dtype)
         self.forward = Forward.LEARNER
 
+    def drop_codes(self) -> None:
+        """Have layers make a version's codes again at every use."""
+        self.keeps_codes = False
+
+    def multiply_with(self, engine: KernelFactory | None) -> None:
+        """Multiply with the running engine's own layers, or again with `kernel`'s (None)."""
+        self.engine = engine
+
+    def checkpoint(self, checkpointing: bool) -> None:
+        """Have decoder layers keep nothing but their input for the backward, or everything."""
+        self.checkpointing = checkpointing
+
     @property
     def factory(self) -> KernelFactory:
         """Makes the layers' products."""

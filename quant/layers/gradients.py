@@ -30,6 +30,20 @@ class Gradients:
         self.reduce_dtype = torch.float32
         self.compiled = False
 
+    def configure(
+        self, *, in_place: bool | None = None, fp32_input_grad: bool | None = None,
+        reduce_dtype: torch.dtype | None = None, compiled: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Set these for good; None leaves one as it is."""
+        self.in_place = self.in_place if in_place is None else in_place
+        self.fp32_input_grad = self.fp32_input_grad if fp32_input_grad is None else fp32_input_grad
+        self.reduce_dtype = reduce_dtype or self.reduce_dtype
+        self.compiled = self.compiled if compiled is None else compiled
+
+    def scale_by(self, scale: float) -> None:
+        """Of the losses to come."""
+        self.scale = scale
+
     def into(self, master: torch.Tensor) -> torch.Tensor | None:
         """The fp32 gradient of a master to add to, zeros at first; None where autograd is to deliver it: unless
         `in_place`, and to a master with hooks, which would not see it."""

@@ -96,6 +96,14 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         weight = fill(room, merged, shard_of(self.master))
         return PlainMatmul(weight, None if self.bias is None else whole_value(self.bias, dtype))
 
+    def adapt(self, adapter: Adapter) -> None:
+        """Train these factors in place of the master."""
+        self.adapter = adapter
+
+    def fuse_with(self, others: "Sequence[LowBitLinear]") -> None:
+        """Share one scale with these, which the engine stacks with this one."""
+        self.fused = tuple(others)
+
     @property
     def out_features(self) -> int:
         """O."""
@@ -131,7 +139,7 @@ def fuse_scales(linears: dict[str, LowBitLinear], stacked: Mapping[str, Sequence
             parent, dot, leaf = name.rpartition(".")
             partners = next((parts for parts in stacked.values() if leaf in parts), ())
             others = [linears.get(parent + dot + partner) for partner in partners if partner != leaf]
-            linear.fused = tuple(other for other in others if other is not None)
+            linear.fuse_with([other for other in others if other is not None])
 
 
 class _StraightThrough(torch.autograd.Function):

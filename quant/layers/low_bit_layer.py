@@ -54,6 +54,10 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """Codes of the masters' present values, in the buffers of `out` where it is given."""
         raise NotImplementedError
 
+    def keep_scales(self) -> None:
+        """Make versions with the scales of the one before, where weights are quantized."""
+        self.keeps_scales = self.scheme.weights is not None
+
     def _kept_scales(self) -> list[torch.Tensor | None]:
         """The scales to materialize each master with; None where they are those of its extremes."""
         kept = [weight.scale for weight in quantized_weights(self.low_bit)] if self.keeps_scales else []

@@ -104,8 +104,9 @@ def _attach(model: LowBitModel, name: str, config: LoraConfig, generator: torch.
     """Give a weight its adapter, by a name of `adapted_weights`."""
     if name in model.linears:
         linear = model.linears[name]
-        linear.adapter = Adapter(linear.master, config.rank, config.alpha, generator)
-        return linear.adapter
+        adapter = Adapter(linear.master, config.rank, config.alpha, generator)
+        linear.adapt(adapter)
+        return adapter
     layer, _, stack = name.rpartition(".")
     experts = model.experts[layer]
     adapter = Adapter(getattr(experts, stack), config.rank, config.alpha, generator)

@@ -38,7 +38,7 @@ def keep_scales(model: LowBitModel) -> None:
     """Make later versions with the scales of the present one. Raises what `check_scale_rule` raises."""
     check_scale_rule("kept", model.plan)
     for layer in model.low_bit_layers():
-        layer.keeps_scales = layer.scheme.weights is not None
+        layer.keep_scales()
 
 
 def scales_state(model: LowBitModel) -> dict[str, torch.Tensor]:

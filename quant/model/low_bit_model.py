@@ -43,7 +43,7 @@ class LowBitModel(nn.Module):
     other schemes than `scheme`; `plan` says what each layer takes. shapes: checkpoint layer name → (O, I) of its weight
     (`quant.checkpoint.shapes.weight_shapes`). loaded: every parameter the model came with, by name; masters: those that
     are trained, all of them until `train_only`. adapted: the weights that have an adapter. router_log: logits of the
-    routers. after_refresh: called when a weight version is made, before any forward uses it. Raises the `SchemeError`s
+    routers. Raises the `SchemeError`s
     of `plan_layers`, before anything is changed.
     """
 
@@ -65,7 +65,7 @@ class LowBitModel(nn.Module):
         self.masters: dict[str, nn.Parameter] = dict(self.loaded)
         self.adapted: tuple[str, ...] = ()
         self._buffers_kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
-        self.after_refresh: Callable[[], None] | None = None
+        self._after_refresh: Callable[[], None] | None = None
         self._layers = replace_layers(model, self.plan, context, operators)
         self.module = model
         self.router_log = RouterLog(model.get_submodule(name) for name in self._layers.routers)
@@ -118,13 +118,17 @@ class LowBitModel(nn.Module):
                     layer.refresh()
         for name, copy in self._layers.copies.items():
             copy.refresh(self.loaded[name])
-        if self.after_refresh is not None:
-            self.after_refresh()
+        if self._after_refresh is not None:
+            self._after_refresh()
+
+    def on_refresh(self, call: Callable[[], None] | None) -> None:
+        """Call that when a weight version is made, before any forward uses it; None: nothing."""
+        self._after_refresh = call
 
     def release_codes(self) -> None:
         """Keep no codes from here on: they are made again from the masters, a layer at a time, for every stream and
         every backward. All processes then iterate over each stream together."""
-        self.context.keeps_codes = False
+        self.context.drop_codes()
         for layer in self.low_bit_layers():
             layer.release_codes()
 
@@ -133,7 +137,7 @@ class LowBitModel(nn.Module):
         `KernelError`, and keeps its own, where a layer of this model is not among them."""
         if engine is not None and self.operators != "engine":
             raise KernelError("transformers' operators multiply each layer alone, and the engine stacks them")
-        self.context.engine = engine
+        self.context.multiply_with(engine)
         self.release_products()
         if engine is not None:
             try:
@@ -206,7 +210,7 @@ class LowBitModel(nn.Module):
         """Keep only every decoder layer's input between forward and backward, or everything. Raises `ValueError` where
         transformers cannot do so for this model."""
         if self.operators == "engine":
-            self.context.checkpointing = checkpointing
+            self.context.checkpoint(checkpointing)
         elif checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         else:

@@ -111,6 +111,10 @@ class RouterLog:
         for router in routers:
             router.register_forward_hook(self._take)
 
+    def enable(self, enabled: bool) -> None:
+        """Keep logits from the next forward on, or do not."""
+        self.enabled = enabled
+
     @contextlib.contextmanager
     def one_forward(self) -> Iterator[None]:
         """Drop what is held, and take what routers return within this context: in the backward, a checkpointed layer

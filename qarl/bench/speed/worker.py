@@ -114,7 +114,7 @@ def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[st
     """Timed steps of one kind, after one that warms up and proves the published policy to be the learner's."""
     model = _model(job, kind)
     learner = Learner(model, LearnerConfig.model_validate(_learner_options(job)))
-    learner.stopwatch.synchronize = torch.cuda.is_available()
+    learner.stopwatch.synchronized()
     draw = random.Random(job.seed + 1)
     sequences = [list(prompt.token_ids) for prompt in _prompts(2, 16, draw, vocabulary)]
     publisher = Publisher(model, engine, sequences, get_scheme(job.scheme).bound, canary_every=10**9)
@@ -132,8 +132,7 @@ def _step(
     """sample → learn → publish, as a run does it. Half of each group is rewarded, so every sequence teaches, and all
     completions have one length, so every scheme learns from as many tokens."""
     prompts = _prompts(job.prompts, job.prompt_tokens, draw, vocabulary)
-    watch = Stopwatch()
-    watch.synchronize = torch.cuda.is_available()
+    watch = Stopwatch(synchronize=True)
     gc.collect()
     start = time.perf_counter()
     with watch("sample"):
