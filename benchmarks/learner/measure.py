@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.learner.batch import digest, draw_sequences
 from benchmarks.learner.job import Job, Steps
-from benchmarks.trl import require_trl
+from benchmarks.trl_environment import require_trl
 from qarl.bench.models import MODELS, BenchModel, write_model
 from qarl.bench.process import WorkerError, run_worker
 from qarl.configs.errors import ConfigError

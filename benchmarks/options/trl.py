@@ -22,7 +22,7 @@ def add_trl(parser: argparse.ArgumentParser, settings: str) -> None:
 def trl_settings(known: argparse.Namespace, *others: str) -> tuple[tuple[str, ...], Path]:
     """TRL's settings to measure, none without `--against trl`, and its interpreter. Raises `ConfigError` for an option
     of TRL's without that. others: further ones, by their names in `known`."""
-    from benchmarks.trl import TRL_PYTHON
+    from benchmarks.trl_environment import TRL_PYTHON
 
     for name in ("trl_settings", "trl_python", *others):
         given = getattr(known, name)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.train.job import Curve, Point, TrlJob, reached, write_problems
-from benchmarks.trl import require_trl
+from benchmarks.trl_environment import require_trl
 from qarl.bench.process import run_worker
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import default_config, load_config
