@@ -51,7 +51,7 @@ class VllmFactory:
     """Builds `VllmMatmul`s for one compute dtype. Raises what vLLM raises where it has no kernel for a scheme."""
 
     def __init__(self, dtype: torch.dtype):
-        load_general_plugins()  # QaRL's own among them: the engine's processes have loaded them too
+        load_general_plugins()  # as the engine's processes do; `quant.kernels.vllm_cpu` is one of them
         self._dtype = dtype
         kernels = KernelConfig(linear_backend_per_quant=linear_backends())  # pyright: ignore[reportArgumentType]
         self._config = VllmConfig(

