@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,11 @@ def test_every_metric_is_in_the_glossary_and_nothing_else():
     written = {*fields(StepMetrics), *phases("qarl", "seconds/"), *phases("learner", "seconds/learn/"), *diagnosed()}
     assert {"reward", "learn/mismatch/k3", "learn/ages/age", "seconds/sample", "seconds/learn/backward"} <= written
     assert set(rows) == written
+
+
+def test_the_reference_is_what_the_code_says():
+    done = subprocess.run([sys.executable, "scripts/reference.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}; write it anew with: python scripts/reference.py"
 
 
 def test_the_index_lists_every_page_once():
