@@ -1,4 +1,4 @@
-"""Named quantization schemes: the one place that states bits, granularity, rounding range and ignored layers.
+"""Named quantization schemes: what `configs.schemes` says of each, with its rounding ranges and ignored layers.
 
 A scheme wraps a `compressed_tensors.QuantizationScheme`. Materialization, the learner's products, the
 published stream and the `quantization_config` vLLM reads are all derived from that one object.
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
+    DynamicType,
     QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStatus,
     QuantizationStrategy,
     QuantizationType,
-    preset_name_to_scheme,
 )
 
 from qarl.configs.errors import SchemeError
-from qarl.configs.scheme_names import check_scheme_name
+from qarl.configs.schemes import SCHEME_SPECS, Codes, SchemeSpec, check_scheme_name
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,19 +51,16 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 class Scheme:
     """How weights and activations of a model's linear layers are represented.
 
-    name: as the field writes it (`w4a16`, …). quantization: None for the unquantized `bf16` scheme.
-    format: how codes are stored in a checkpoint. ignore: layer names or `re:` patterns left alone.
-    bound: on the mean |Δ log p| a token (canary) and the mean |log w| a sequence (step-0 gate) between learner and
-    engine, in nats; k3_bound: on the k3 estimate of KL(sampler ‖ learner). Beyond them a run stops
-    (docs/explain/mismatch.md says how they were chosen).
+    name, format, bound, k3_bound: as in `configs.schemes.SchemeSpec`. quantization, format: None for the unquantized
+    `bf16` scheme. ignore: layer names or `re:` patterns left alone.
     """
 
     name: str
     quantization: QuantizationScheme | None
     format: CompressionFormat | None = None
     ignore: tuple[str, ...] = field(default=ALWAYS_IGNORED)
-    bound: float = 0.05
-    k3_bound: float = 0.005
+    bound: float = SchemeSpec.bound
+    k3_bound: float = SchemeSpec.k3_bound
 
     @property
     def weights(self) -> QuantizationArgs | None:
@@ -157,51 +154,41 @@ def _matches(pattern: str, layer: str) -> bool:
     return bool(re.match(pattern[3:], layer)) if pattern.startswith("re:") else pattern == layer
 
 
-def _preset(name: str) -> QuantizationScheme:
-    return preset_name_to_scheme(name, targets=["Linear"])
-
-
-def _int4(group_size: int | None) -> QuantizationScheme:
-    """The W4A16 preset with another group size; None: a scale a row."""
-    strategy = QuantizationStrategy.GROUP if group_size else QuantizationStrategy.CHANNEL
-    weights = QuantizationArgs(num_bits=4, strategy=strategy, group_size=group_size, symmetric=True)
-    return QuantizationScheme(targets=["Linear"], weights=weights)
-
-
-def _w4a8() -> QuantizationScheme:
-    """The W4A8 preset with asymmetric activation codes, which is what vLLM's kernel computes whatever is written."""
-    preset = _preset("W4A8")
-    activations = preset.input_activations
-    assert activations is not None
-    return preset.model_copy(update={"input_activations": activations.model_copy(update={"symmetric": False})})
-
-
-_PACKED, _INTS, _FLOATS = (
-    CompressionFormat.pack_quantized,
-    CompressionFormat.int_quantized,
-    CompressionFormat.float_quantized,
-)
-
-# Formats are those compressed-tensors infers for a scheme, but for w4afp8, which vLLM reads packed only.
-SCHEMES: dict[str, Scheme] = {
-    s.name: s
-    for s in (
-        Scheme("bf16", None),
-        Scheme("w4a16", _preset("W4A16"), _PACKED),
-        Scheme("w4a16-g64", _int4(64), _PACKED),
-        Scheme("w4a16-g32", _int4(32), _PACKED),
-        Scheme("w4a16-channel", _int4(None), _PACKED),
-        Scheme("w8a16", _preset("W8A16"), _PACKED),
-        Scheme("w8a8", _preset("W8A8"), _INTS),
-        Scheme("w4a8", _w4a8(), _INTS),
-        Scheme("w4afp8", _preset("W4AFP8"), _PACKED, bound=0.1, k3_bound=0.01),
-        Scheme("fp8", _preset("FP8_DYNAMIC"), _FLOATS, bound=0.1, k3_bound=0.01),
-        Scheme("fp8-block", _preset("FP8_BLOCK"), _FLOATS, bound=0.1, k3_bound=0.01),
-        Scheme("nvfp4a16", _preset("NVFP4A16"), CompressionFormat.nvfp4_pack_quantized),
-        Scheme("nvfp4", _preset("NVFP4"), CompressionFormat.nvfp4_pack_quantized, bound=0.2, k3_bound=0.04),
-        Scheme("mxfp4a16", _preset("MXFP4A16"), CompressionFormat.mxfp4_pack_quantized),
+def _scheme(spec: SchemeSpec) -> Scheme:
+    """A line of the table in compressed-tensors' words."""
+    if spec.weights is None:
+        return Scheme(spec.name, None)
+    activations = None if spec.activations is None else _arguments(spec.activations, dynamic=True)
+    return Scheme(
+        name=spec.name,
+        quantization=QuantizationScheme(
+            targets=["Linear"], weights=_arguments(spec.weights, dynamic=False), input_activations=activations
+        ),
+        format=CompressionFormat(spec.format),
+        bound=spec.bound,
+        k3_bound=spec.k3_bound,
     )
-}
+
+
+def _arguments(codes: Codes, dynamic: bool) -> QuantizationArgs:
+    """dynamic: of an activation, whose scales are made as it comes."""
+    arguments: dict[str, Any] = {"num_bits": codes.bits, "type": codes.kind, "symmetric": codes.symmetric}
+    if codes.rows > 1:
+        arguments |= {"strategy": "block", "block_structure": [codes.rows, codes.columns]}
+    elif codes.columns is None:
+        arguments |= {"strategy": "token" if dynamic else "channel"}
+    else:
+        arguments |= {"strategy": "group", "group_size": codes.columns}
+    if codes.scale == "power":
+        arguments |= {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
+    elif codes.scale == "e4m3":
+        arguments |= {"strategy": "tensor_group", "scale_dtype": torch.float8_e4m3fn}
+        if dynamic:  # but for the scale over all of a tensor, which a checkpoint brings
+            return QuantizationArgs(**arguments, dynamic=DynamicType.LOCAL, observer="static_minmax")
+    return QuantizationArgs(**arguments, dynamic=dynamic)
+
+
+SCHEMES: dict[str, Scheme] = {name: _scheme(spec) for name, spec in SCHEME_SPECS.items()}
 
 
 def get_scheme(name: str) -> Scheme:

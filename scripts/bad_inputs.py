@@ -24,7 +24,7 @@ from pathlib import Path
 from qarl.cli.main import main
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import choice_sections, field_paths, shipped_names
-from qarl.configs.scheme_names import SCHEME_NAMES
+from qarl.configs.schemes import SCHEME_NAMES
 from qarl.configs.words import literals
 
 LONGEST_MESSAGE = 5

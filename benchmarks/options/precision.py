@@ -7,7 +7,7 @@ from rich.console import Console
 
 from benchmarks.names import OPTIMIZERS
 from qarl.cli.options import DTYPES, KERNELS, whole
-from qarl.configs.scheme_names import SCHEME_NAMES
+from qarl.configs.schemes import SCHEME_NAMES
 from qarl.report.tables import PlainTable
 
 

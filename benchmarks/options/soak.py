@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.options import whole
-from qarl.configs.scheme_names import SCHEME_NAMES
+from qarl.configs.schemes import SCHEME_NAMES
 from qarl.report.tables import PlainTable
 
 

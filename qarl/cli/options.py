@@ -14,7 +14,7 @@ from qarl.configs.flags import FLAGS
 from qarl.configs.load import field_paths, nearest_option
 from qarl.configs.schema.base import Dtype
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.scheme_names import SCHEME_NAMES
+from qarl.configs.schemes import SCHEME_NAMES
 from qarl.configs.words import did_you_mean
 
 DTYPES = get_args(Dtype)

@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from qarl.cli.scheme_row import REFERENCE_SHAPE, SchemeRow
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.load import empty_model, load_config
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
-from qarl.quant.checkpoint.stored import STORED
 from qarl.quant.kernels.supported import Support, kept_support
 from qarl.quant.schemes import (
     COMPUTE_DTYPES,
@@ -59,11 +59,11 @@ def _bytes(scheme: Scheme, model: PreTrainedModel | None, dtype: torch.dtype) ->
     """Bytes per parameter of the quantized layers, and of the whole checkpoint. Raises `SchemeError` for shapes."""
     if model is None:
         rows, columns = REFERENCE_SHAPE
-        return STORED[scheme.name].weight(REFERENCE_SHAPE, dtype.itemsize) / (rows * columns), None
+        return SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, dtype.itemsize) / (rows * columns), None
     shapes = _quantized_layers(scheme, model)
     for layer, shape in shapes.items():
         scheme.check_layer(layer, shape)
-    quantized = sum(STORED[scheme.name].weight(shape, dtype.itemsize) for shape in shapes.values())
+    quantized = sum(SCHEME_SPECS[scheme.name].weight_bytes(shape, dtype.itemsize) for shape in shapes.values())
     parameters = sum(rows * columns for rows, columns in shapes.values())
     others = sum(p.numel() for p in model.parameters()) - parameters
     return quantized / parameters, quantized + others * dtype.itemsize

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.plan.names import schemes_of, targeted
 from qarl.plan.shapes import Shapes
-from qarl.quant.checkpoint.stored import STORED
 
 GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -165,7 +165,7 @@ class _Count:
         if not self.config.layers:
             return self.shapes.quantized_bytes(self.config.scheme, self.itemsize)
         schemes = schemes_of(self.shapes, self.config.scheme, self.config.layers)
-        return sum(STORED[scheme].weight(shape, self.itemsize) for scheme, shape in schemes)
+        return sum(SCHEME_SPECS[scheme].weight_bytes(shape, self.itemsize) for scheme, shape in schemes)
 
     @property
     def in_kernels(self) -> int:
@@ -271,7 +271,7 @@ class _Count:
         of every product its input as multiplied, queries, keys and values before and after their rotation, gate and
         up; on CPUs 1 / rms, on GPUs attention's output and the sum of its scores."""
         s, b, cpu = self.shapes, self.itemsize, self.device == "cpu"
-        a = STORED[self.config.scheme].input(b) if self.config.learner.aligned else b
+        a = SCHEME_SPECS[self.config.scheme].input_bytes(b) if self.config.learner.aligned else b
         c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
         attention = a * c + b * (2 * q + 3 * k)
         attention += a * q if cpu or a < b else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qarl.configs.errors import ConfigError
-from qarl.quant.checkpoint.stored import STORED
+from qarl.configs.schemes import SCHEME_SPECS
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -71,7 +71,7 @@ class Shapes:
         return self.layers * (self._stored(self.attention_matrices, scheme, itemsize) + mlp)
 
     def _stored(self, matrices: tuple[tuple[int, int], ...], scheme: str, itemsize: int) -> int:
-        return sum(STORED[scheme].weight(shape, itemsize) for shape in matrices)
+        return sum(SCHEME_SPECS[scheme].weight_bytes(shape, itemsize) for shape in matrices)
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:

@@ -6,7 +6,7 @@ from pathlib import Path
 from qarl.configs.errors import ConfigError, InputError, SchemeError
 from qarl.configs.load import is_embedded, shipped_names
 from qarl.configs.schema.run import RunConfig
-from qarl.configs.scheme_names import check_scheme_name
+from qarl.configs.schemes import check_scheme_name
 from qarl.configs.words import did_you_mean, quoted
 from qarl.quant.checkpoint.folder import check_folder, hub_file, local_folder
 from qarl.report.loggers import require_logger

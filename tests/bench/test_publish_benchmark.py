@@ -7,7 +7,7 @@ import torch
 from benchmarks import publish
 from benchmarks.peak_memory import PeakMemory
 from qarl.configs.errors import ConfigError
-from qarl.quant.checkpoint.stored import STORED
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.schemes import SchemeError
 
 
@@ -21,7 +21,7 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
     expert = config.moe_intermediate_size
     shapes = [(heads, hidden), (shared, hidden), (shared, hidden), (hidden, heads)]
     shapes += [(expert, hidden), (expert, hidden), (hidden, expert)] * config.num_experts
-    low_bit = layers * sum(STORED["w4a16"].weight(shape, torch.bfloat16.itemsize) for shape in shapes)
+    low_bit = layers * sum(SCHEME_SPECS["w4a16"].weight_bytes(shape, torch.bfloat16.itemsize) for shape in shapes)
     plain = 2 * config.vocab_size * hidden + hidden
     plain += layers * (config.num_experts * hidden + 2 * hidden + 2 * config.head_dim)
     parameters = plain + layers * sum(o * i for o, i in shapes)

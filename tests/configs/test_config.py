@@ -12,14 +12,8 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, default_config, field_paths, load_config, shipped_names
 from qarl.configs.schema.objectives import AnyObjective
 from qarl.configs.schema.run import RunConfig, TaskConfig
-from qarl.configs.scheme_names import SCHEME_NAMES
-from qarl.quant.schemes import SCHEMES
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 from qarl.rollout.types import Sampling
-
-
-def test_scheme_names_are_those_of_the_schemes():
-    assert set(SCHEME_NAMES) == set(SCHEMES)
 
 
 def test_naming_another_task_forgets_the_files_options(tmp_path: Path):

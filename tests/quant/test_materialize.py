@@ -5,13 +5,15 @@ import re
 import pytest
 import torch
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import preset_name_to_scheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl.quant.checkpoint.stored import STORED
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear, fuse_scales
 from qarl.quant.materialize import LowBitWeight, fp4, integer, materialize
+from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
 from tests.support.library import FP4, library, library_scale
 from tests.support.profiles import examples
@@ -246,14 +248,33 @@ for packed, words, scales in (
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize("name", SCHEMES)
 def test_tensors_have_checkpoint_names_dtypes_and_shapes(name: str, dtype: torch.dtype):
-    """What a checkpoint holds of a layer [128, 384], per scheme, in order; `STORED` adds up the same."""
+    """What a checkpoint has of a layer [128, 384], per scheme, in order; `SchemeSpec.weight_bytes` adds up the same."""
     weight = torch.randn(128, 384, generator=torch.Generator().manual_seed(0))
     low_bit = materialize(weight, get_scheme(name), dtype)
     assert low_bit.shape == (128, 384)
     held = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in low_bit.tensors()]
     assert held == [(key, dtype if kind == "compute" else kind, shape) for key, kind, shape in HELD[name]]
     assert dict(low_bit.tensors()).get("weight_shape", torch.tensor([128, 384])).tolist() == [128, 384]
-    assert STORED[name].weight((128, 384), dtype.itemsize) == sum(t.nbytes for _, t in low_bit.tensors())
+    assert SCHEME_SPECS[name].weight_bytes((128, 384), dtype.itemsize) == sum(t.nbytes for _, t in low_bit.tensors())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_inputs_are_kept_in_the_bytes_of_the_table(name: str):
+    x, scheme = torch.randn(4, 256, dtype=torch.bfloat16), get_scheme(name)
+    kept = x if scheme.activations is None else quantize_activation(x, scheme).codes
+    assert SCHEME_SPECS[name].input_bytes(x.element_size()) * x.numel() == kept.numel() * kept.element_size()
+
+
+PRESETS = {
+    "w4a16": "W4A16", "w8a16": "W8A16", "w8a8": "W8A8", "w4afp8": "W4AFP8", "fp8": "FP8_DYNAMIC",
+    "fp8-block": "FP8_BLOCK", "nvfp4a16": "NVFP4A16", "nvfp4": "NVFP4", "mxfp4a16": "MXFP4A16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_schemes_are_the_librarys_presets(name: str):
+    """w4a8 differs from its preset by a zero point; w4a16's other groups have none."""
+    assert get_scheme(name).quantization == preset_name_to_scheme(PRESETS[name], targets=["Linear"])
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
