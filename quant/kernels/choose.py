@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
 from qarl.quant.checkpoint.families import ExpertsShape
-from qarl.quant.kernels.base import ExpertsMatmul, KernelError, KernelFactory, LowBitMatmul
+from qarl.quant.kernels.base import KernelError, KernelFactory, LowBitMatmul
+from qarl.quant.kernels.experts_loop import ExpertsLoop
+from qarl.quant.kernels.plain import dequantized_matmul
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
+from qarl.quant.runtime.libraries import has_vllm
 
 KERNELS = ("auto", "vllm", "torch", "reference")
 
@@ -32,11 +34,9 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class TorchFactory:
-    """Dense products by `linear`; experts by torch's grouped operators where `grouped` asks and they exist, else as
-    dense products one after another."""
+    """Dense products by `linear`, those of stacks and experts one after another."""
 
     linear: Callable[[str, LowBitWeight, torch.Tensor | None], LowBitMatmul]
-    grouped: bool = False
 
     def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> LowBitMatmul:
         """See `KernelFactory`."""
@@ -46,21 +46,24 @@ class TorchFactory:
         """See `KernelFactory.stacked`."""
         return OneByOne([self.linear(name, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:
+    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
         """See `KernelFactory.experts`."""
-        from qarl.quant.kernels.experts_loop import experts_loop
-        from qarl.quant.kernels.grouped import grouped_experts
-
-        grouped = grouped_experts(shape, weights) if self.grouped else None
-        return grouped or experts_loop(self, layer, shape, weights)
+        pairs = [
+            (
+                self.linear(f"{layer}.{e}.{shape.layout.gate}", expert.gate_up, None),
+                self.linear(f"{layer}.{e}.{shape.layout.down}", expert.down, None),
+            )
+            for e, expert in enumerate(weights.experts)
+        ]
+        return ExpertsLoop(pairs, shape.activation)
 
 
 def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
     """A factory for `kernel` (one of KERNELS) computing in `dtype`. Raises `KernelError` where it cannot run."""
     if kernel == "auto":
-        kernel = "vllm" if find_spec("vllm") else "torch"
+        kernel = "vllm" if has_vllm() else "torch"
     if kernel == "vllm":
-        if not find_spec("vllm"):
+        if not has_vllm():
             raise KernelError("learner.kernel 'vllm' needs vllm in the learner's environment; use 'torch' or 'auto'")
         from qarl.quant.kernels.vllm import VllmFactory
 
@@ -68,9 +71,7 @@ def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
     if kernel == "torch":
         from qarl.quant.kernels.torch_ops import torch_matmul
 
-        return TorchFactory(torch_matmul, grouped=True)
+        return TorchFactory(torch_matmul)
     if kernel == "reference":
-        from qarl.quant.kernels.dequantized import ReferenceFactory
-
-        return TorchFactory(ReferenceFactory(dtype))
+        return TorchFactory(lambda layer, weight, bias: dequantized_matmul(weight, bias, dtype))
     raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")

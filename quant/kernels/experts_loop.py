@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from qarl.quant.checkpoint.families import ExpertsShape
-from qarl.quant.kernels.base import KernelFactory, LowBitMatmul
-from qarl.quant.materialize.experts import LowBitExperts
+from qarl.quant.kernels.base import LowBitMatmul
 
 
 def sum_over_experts(
@@ -48,15 +46,3 @@ class ExpertsLoop:
         gate_up, down = self._pairs[expert]
         gate, up = gate_up(x).chunk(2, dim=-1)
         return down(self._activation(gate) * up)
-
-
-def experts_loop(factory: KernelFactory, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
-    """Every expert's two matrices through the dense products of `factory`."""
-    pairs = [
-        (
-            factory(f"{layer}.{e}.{shape.layout.gate}", expert.gate_up, None),
-            factory(f"{layer}.{e}.{shape.layout.down}", expert.down, None),
-        )
-        for e, expert in enumerate(weights.experts)
-    ]
-    return ExpertsLoop(pairs, shape.activation)

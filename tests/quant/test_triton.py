@@ -13,7 +13,7 @@ import torch
 if not find_spec("triton") or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton and TRITON_INTERPRET=1 from the start", allow_module_level=True)
 
-from qarl.quant.kernels.dequantized import ReferenceFactory
+from qarl.quant.kernels.plain import dequantized_matmul
 from qarl.quant.kernels.triton_wna16 import triton_multiply
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import get_scheme
@@ -26,5 +26,5 @@ def test_the_product_is_the_references(scheme: str, tokens: int):
     """Contract: fp32 sums of exact codes, in float32 to the order of a sum; rows and tokens that fill no block."""
     weight = materialize(normal(72, 256, seed=1), get_scheme(scheme), torch.float32)
     x = normal(tokens, 256, seed=2)
-    expected = ReferenceFactory(torch.float32)("layer", weight, None)(x)
+    expected = dequantized_matmul(weight, None, torch.float32)(x)
     torch.testing.assert_close(triton_multiply("layer", weight)(x), expected, rtol=1e-5, atol=1e-4)
