@@ -20,17 +20,28 @@ def register() -> None:
     if not current_platform.is_cpu():
         return
     from qarl.quant.kernels.vllm_cpu.experts import register_per_expert_products
-    from qarl.quant.kernels.vllm_cpu.fp8 import register_fp8_kernel
-    from qarl.quant.kernels.vllm_cpu.int4 import register_int4_kernel
+    from qarl.quant.kernels.vllm_cpu.fp8 import CPUFp32FP8ScaledMMLinearKernel
+    from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16NibbleKernel
 
     register_per_expert_products()
-    register_fp8_kernel()
-    register_int4_kernel()
+    _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
+    _replace(CPUWNA16NibbleKernel, "mp")
     if torch.cpu._is_amx_tile_supported():
         from qarl.quant.kernels.vllm_cpu.attention import register_fp32_attention
-        from qarl.quant.kernels.vllm_cpu.int8 import register_int8_kernel
+        from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMAnyDtypeKernel
 
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
-        register_int8_kernel()
+        _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
         register_fp32_attention()
+
+
+def _replace(kernel: type, kind: str) -> None:
+    """Make vLLM multiply with this kernel instead of the one it extends. kind: vLLM's name of a table of kernels, "mp"
+    that of integer weights with activations in the compute dtype."""
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.platforms.interface import PlatformEnum
+
+    register_linear_kernel(kernel, PlatformEnum.CPU, kind)
+    disabled = filter(None, (os.environ.get("VLLM_DISABLED_KERNELS"), kernel.__bases__[0].__name__))
+    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(disabled)

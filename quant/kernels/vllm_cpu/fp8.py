@@ -8,13 +8,11 @@ has a kernel for such CPUs that multiplies in blocks.
 Axes: N tokens, O output rows, I input columns.
 """
 
-import os
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.kernels.linear import ChannelWiseTorchFP8ScaledMMLinearKernel, register_linear_kernel
-from vllm.platforms.interface import PlatformEnum
+from vllm.model_executor.kernels.linear import ChannelWiseTorchFP8ScaledMMLinearKernel
 
 _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """fp32 [256], of every e4m3 code; looked up, for torch's own conversion takes ten times as long on CPUs."""
@@ -54,10 +52,3 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
 def decoded(codes: torch.Tensor) -> torch.Tensor:
     """The values of e4m3 codes, any shape, in fp32."""
     return _VALUES.index_select(0, codes.contiguous().view(torch.uint8).flatten().int()).view(codes.shape)
-
-
-def register_fp8_kernel() -> None:
-    """Make vLLM multiply FP8 layers with `CPUFp32FP8ScaledMMLinearKernel` instead of the kernel it extends."""
-    register_linear_kernel(CPUFp32FP8ScaledMMLinearKernel, PlatformEnum.CPU, "fp8")
-    disabled = filter(None, (os.environ.get("VLLM_DISABLED_KERNELS"), ChannelWiseTorchFP8ScaledMMLinearKernel.__name__))
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(disabled)

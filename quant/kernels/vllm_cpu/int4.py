@@ -5,14 +5,12 @@ a weight, and most of a publish's time. Here nibbles are transposed within their
 Remove this when vLLM's `_process_gptq_weights_w4a16` does so.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel, register_linear_kernel
+from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
-from vllm.platforms.interface import PlatformEnum
 
 _NIBBLES = 8
 """Of an int32 word."""
@@ -58,10 +56,3 @@ def _transposed(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             lower.bitwise_xor_(moved)
             upper.bitwise_xor_(moved.bitwise_left_shift_(4 * apart))
     return words
-
-
-def register_int4_kernel() -> None:
-    """Make vLLM multiply int4 weights with `CPUWNA16NibbleKernel` instead of the kernel it extends."""
-    register_linear_kernel(CPUWNA16NibbleKernel, PlatformEnum.CPU, "mp")
-    disabled = filter(None, (os.environ.get("VLLM_DISABLED_KERNELS"), CPUWNA16LinearKernel.__name__))
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(disabled)

@@ -6,12 +6,9 @@ kernel vLLM has for other CPUs, oneDNN's, takes all of them and gives the same b
 Remove this when vLLM's `CPUInt8ScaledMMLinearKernel` chooses by dtype and rows.
 """
 
-import os
-
 import torch
 from torch import nn
-from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel, register_linear_kernel
-from vllm.platforms.interface import PlatformEnum
+from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel
 
 _ROWS = 32
 
@@ -27,10 +24,3 @@ class CPUInt8ScaledMMAnyDtypeKernel(CPUInt8ScaledMMLinearKernel):
         else:
             self.linear_method = self._apply_weights_onednn
             self.process_weights_for_onednn(layer)
-
-
-def register_int8_kernel() -> None:
-    """Make vLLM multiply W8A8 layers with `CPUInt8ScaledMMAnyDtypeKernel` instead of the kernel it extends."""
-    register_linear_kernel(CPUInt8ScaledMMAnyDtypeKernel, PlatformEnum.CPU, "int8")
-    disabled = filter(None, (os.environ.get("VLLM_DISABLED_KERNELS"), CPUInt8ScaledMMLinearKernel.__name__))
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(disabled)
