@@ -6,10 +6,14 @@ the low-bit tensors by their checkpoint names through its own loader, and post-p
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -18,11 +22,12 @@ from vllm.model_executor.layers.fused_moe.config import (
     get_routing_method_type,
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.platforms import current_platform
+from vllm.v1.worker import workspace
 
 from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.base import KernelError
 from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
-from qarl.quant.kernels.vllm_step import engine_step
 from qarl.quant.materialize.experts import LowBitExperts
 
 
@@ -98,3 +103,33 @@ def empty_experts(
         ckpt_down_proj_name=layout.down,
         ckpt_up_proj_name=layout.up,
     )
+
+
+@contextmanager
+def engine_step(device: torch.device, tokens: int) -> Iterator[None]:
+    """Within this context vLLM's fused experts find what they would in its engine's step over so many tokens: scratch
+    memory, and the context of the step's forward. Nothing on CPUs, whose experts take neither.
+
+    The scratch is not the engine's. That one is locked once the engine has warmed up, at the size of its own batches,
+    and CUDA graphs hold its address.
+    """
+    if current_platform.is_cpu():
+        yield
+        return
+    engines, workspace._manager = workspace._manager, _scratch(device)
+    try:
+        with set_forward_context(None, _config(), num_tokens=tokens):
+            yield
+    finally:
+        workspace._manager = engines
+
+
+@functools.cache
+def _scratch(device: torch.device) -> workspace.WorkspaceManager:
+    """Grows to the largest batch and stays: the next layer takes the same."""
+    return workspace.WorkspaceManager(device)
+
+
+@functools.cache
+def _config() -> VllmConfig:
+    return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))

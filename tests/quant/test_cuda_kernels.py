@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.v1.worker import workspace
 
-from qarl.quant.kernels import supported, vllm_step
+from qarl.quant.kernels import supported, vllm_experts
 from qarl.quant.kernels.supported import support
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
@@ -161,7 +161,7 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
     """Contract: vLLM's own allocation of scratch, and Humming's question for the forward's context, succeed without an
     engine, and beside one whose scratch is locked; afterwards everything is as it was."""
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    vllm_step._config.cache_clear()
+    vllm_experts._config.cache_clear()
     kernel = SimpleNamespace(
         fused_experts=SimpleNamespace(
             workspace_dtype=lambda dtype: dtype,
@@ -196,7 +196,7 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
             monkeypatch.setattr(workspace, "_manager", engines)
             if engines is not None:
                 engines.lock()
-            with vllm_step.engine_step(cpu, 40):
+            with vllm_experts.engine_step(cpu, 40):
                 assert allocate() == ((40, 2, 64), (40, 2, 32), (40, 32))
                 assert get_forward_context().dp_metadata is None
             assert workspace._manager is engines and not is_forward_context_available()
