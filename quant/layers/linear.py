@@ -33,9 +33,8 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient
-from qarl.quant.materialize import LowBitWeight
+from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import LowBitActivation
-from qarl.quant.materialize.shard import materialize_rows
 from qarl.quant.runtime.shards import fill, shard_of, whole_shape, whole_value
 from qarl.quant.schemes import Scheme
 
@@ -85,7 +84,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     def _materialize(self, out: LowBitWeight | None) -> LowBitWeight:
         weight, fused = self.merged()[0], tuple(other.merged()[0] for other in self.fused)
         (scale,), dtype, shard = self._kept_scales(), self.context.dtype, shard_of(self.master)
-        return materialize_rows(weight, shard, self.scheme, dtype, self.layer, fused, out, scale)
+        return materialize(weight, self.scheme, dtype, self.layer, fused, out, scale, shard)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
         return self.context.factory(self.layer, low_bit, self.low_bit_bias)

@@ -13,10 +13,13 @@ nor engine rounds again. One file a kind of code:
 `cpu_dispatch` says which of them run as one compiled pass, and where; `cpu_loops` is that pass on CPUs.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from compressed_tensors.quantization import QuantizationStrategy
 
 from qarl.quant.materialize import fp4, fp8, integer
@@ -24,6 +27,7 @@ from qarl.quant.materialize.cpu_dispatch import Materializer, Way, materializer,
 from qarl.quant.materialize.scales import check_scale, finite_absmax
 from qarl.quant.materialize.weight import LowBitWeight, empty
 from qarl.quant.runtime.compile import compiled
+from qarl.quant.runtime.shards import Shard
 from qarl.quant.schemes import Scheme, is_integer
 
 __all__ = ["LowBitWeight", "Materializer", "by_operators", "materialize", "materializer"]
@@ -38,21 +42,28 @@ def materialize(
     fused: tuple[torch.Tensor, ...] = (),
     out: LowBitWeight | None = None,
     scale: torch.Tensor | None = None,
+    shard: Shard | None = None,
 ) -> LowBitWeight:
     """Quantize one master weight.
 
-    weight: fp32, bf16 or fp16 [O, I]. dtype: compute dtype, the one scales of integer and fp8 codes are stored in.
-    layer: name for error messages. fused: masters of the layers the engine multiplies together with this one
-    (`quant.layers.linear.fuse_scales`); a scheme with a tensor-wide scale computes it over all of them.
+    weight: fp32, bf16 or fp16 [O, I], or with a shard this process's rows of it. dtype: compute dtype, the one scales
+    of integer and fp8 codes are stored in. layer: name for error messages.
+    fused: masters of the layers the engine multiplies together with this one (`quant.layers.linear.fuse_scales`); a
+    scheme with a tensor-wide scale computes it over all of them.
     out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
     views and every stream that was made of them then hold the new weight.
     scale: for integer codes, scales to use instead of those of the weight's extremes, [O, Q] in `dtype`, positive;
     codes beyond their range are clamped (docs/guide/scales.md).
+    shard: which rows each process has. The result is that of the whole weight, bit for bit, in every process; `fused`
+    is then this process's rows of each, `out` and `scale` are whole, and all processes come here together.
     Raises `SchemeError` for a shape the scheme cannot hold and for fp4 from fp16 masters, `PrecisionError` for weights
-    that are not finite or whose scale overflows `dtype`; `out` is not usable after that.
+    that are not finite or whose scale overflows `dtype`, in the process whose rows are refused; `out` is not usable
+    after that.
     """
-    shape = (weight.shape[0], weight.shape[1])
     weight = weight.detach()
+    if shard is not None:
+        return _in_all_processes(weight, shard, scheme, dtype, layer, fused, out, scale)
+    shape = (weight.shape[0], weight.shape[1])
     if scheme.weights is None:
         out = out or LowBitWeight(scheme, torch.empty(shape, dtype=dtype, device=weight.device), None, shape)
         out.codes.copy_(weight)
@@ -68,6 +79,57 @@ def materialize(
         return out
     quantized = by_operators(weight, scheme, dtype, layer, fused, way is Way.COMPILED, scale)
     return quantized if out is None else out.overwrite(quantized)
+
+
+def _in_all_processes(
+    rows: torch.Tensor,
+    shard: Shard,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    layer: str,
+    fused: tuple[torch.Tensor, ...],
+    out: LowBitWeight | None,
+    scale: torch.Tensor | None,
+) -> LowBitWeight:
+    """Quantize this process's rows into the whole weight's buffers, and have the others' from them."""
+    if scheme.fuses_scales:
+        fused = (_absmax_of_all((rows, *fused)),)
+    whole = out or _room(rows, shard, scheme, dtype, layer)
+    start, stop = (edge * whole.shape[0] // shard.shape[0] for edge in shard.edges[shard.rank : shard.rank + 2])
+    if start < stop:
+        kept = None if scale is None else shard.rows(scale)
+        materialize(rows, scheme, dtype, layer, fused, whole.rows(start, stop), kept)
+    for tensor in (whole.codes, whole.scale, whole.global_scale):
+        if tensor is not None:
+            shard.gather(tensor)
+    return whole
+
+
+def _absmax_of_all(weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The largest magnitude of all processes' rows, [1]; NaN where one has it."""
+    largest = [weight.abs().amax() for weight in weights if weight.numel()]
+    here = torch.stack(largest).amax().to(torch.float32) if largest else weights[0].new_zeros((), dtype=torch.float32)
+    # A maximum over processes drops a NaN on some backends.
+    here = torch.where(here.isnan(), torch.inf, here)
+    dist.all_reduce(here, dist.ReduceOp.MAX)
+    return here.to(weights[0].dtype).reshape(1)
+
+
+def _room(rows: torch.Tensor, shard: Shard, scheme: Scheme, dtype: torch.dtype, layer: str) -> LowBitWeight:
+    """Buffers for the whole weight, not initialized, of the layout that a block of zeros is given."""
+    height, columns = scheme.block[0] if scheme.block else 1, rows.shape[1]
+    small = materialize(rows.new_zeros((height, columns)), scheme, dtype, layer)
+    total = math.prod(shard.shape[:-1])
+
+    def room(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty((tensor.shape[0] * total // height, *tensor.shape[1:]))
+
+    return replace(
+        small,
+        codes=room(small.codes),
+        scale=None if small.scale is None else room(small.scale),
+        shape=(total, columns),
+    )
 
 
 def by_operators(

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qarl.quant.checkpoint.families import ExpertLayout
-from qarl.quant.materialize import LowBitWeight
-from qarl.quant.materialize.shard import materialize_rows
+from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.runtime.shards import Shard
 from qarl.quant.schemes import Scheme
 
@@ -84,22 +83,20 @@ def materialize_experts(
         kept = list(zip(*((e.gate_up, e.down) for e in out.experts), strict=True)) if out else [None, None]
         weights = [
             [
-                materialize_rows(matrix, part, scheme, dtype, layer, out=outs[number] if outs else None)
+                materialize(matrix, scheme, dtype, layer, out=outs[number] if outs else None, shard=part)
                 for number, (matrix, part) in enumerate(_matrices(stack, shard))
             ]
             for stack, shard, outs in zip(masters, shards, kept, strict=True)
         ]
         return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in zip(*weights, strict=True)))
     flat = [stack.flatten(0, 1) for stack in masters]
-    if out is not None:
-        assert out.stacks is not None
-        for stack, shard, into, scale in zip(flat, shards, out.stacks, scales, strict=True):
-            materialize_rows(stack, shard, scheme, dtype, layer, out=into, scale=scale)
-        return out
+    old = out.stacks if out is not None and out.stacks is not None else (None, None)
     first, second = (
-        materialize_rows(stack, shard, scheme, dtype, layer, scale=scale)
-        for stack, shard, scale in zip(flat, shards, scales, strict=True)
+        materialize(stack, scheme, dtype, layer, out=into, scale=scale, shard=shard)
+        for stack, shard, into, scale in zip(flat, shards, old, scales, strict=True)
     )
+    if out is not None:
+        return out
     experts = len(gate_up) if shards[0] is None else shards[0].shape[0]
     return _of_stacks(first, second, experts)
 

@@ -53,7 +53,7 @@ def absmax(values: torch.Tensor) -> torch.Tensor:
 def finite_absmax(values: torch.Tensor, layer: str) -> torch.Tensor:
     """`absmax`. Raises `PrecisionError` where it is not finite."""
     maxima = absmax(values)
-    check_finite(maxima, layer)
+    check_scale(maxima, maxima.new_zeros(1), layer)
     return maxima
 
 
@@ -67,11 +67,6 @@ def stored_scale(absmax: torch.Tensor, half_range: float, dtype: torch.dtype) ->
     scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).eps).to(dtype)
     # A scale that vanished in the cast (float16 ends at 6e-8) becomes the smallest the library itself would store.
     return scale.masked_fill(scale == 0, torch.finfo(torch.float32).eps)
-
-
-def check_finite(absmax: torch.Tensor, layer: str) -> None:
-    """Raise `PrecisionError` for masters whose maxima are not finite."""
-    check_scale(absmax, absmax.new_zeros(1), layer)
 
 
 def check_scale(absmax: torch.Tensor, scale: torch.Tensor, layer: str) -> None:

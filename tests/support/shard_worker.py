@@ -18,7 +18,6 @@ from qarl.quant.checkpoint.families import ExpertLayout
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
-from qarl.quant.materialize.shard import materialize_rows
 from qarl.quant.runtime.shards import cut_rows, shard_of, shard_parameters, whole_value
 from qarl.quant.schemes import SCHEMES, Scheme, is_integer
 from qarl.run.checkpoint import merge_states
@@ -83,7 +82,7 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
     equal = []
     for weight in (first, second):
         theirs = materialize(weight, scheme, torch.bfloat16, "weight", fused, theirs, kept)
-        ours = materialize_rows(shard.rows(weight), shard, scheme, torch.bfloat16, "weight", rows, ours, kept)
+        ours = materialize(shard.rows(weight), scheme, torch.bfloat16, "weight", rows, ours, kept, shard)
         equal.append(same_tensors(ours.tensors(), theirs.tensors()))
         if scheme.weights is not None and is_integer(scheme.weights):
             assert theirs.scale is not None
