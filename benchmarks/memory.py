@@ -27,7 +27,7 @@ from qarl.plan.machine import Machine
 from qarl.plan.memory import Memory
 from qarl.plan.plan import make_plan
 from qarl.plan.shapes import shapes_of
-from qarl.quant.kernels.supported import kept_support, require_support
+from qarl.quant.kernels.supported import require_support
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
 
@@ -71,7 +71,7 @@ def measure(
     """Rows by model. say: gets a line before each run. fields: of the configuration, by dotted path. Raises
     `ConfigError` and `SchemeError` for what cannot be measured, before anything is; `WorkerError` where a run fails."""
     for scheme in schemes:
-        require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"], "auto", ask=kept_support)
+        require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"], "auto")
     if torch.cuda.is_available():
         raise ConfigError("a GPU works here, whose memory the kernel does not count; measure where there is none")
     return [row for model in models for row in _measure_model(model, schemes, say, fields or {})]

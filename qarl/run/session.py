@@ -25,7 +25,7 @@ from qarl.quant.checkpoint.folder import check_folder
 from qarl.quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
 from qarl.quant.kernels import KernelError
-from qarl.quant.kernels.supported import kept_support, require_support
+from qarl.quant.kernels.supported import require_support
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
@@ -61,7 +61,7 @@ def require_schemes(config: RunConfig) -> None:
     model. Only the model's config.json is read."""
     enable_batch_invariance(config)
     dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
-    require_support(get_scheme(config.scheme), dtype, kernel, ask=kept_support)  # before the model is looked for
+    require_support(get_scheme(config.scheme), dtype, kernel)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     check_scale_rule(config.quantization.scale, plan)
@@ -75,7 +75,7 @@ def require_schemes(config: RunConfig) -> None:
         )
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
-        require_support(get_scheme(name), dtype, kernel, of_experts, kept_support)
+        require_support(get_scheme(name), dtype, kernel, of_experts)
 
 
 def check_processes(config: RunConfig, count: int) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,10 +46,6 @@ class Support:
 
     kernel: str
     reason: str
-
-
-Ask = Callable[[str, torch.dtype, str, bool], Support]
-"""(scheme, compute dtype, kernel family, experts) → whether it runs here."""
 
 
 @functools.cache
@@ -118,23 +113,17 @@ def _master(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.linspace(-1.0, 1.0, math.prod(shape), device=device).sin().view(shape) / math.sqrt(shape[-1])
 
 
-def why_not(scheme: str, dtype: torch.dtype, family: str = "vllm", experts: bool = False) -> str:
-    """Why `family` cannot run the named scheme on this machine; "" where it can."""
-    return support(scheme, dtype, family, experts).reason
-
-
-def require_support(scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False, ask: Ask = support) -> None:
+def require_support(scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False) -> None:
     """Raise `SchemeError` where the engine, or the learner's kernel family, cannot run `scheme` on this machine.
 
-    experts: for routed experts, which need kernels of their own. ask: `support`, or `kept_support` to ask once a
-    machine.
+    experts: for routed experts, which need kernels of their own.
     """
     if scheme.quantization is None:
         return
     for user, kernels in (("engine", "vllm"), ("learner", family)):
-        reason = ask(scheme.name, dtype, kernels, experts).reason
+        reason = kept_support(scheme.name, dtype, kernels, experts).reason
         if reason:
-            able = [n for n in SCHEMES if not any(ask(n, dtype, f, experts).reason for f in ("vllm", family))]
+            able = [n for n in SCHEMES if not any(kept_support(n, dtype, f, experts).reason for f in ("vllm", family))]
             of = " for a mixture of experts" if experts else ""
             others = f"schemes that can: {', '.join(map(repr, able))}" if able else "no scheme can"
             raise SchemeError(

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from qarl.quant.kernels.supported import why_not
+from qarl.quant.kernels.supported import support
 
 DTYPE = torch.bfloat16
 _INT4 = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
@@ -23,7 +23,7 @@ def need(scheme: str, family: str, experts: bool = False) -> None:
     """Skip with the reason where this machine cannot run a scheme; fail where it is known to."""
     if family == "vllm" and not find_spec("vllm"):
         pytest.skip("vllm is not installed")
-    reason = why_not(scheme, DTYPE, family, experts)
+    reason = support(scheme, DTYPE, family, experts).reason
     known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (not experts or scheme in RUNS_EXPERTS)
     if reason and family == "vllm" and known:
         pytest.fail(f"vLLM has kernels for {scheme!r} on GPUs of this capability: {reason}")

@@ -82,7 +82,7 @@ def measure(options: Options, say: Callable[[str], None]) -> Figures:
     """
     check(options)
     for name in options.schemes:  # before a model is looked for or made
-        require_support(get_scheme(name), COMPUTE_DTYPES[options.dtype], options.kernel, ask=kept_support)
+        require_support(get_scheme(name), COMPUTE_DTYPES[options.dtype], options.kernel)
     with _folder(options) as folder:
         skeleton = model_skeleton(folder)
         shapes = shapes_of(skeleton.config.to_dict(), options.model)
@@ -124,7 +124,7 @@ def runnable(skeleton: Any, options: Options) -> tuple[list[str], dict[str, str]
     skipped = {}
     for name in names:
         try:
-            require_support(get_scheme(name), dtype, options.kernel, experts, kept_support)
+            require_support(get_scheme(name), dtype, options.kernel, experts)
             plan_layers(skeleton, get_scheme(name))
         except SchemeError as error:
             if options.schemes:
