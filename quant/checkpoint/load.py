@@ -1,5 +1,6 @@
 """A transformers model folder or hub id → a causal LM whose parameters are the masters."""
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import (
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
 from qarl.quant.checkpoint.folder import check_model, local_folder, not_in_hub, tensor_shapes, weight_files
-from qarl.quant.checkpoint.missing_experts import expert_faults
+from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
 
 
 def resolve_model(name: str) -> Path:
@@ -95,12 +96,34 @@ def _first_line(error: Exception, longest: int = 300) -> str:
 
 
 def _check_experts(folder: Path, model: PreTrainedModel) -> None:
-    faults = expert_faults(folder, model)
+    """Name the experts' tensors that are missing, too many or of another size: transformers stacks the experts it finds
+    and reports shapes of the stack. A layer of which the checkpoint has no expert under the layout's names is left to
+    the loader: it may be stored fused, or under a prefix the loader strips."""
+    layers = expert_modules(model)
+    stored = tensor_shapes(folder) if layers and weight_files(folder) else {}
+    expected = {f"{name}.weight": shape for name, shape in weight_shapes(model).items()} if layers else {}
+    faults = [fault for layer in layers for fault in _expert_faults(layer, expected, stored)]
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise ModelError(
             f"model {str(folder)!r} has other experts than its config.json: {faults[0]}{more}; copy it again"
         )
+
+
+def _expert_faults(layer: str, expected: dict[str, tuple[int, int]], stored: dict[str, list[int]]) -> list[str]:
+    one = re.compile(rf"{re.escape(layer)}\.\d+\.")
+    mine = {name: shape for name, shape in expected.items() if one.match(name)}
+    present = [name for name in stored if one.match(name)]
+    if not present:
+        return []
+    lacking = [f"{name!r} is missing" for name in mine if name not in stored]
+    beyond = [f"{name!r} is of none of them" for name in present if name not in mine]
+    sizes = [
+        f"{name!r} is {stored[name]} instead of {list(shape)}"
+        for name, shape in mine.items()
+        if name in stored and stored[name] != list(shape)
+    ]
+    return lacking + beyond + sizes
 
 
 def load_masters(
