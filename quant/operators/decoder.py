@@ -19,7 +19,7 @@ Axes: B sequences, T tokens, N tokens of all sequences, H heads, D head size, C 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from qarl.quant.checkpoint.families import FAMILIES, attention_windows, family_of
 from qarl.quant.layers.context import LayerContext
@@ -27,7 +27,6 @@ from qarl.quant.layers.gradients import Gradients
 from qarl.quant.layers.stack import LinearStack
 from qarl.quant.operators.attention import attention
 from qarl.quant.operators.autograd import GatedMLP, RMSNorm, Rotate
-from qarl.quant.operators.engine_angles import EngineAngles
 from qarl.quant.operators.moe import EngineMoeBlock, OperatorError
 from qarl.quant.operators.packing import Sequences
 from qarl.quant.operators.rounding import residual_dtype
@@ -159,6 +158,32 @@ class EngineDecoderLayer(nn.Module):
         else:
             branch = self.mlp(self.post_attention_layernorm(total))
         return branch.to(sums) + total.to(dtype).to(sums)
+
+
+class EngineAngles(nn.Module):
+    """Angles out of the engine's own table, in the place of a decoder's `rotary_emb`. Needs vLLM.
+
+    transformers takes the inverse frequencies from the CPU, where its models are made; vLLM makes a table of cosines
+    and sines on the engine's device, whose powers differ in last bits.
+    """
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self._config = config
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, kind: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: of any shape, which says dtype and device; positions: int64 [B, T]; kind: type of layer, where each has
+        angles of its own → cosines and sines, x's dtype [B, T, D], each half of D the same."""
+        from qarl.quant.kernels.vllm_operators import rotary_table
+
+        parameters = self._config.rope_parameters  # type: ignore[attr-defined]
+        head = getattr(self._config, "head_dim", None) or self._config.hidden_size // self._config.num_attention_heads  # type: ignore[attr-defined]
+        longest = self._config.max_position_embeddings  # type: ignore[attr-defined]
+        table = rotary_table(head, longest, parameters if kind is None else parameters[kind], x.dtype, x.device)
+        cos, sin = table[positions].chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 def packed_forward(decoder: nn.Module, tokens: torch.Tensor, sequences: Sequences) -> torch.Tensor:

@@ -13,7 +13,7 @@ from qarl.configs.load import load_config
 from qarl.learner.mismatch import measure_mismatch
 from qarl.quant.kernels import flash_attention, supported, vllm_operators
 from qarl.quant.kernels.vllm import VllmFactory
-from qarl.quant.operators.engine_angles import EngineAngles
+from qarl.quant.operators.decoder import EngineAngles
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, get_scheme
 from qarl.quant.types import LayerReport
