@@ -174,13 +174,14 @@ def _one_by_one(
     dx, dweights, weights_used = torch.zeros_like(x), torch.zeros_like(weights), experts.weights_used()
     for expert in index.unique().tolist():
         rows, slots = (index == expert).nonzero(as_tuple=True)
-        grads = _expert_backward(experts, weights_used(expert), x[rows], weights[rows, slots], dy[rows])
-        dx.index_add_(0, rows, grads.x)
-        dweights[rows, slots] = grads.weights
-        for dmaster, (dout, used) in zip(dmasters, grads.products, strict=True):
+        drows, dweights[rows, slots], products = _expert_backward(
+            experts, weights_used(expert), x[rows], weights[rows, slots], dy[rows]
+        )
+        dx.index_add_(0, rows, drows)
+        for dmaster, (dout, used) in zip(dmasters, products, strict=True):
             if dmaster is not None:
                 add_weight_gradient(dmaster[expert], dout, used, gradients)
-        for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, grads.products, strict=True):
+        for adapter, dfactor, (dout, used) in zip(experts.adapters, dfactors, products, strict=True):
             if adapter is not None:
                 for into, grad in zip(dfactor, adapter.gradients(dout, used, expert), strict=True):
                     into[expert] = gradients.unscaled(grad)
@@ -253,24 +254,19 @@ def _master_gradients(
     return [total if own is None else own for total, own in zip(placed, returned, strict=True)], returned
 
 
-class _Gradients:
-    """Of one expert's tokens, fp32: x [n, H], weights [n]. products: of gate and up, then of down, the gradient of the
-    product's output [n, O] and its input as multiplied [n, I]; that of the matrix is the first, transposed, times the
-    second."""
-
-    def __init__(self, x: torch.Tensor, weights: torch.Tensor, *products: tuple[torch.Tensor, torch.Tensor]):
-        self.x, self.weights, self.products = x, weights, products
-
-
 def _expert_backward(
     experts: RoutedLowBitExperts,
     matrices: tuple[torch.Tensor, torch.Tensor],
     x: torch.Tensor,
     weights: torch.Tensor,
     dy: torch.Tensor,
-) -> _Gradients:
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """matrices: the expert's, see `RoutedLowBitExperts.weights_used`. x: fp32 [n, H], as multiplied; weights: fp32 [n];
-    dy: fp32 [n, H], of the layer's output."""
+    dy: fp32 [n, H], of the layer's output.
+
+    Returns the gradients of x and of weights, and of gate and up, then of down, the gradient of the product's output
+    [n, O] and its input as multiplied [n, I]: that of the matrix is the first, transposed, times the second.
+    """
     gate_up, down = matrices
     with torch.enable_grad():
         merged = (x @ gate_up.t()).to(experts.context.forward_dtype).to(torch.float32).requires_grad_()
@@ -283,4 +279,4 @@ def _expert_backward(
     dweights = (dy * (used @ down.t())).sum(-1)
     scaled = dy * weights[:, None]
     (dmerged,) = torch.autograd.grad(activated, merged, scaled @ down)
-    return _Gradients(dmerged @ gate_up, dweights, (dmerged, x), (scaled, used))
+    return dmerged @ gate_up, dweights, [(dmerged, x), (scaled, used)]
