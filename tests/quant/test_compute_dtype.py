@@ -16,14 +16,23 @@ from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import SchemeError, get_scheme
+from qarl.quant.schemes import COMPUTE_DTYPES, SchemeError, get_scheme
 from qarl.sync.publisher import Publisher
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
-from tests.support.models import VOCABULARY, all_logits, cast, gradients, loss_of, qwen3, some_tokens
+from tests.support.models import (
+    VOCABULARY,
+    all_logits,
+    cast,
+    gradients,
+    loss_of,
+    qwen3,
+    same_stream,
+    some_tokens,
+    stream_bytes,
+)
 from tests.support.moe_models import CONFIGS, random_moe
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 operators_of = pytest.mark.parametrize("operators", ["transformers", "engine"])
 
 
@@ -44,10 +53,6 @@ def wrap(
     return LowBitModel(model, get_scheme(scheme), context, operators)
 
 
-def stream_of(model: LowBitModel) -> list[tuple[str, bytes]]:
-    return [(t.name, t.tensor.contiguous().view(torch.uint8).numpy().tobytes()) for t in model.low_bit_tensors()]
-
-
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 @pytest.mark.parametrize(("dtype", "compute"), [("bfloat16", "float32"), ("float16", "bfloat16")])
 @operators_of
@@ -56,7 +61,7 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype:
     masters move; the forward is that of an unaligned model all in the compute dtype, bit for bit; within
     `Forward.PUBLISHED` it is the aligned one's, bit for bit, and afterwards what it was."""
     plain, tokens = policy(kind), some_tokens()
-    engine, other = DTYPES[dtype], DTYPES[compute]
+    engine, other = COMPUTE_DTYPES[dtype], COMPUTE_DTYPES[compute]
     model = wrap(copy.deepcopy(plain), "w4a16", engine, other, operators)
     aligned = wrap(copy.deepcopy(plain), "w4a16", engine, None, operators)
     alone = wrap(copy.deepcopy(plain), "w4a16", other, other, operators)
@@ -70,7 +75,7 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype:
                         same.masters[name].copy_(master)
                 for each in (model, aligned, alone):
                     each.refresh()
-            assert stream_of(model) == stream_of(aligned)
+            assert same_stream(model, stream_bytes(aligned))
             expected = all_logits(alone, tokens)
             assert expected.dtype == other and torch.equal(all_logits(model, tokens), expected)
             with model.forward_as(Forward.PUBLISHED):
@@ -113,7 +118,7 @@ def test_a_float32_learner_has_float32_gradients(kind: str):
 
 @pytest.mark.parametrize(("dtype", "compute", "active"), [("bfloat16", "float16", True), ("float16", "float32", False)])
 def test_the_loss_scale_follows_the_learners_dtype(dtype: str, compute: str, active: bool):
-    model = wrap(qwen3(), "w4a16", DTYPES[dtype], DTYPES[compute])
+    model = wrap(qwen3(), "w4a16", COMPUTE_DTYPES[dtype], COMPUTE_DTYPES[compute])
     config = LearnerConfig.model_validate({"aligned": False, "compute_dtype": compute})
     assert Learner(model, config).loss_scale.active == active
 

@@ -223,13 +223,6 @@ def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[VersionCach
     assert same(receiver, before) and receiver.version == 1
 
 
-def test_a_delta_applies_once(made: tuple[VersionCache, bytes, str]):
-    receiver, delta, announced = made
-    receiver.apply(delta, 2, announced)
-    with pytest.raises(DeltaError, match=r"from version 1 .* and version 2"):
-        receiver.apply(delta, 2, announced)
-
-
 def mutated(delta: bytes, other: bytes, chance: random.Random) -> bytes:
     """Bits flipped, bytes replaced, cut out, repeated, swapped or taken from another delta, anywhere or in the header;
     half the time with a header of the length it says."""

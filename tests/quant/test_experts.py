@@ -1,23 +1,21 @@
 """A layer of routed low-bit experts: its products against vLLM's dense layers, its straight-through gradients."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from qarl.quant.kernels import make_factory
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
-from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from tests.support.kernels import CPU_SCHEMES, no_cuda
+from qarl.quant.schemes import SCHEMES, get_scheme
+from tests.support.kernels import CPU_SCHEMES, no_cuda, products
 from tests.support.layers import (
     EXPERTS,
     SHAPE,
     as_multiplied,
     experts_fake_quant_gradients,
+    kept_tensors,
     make_experts,
     routed,
     unpacked,
@@ -32,27 +30,6 @@ STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8"
 SUMMED = (SHAPE.hidden + SHAPE.intermediate) * torch.finfo(torch.float32).eps / 2
 """Relative error allowed for two fp32 sums of I terms, one after the other: √I half units of Σ|x||w| each
 (`test_linear.summation_error`), which for terms of random sign is √I of the sum. It shows in float32 alone."""
-
-
-def runs(kernel: str, scheme: str, dtype: str) -> bool:
-    """Whether the family has that product on a CPU: vLLM's int4 kernel there has no float32."""
-    return (kernel, dtype) != ("vllm", "float32") or "w4a16" not in scheme
-
-
-def products(**families: Iterable[str]) -> pytest.MarkDecorator:
-    """kernel family = its schemes, each in every compute dtype it has."""
-    return pytest.mark.parametrize(
-        ("kernel", "scheme", "dtype"),
-        [
-            pytest.param(
-                kernel, scheme, dtype, marks=[no_cuda] if kernel == "vllm" else [], id=f"{kernel}-{scheme}-{n}"
-            )
-            for kernel, schemes in families.items()
-            for scheme in schemes
-            for n, dtype in COMPUTE_DTYPES.items()
-            if runs(kernel, scheme, n)
-        ],
-    )
 
 
 ROUTINGS = {
@@ -166,15 +143,6 @@ def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):
     assert not torch.equal(experts(x, index, weights), before)
 
 
-def test_experts_never_materialized_say_so():
-    gate_up, down = nn.Parameter(torch.ones(5, 512, 128)), nn.Parameter(torch.ones(5, 128, 256))
-    context = LayerContext(torch.bfloat16, "reference")
-    experts = RoutedLowBitExperts(EXPERTS, gate_up, down, SHAPE, get_scheme("fp8"), context)
-    weights, index = routed(2)
-    with pytest.raises(RuntimeError, match=r"'model\.layers\.1\.mlp\.experts' was never materialized.*refresh"):
-        experts(torch.ones(2, 128, dtype=torch.bfloat16), index, weights)
-
-
 @no_cuda
 @pytest.mark.parametrize("scheme", CPU_SCHEMES)
 def test_an_old_weight_version_is_freed_at_once(scheme: str):
@@ -271,13 +239,7 @@ def test_what_is_kept_for_backward(kernel: str, scheme: str, dtype: torch.dtype)
     experts = make_experts(scheme, kernel, dtype)
     weights, index = routed(23)
     x = heavy(23, 128, seed=9, rows=False).to(dtype).requires_grad_()
-    saved: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_tensors() as saved:
         y = experts(x, index, weights)
     y.float().sum().backward()
     assert x.grad is not None

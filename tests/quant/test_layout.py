@@ -50,19 +50,12 @@ def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype:
     ours = streamed(model)
     buffers = {name for name, _ in model.module.named_buffers()}
     assert ours.keys() == theirs.keys()
+    biased = kind in ("deepseek_v3", "glm4_moe", "dots1")  # so that some buffers are compared
+    assert biased == bool(buffers & theirs.keys())
     for name, tensor in theirs.items():
         expected = tensor if name in buffers else tensor.to(dtype)
         assert ours[name].dtype == expected.dtype, name
         assert torch.equal(ours[name], expected), name
-
-
-def test_persistent_buffers_are_streamed(tmp_path: Path):
-    """The three models whose router has a correction bias, so that the test above compares some."""
-    for kind in ("deepseek_v3", "glm4_moe", "dots1"):
-        random_moe(CONFIGS[kind]).save_pretrained(tmp_path / kind)
-        ours = streamed(wrap(tmp_path / kind, "w8a8"))
-        bias = ours["model.layers.1.mlp.gate.e_score_correction_bias"]
-        assert bias.dtype == torch.float32 and bias.abs().min() > 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.operators.autograd import Gated, RMSNorm, Rotate
 from qarl.quant.runtime.compile import compiler_missing
+from tests.support.layers import kept_tensors
 from tests.support.tensors import heavy, normal
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -92,15 +93,9 @@ def test_compiled_gradients_are_those_of_operators(name: str, dtype: torch.dtype
 
 
 def kept(operator: Operator, given: list[torch.Tensor], count: int) -> list[tuple[torch.dtype, int]]:
-    saved: list[tuple[torch.dtype, int]] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append((tensor.dtype, tensor.numel()))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_tensors() as saved:
         operator(*(t.clone().requires_grad_(i < count) for i, t in enumerate(given)))
-    return saved
+    return [(tensor.dtype, tensor.numel()) for tensor in saved]
 
 
 @pytest.mark.parametrize(

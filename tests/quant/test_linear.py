@@ -12,8 +12,15 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, needs_cuda, no_cuda
-from tests.support.layers import collected, dequantized_activation, dequantized_weight, layer_gradients, make_linear
+from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, needs_cuda, no_cuda, products
+from tests.support.layers import (
+    collected,
+    dequantized_activation,
+    dequantized_weight,
+    kept_tensors,
+    layer_gradients,
+    make_linear,
+)
 from tests.support.profiles import examples
 from tests.support.tensors import heavy, normal, relative_error
 
@@ -23,7 +30,6 @@ a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized 
 with the bias, the reference rounds both operands."""
 
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
-activation_schemes = [name for name, scheme in SCHEMES.items() if scheme.activations is not None]
 PRODUCTS = [
     *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in VLLM_CPU_KERNELS),
     *(pytest.param("torch", scheme) for scheme in TORCH_KERNELS),
@@ -31,16 +37,7 @@ PRODUCTS = [
 ]
 kernels_and_schemes = pytest.mark.parametrize(("kernel", "scheme"), PRODUCTS)
 dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
-products = pytest.mark.parametrize(
-    ("kernel", "scheme", "dtype"),
-    [
-        pytest.param(*product.values, dtype, marks=product.marks, id="-".join((*map(str, product.values), name)))
-        for product in PRODUCTS
-        for name, dtype in COMPUTE_DTYPES.items()
-        if (product.values[0], name) != ("vllm", "float32") or "w4a16" not in str(product.values[1])
-    ],
-)
-"""Every kernel family with the schemes and compute dtypes it has; vLLM's int4 kernel on CPUs has no float32."""
+every_product = products(vllm=VLLM_CPU_KERNELS, torch=TORCH_KERNELS, reference=SCHEMES)
 
 
 def arithmetic_dtype(scheme: str, kernel: str, dtype: torch.dtype) -> torch.dtype:
@@ -56,7 +53,7 @@ def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
     return x.shape[1] ** 0.5 * half_unit * float((x.double().abs() @ weight.double().abs().t()).norm())
 
 
-@products
+@every_product
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @given(
     tokens=st.integers(1, 40),
@@ -184,7 +181,7 @@ def test_gradients_are_those_of_straight_through_fake_quantization(
         torch.testing.assert_close(given_, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@products
+@every_product
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16])
 def test_gradients_in_a_low_compute_dtype_are_rounded_once(
     scheme: str, kernel: str, dtype: torch.dtype, master_dtype: torch.dtype
@@ -225,20 +222,14 @@ KEPT = {
 """dtype and count a token of 256 columns of every tensor kept for the backward."""
 
 
-@products
+@every_product
 def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, dtype: torch.dtype):
     """Contract: between forward and backward the layer keeps N·I codes of at most a byte and their scales, and no other
     tensor; an 8-bit forward must not cost a 16-bit activation. Weight-only and unquantized layers, which keep N·I
     values of the compute dtype, show that the hook sees what it should."""
     linear = make_linear(scheme, kernel, dtype)
     x = normal(24, 256, seed=2).to(dtype).requires_grad_()
-    saved: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_tensors() as saved:
         y = linear(x)
     y.float().sum().backward()
     assert x.grad is not None
@@ -248,11 +239,12 @@ def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, d
 
 @kernels_and_schemes
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
-def test_a_changed_master_takes_effect_at_refresh(kernel: str, scheme: str, aligned: bool):
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16], ids=str)
+def test_a_changed_master_takes_effect_at_refresh(kernel: str, scheme: str, master: torch.dtype, aligned: bool):
     """Contract: forward multiplies the materialized version. An optimizer step alone changes no output bit, neither
-    of weight nor of bias; refresh() does, and then equals a layer built from the new master."""
-    linear = make_linear(scheme, kernel, aligned=aligned)
-    fresh = make_linear(scheme, kernel, seed=5, aligned=aligned)
+    of weight nor of bias; refresh() does, and then equals a layer built from the new master. Also where the master is
+    of the compute dtype, and no rounding separates the two."""
+    linear, fresh = (make_linear(scheme, kernel, seed=s, master_dtype=master, aligned=aligned) for s in (0, 5))
     x = normal(7, 256, seed=1).to(torch.bfloat16)
     assert linear.bias is not None and fresh.bias is not None
     before = linear(x)
@@ -331,16 +323,3 @@ def test_a_layer_never_materialized_raises_with_its_name():
     )
     with pytest.raises(RuntimeError, match=r"'model\.layers\.9\.k_proj' was never materialized.*refresh"):
         linear(torch.ones(2, 128, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("aligned", [True, False])
-def test_a_master_of_the_compute_dtype_is_copied_too(aligned: bool):
-    """Until refresh() the forward is that of the last weight version, also where no rounding separates the two."""
-    master = nn.Parameter(torch.randn(32, 128).bfloat16())
-    linear = LowBitLinear("layer", master, None, get_scheme("bf16"), LayerContext(torch.bfloat16, "torch", aligned))
-    linear.refresh()
-    x = torch.randn(2, 128).bfloat16()
-    before = linear(x)
-    with torch.no_grad():
-        master.add_(1)
-    assert torch.equal(linear(x), before)

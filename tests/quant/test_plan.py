@@ -24,6 +24,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SchemeError, get_scheme, scheme_of_args
 from qarl.quant.types import LayerReport
 from qarl.sync.audit import AuditError, audit, require_agreement
+from tests.support.models import SIZES
 from tests.support.profiles import examples
 
 LAYERS, EXPERTS = 3, 2
@@ -279,7 +280,8 @@ def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject)
     config = plan.quantization_config()
     if config is None:
         return
-    model = tiny(tied=False, meta=True)
+    with torch.device("meta"):
+        model = tiny(tied=False)
     apply_quantization_config(model, QuantizationConfig.model_validate(config))
     for name in DENSE:
         scheme = getattr(model.get_submodule(name), "quantization_scheme", None)
@@ -311,16 +313,11 @@ def test_experts_take_one_line_a_layer():
 # --- the model
 
 
-def tiny(tied: bool, meta: bool = False, kind: str = "qwen3") -> Any:
-    sizes: dict[str, Any] = {
-        "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": tied,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("meta" if meta else "cpu"):
-        if kind == "llama":
-            return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-        return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+def tiny(tied: bool, kind: str = "qwen3", **changes: Any) -> Any:
+    config = {**SIZES, "num_hidden_layers": LAYERS, "tie_word_embeddings": tied, **changes}
+    return (
+        LlamaForCausalLM(LlamaConfig(**config)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**config))
+    ).eval()
 
 
 def test_every_layer_multiplies_and_streams_its_own_scheme():
@@ -342,25 +339,22 @@ def test_every_layer_multiplies_and_streams_its_own_scheme():
     assert {r.name: r.scheme for r in low.layers()} == {n: s.name for n, s in low.plan.schemes.items()}
 
 
-@pytest.mark.parametrize("meta", [True, False], ids=["meta", "cpu"])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_a_tied_head_has_nothing_to_quantize(kind: str, meta: bool):
+def test_a_tied_head_has_nothing_to_quantize(kind: str, device: str):
     scheme = get_scheme("w4a16")
+    with torch.device(device):
+        tied, untied = tiny(True, kind), tiny(False, kind)
     with pytest.raises(SchemeError, match=r"would quantize 'lm_head', which cannot be: this output head is tied"):
-        plan_layers(tiny(True, meta, kind), scheme, rules("lm_head=w8a8"))
-    assert plan_layers(tiny(False, meta, kind), scheme, rules("lm_head=w8a8")).scheme("lm_head").name == "w8a8"
+        plan_layers(tied, scheme, rules("lm_head=w8a8"))
+    assert plan_layers(untied, scheme, rules("lm_head=w8a8")).scheme("lm_head").name == "w8a8"
     with pytest.raises(SchemeError, match="embedding is looked up, not multiplied"):
-        plan_layers(tiny(True, meta, kind), scheme, rules("model.embed_tokens=w8a8"))
+        plan_layers(tied, scheme, rules("model.embed_tokens=w8a8"))
 
 
 def test_shapes_are_checked_against_each_layers_scheme():
     """A layer the main scheme cannot hold is fine where a rule gives it one that can."""
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=96, hidden_size=128, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32,
-        )
-    )  # fmt: skip
+    model = tiny(True, intermediate_size=192)
     with pytest.raises(SchemeError, match="down_proj' has 192 input columns, no multiple of the group size 128"):
         plan_layers(model, get_scheme("w4a16"))
     assert plan_layers(model, get_scheme("w4a16"), rules("*.down_proj=w8a8"))

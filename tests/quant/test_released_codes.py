@@ -8,12 +8,9 @@ from qarl.quant.materialize.code_changes import quantized_weights
 from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
-from tests.support.models import all_logits, loss_of, qwen3, some_tokens
+from tests.support.learners import all_equal
+from tests.support.models import all_logits, loss_of, qwen3, some_tokens, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -39,13 +36,11 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
             assert {weight.codes.device.type for weight in weights} == {"cpu" if model is models[0] else "meta"}
             loss_of(all_logits(model, tokens), tokens).backward()
             grads.append({name: master.grad for name, master in model.masters.items()})
-            streams.append({item.name: item.tensor.clone() for item in model.low_bit_tensors()})
+            streams.append(stream_bytes(model))
             with torch.no_grad():
                 for master in model.masters.values():
                     assert master.grad is not None
                     master.sub_(master.grad, alpha=0.5)
                     master.grad = None
             model.refresh()
-        assert streams[0].keys() == streams[1].keys() and grads[0].keys() == grads[1].keys()
-        assert all(torch.equal(bits(tensor), bits(streams[1][name])) for name, tensor in streams[0].items())
-        assert all(torch.equal(a, grads[1][name]) for name, a in grads[0].items())
+        assert all_equal(*streams) and all_equal(*grads)

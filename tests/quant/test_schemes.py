@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
@@ -26,23 +26,7 @@ from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
 from tests.support.kernels import CPU_SCHEMES, no_cuda
-
-
-def small_qwen3() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=96,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
-    )
+from tests.support.models import qwen3
 
 
 @no_cuda
@@ -101,13 +85,6 @@ def test_float32_is_refused_in_vllms_words_where_it_has_none():
     assert able == "'bf16', 'w8a8', 'w4a8', 'fp8'"
 
 
-@no_cuda
-def test_a_run_is_refused_before_its_model_is_looked_for():
-    config = RunConfig.model_validate({"scheme": "nvfp4", "model": "./nowhere"})
-    with pytest.raises(SchemeError, match="'nvfp4' cannot run in the engine on this machine"):
-        check_input(config)
-
-
 @pytest.mark.parametrize(
     ("scheme", "kernel", "said"),
     [
@@ -154,7 +131,7 @@ def test_the_environment_may_not_ask_for_int8_activations(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_checkpoint_sizes_are_those_of_the_files(scheme: str, tmp_path: Path):
     """Contract: the size stated from config.json alone is that of the exported tensors, to the byte."""
-    model = small_qwen3()
+    model = qwen3()
     model.save_pretrained(tmp_path / "model")
     low_bit = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     export_checkpoint(low_bit, tmp_path / "model", tmp_path / "export")
@@ -211,7 +188,7 @@ def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path
     tensors: names, dtypes, bytes. The whole road is compared, fused global scales of NVFP4 included."""
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    model = small_qwen3()
+    model = qwen3()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     model.save_pretrained(tmp_path / "model")

@@ -1,7 +1,11 @@
 """Which kernel families run which schemes on a CPU, stated by hand: what the code under test finds out for itself."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+
+from qarl.quant.schemes import COMPUTE_DTYPES
 
 TORCH_KERNELS = {
     "bf16": "linear", "w4a16": "_weight_int4pack_mm_for_cpu", "w4a16-g64": "_weight_int4pack_mm_for_cpu",
@@ -17,6 +21,22 @@ CPU_SCHEMES = tuple(VLLM_CPU_KERNELS)
 """Schemes vLLM runs on a CPU with this project's plugin, for linear layers and for experts."""
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
+
+
+def products(**families: Iterable[str]) -> pytest.MarkDecorator:
+    """kernel family = its schemes, each in every compute dtype it has: vLLM's int4 kernel on CPUs has no float32."""
+    return pytest.mark.parametrize(
+        ("kernel", "scheme", "dtype"),
+        [
+            pytest.param(
+                kernel, scheme, dtype, marks=[no_cuda] if kernel == "vllm" else [], id=f"{kernel}-{scheme}-{name}"
+            )
+            for kernel, schemes in families.items()
+            for scheme in schemes
+            for name, dtype in COMPUTE_DTYPES.items()
+            if (kernel, name) != ("vllm", "float32") or "w4a16" not in scheme
+        ],
+    )
 
 
 def needs_cuda(what: str) -> pytest.MarkDecorator:

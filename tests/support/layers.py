@@ -1,5 +1,8 @@
 """One low-bit layer, linear or of routed experts, and the textbook gradients it is held to."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,20 +40,15 @@ def make_linear(
 
 def dequantized_weight(linear: LowBitLinear) -> torch.Tensor:
     """codes · scale of the published tensors, float64 [O, I]."""
-    low_bit = linear.low_bit
-    assert low_bit is not None
-    codes = low_bit.unpacked().double()
-    if low_bit.scale is None:
-        return codes
-    scale = low_bit.wide_scale().double()
-    scale = scale.repeat_interleave(low_bit.shape[0] // scale.shape[0], dim=0)
-    return codes * scale.repeat_interleave(low_bit.shape[1] // scale.shape[1], dim=1)
+    assert linear.low_bit is not None
+    return unpacked(linear.low_bit)
 
 
-def dequantized_activation(x: torch.Tensor, linear: LowBitLinear) -> torch.Tensor:
-    if linear.scheme.activations is None:
+def dequantized_activation(x: torch.Tensor, layer: LowBitLinear | RoutedLowBitExperts) -> torch.Tensor:
+    """code · scale of an input, float64; the input itself where the scheme does not quantize it."""
+    if layer.scheme.activations is None:
         return x.double()
-    low_bit = quantize_activation(x, linear.scheme)
+    low_bit = quantize_activation(x, layer.scheme)
     scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
     return low_bit.values().double() * scale
 
@@ -60,6 +58,19 @@ def layer_gradients(linear: LowBitLinear, x: torch.Tensor, dy: torch.Tensor) -> 
     x = x.clone().requires_grad_()
     linear(x).backward(dy)
     return collected(x, linear.master, linear.bias)
+
+
+@contextmanager
+def kept_tensors() -> Iterator[list[torch.Tensor]]:
+    """What autograd keeps for the backward within this context."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 def collected(*leaves: torch.Tensor | None) -> list[torch.Tensor]:
@@ -105,11 +116,7 @@ def unpacked(low_bit: LowBitWeight) -> torch.Tensor:
 def as_multiplied(x: torch.Tensor, experts: RoutedLowBitExperts) -> torch.Tensor:
     """x rounded to the compute dtype and then as its scheme quantizes activations, float64."""
     x = x.to(experts.context.dtype)
-    if not experts.quantizes_activations:
-        return x.double()
-    low_bit = quantize_activation(x, experts.scheme)
-    scale = low_bit.scale.double().repeat_interleave(x.shape[1] // low_bit.scale.shape[1], dim=1)
-    return low_bit.values().double() * scale
+    return dequantized_activation(x, experts) if experts.quantizes_activations else x.double()
 
 
 def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

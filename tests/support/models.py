@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from qarl.quant.model.low_bit_model import LowBitModel
+from tests.support.tensors import as_bytes
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
@@ -50,6 +51,17 @@ def some_tokens(B: int = 3, T: int = 11, seed: int = 0) -> torch.Tensor:
 
 def all_logits(model: LowBitModel, tokens: torch.Tensor) -> torch.Tensor:
     return model.logits(tokens, torch.ones_like(tokens, dtype=torch.bool)).view(*tokens.shape, -1)
+
+
+def stream_bytes(model: LowBitModel) -> dict[str, torch.Tensor]:
+    """A copy of every streamed tensor's bytes, by name, in order."""
+    return {item.name: as_bytes(item.tensor).clone() for item in model.low_bit_tensors()}
+
+
+def same_stream(model: LowBitModel, expected: dict[str, torch.Tensor]) -> bool:
+    """Whether the stream has the names and bytes of an earlier one, or of another model's, in their order."""
+    ours = stream_bytes(model)
+    return list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
