@@ -19,14 +19,13 @@ backward as its codes.
 Axes: N tokens, O output rows, I input columns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from qarl.quant.checkpoint.families import STACKED
 from qarl.quant.kernels.base import LowBitMatmul
 from qarl.quant.kernels.plain import PlainMatmul
 from qarl.quant.layers.context import LayerContext
@@ -52,7 +51,8 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
     """Replaces one `nn.Linear`.
 
     master: fp32, bf16 or fp16 [O, I], what the optimizer steps. bias: [O], or None. fused: the layers the engine
-    multiplies together with this one; see `fuse_scales`. adapter: None, or what is trained instead of the master.
+    multiplies together with this one (`quant.layers.stack.fuse_scales`). adapter: None, or what is trained instead of
+    the master.
     """
 
     def __init__(
@@ -124,21 +124,6 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
             return self.codes().dequantized(dtype)
         assert isinstance(self._plain, PlainMatmul)
         return self._plain.weight.to(dtype)
-
-
-def fuse_scales(linears: dict[str, LowBitLinear], stacked: Mapping[str, Sequence[str]] = STACKED) -> None:
-    """Tell layers that the engine stacks, and whose tensor-wide scale must agree then (`Scheme.fuses_scales`), of each
-    other.
-
-    linears: all of a model's, by name. stacked: `Family.stacked`. Without this the engine would multiply k and v with
-    the scale of q.
-    """
-    for name, linear in linears.items():
-        if linear.scheme.fuses_scales:
-            parent, dot, leaf = name.rpartition(".")
-            partners = next((parts for parts in stacked.values() if leaf in parts), ())
-            others = [linears.get(parent + dot + partner) for partner in partners if partner != leaf]
-            linear.fuse_with([other for other in others if other is not None])
 
 
 class _StraightThrough(torch.autograd.Function):

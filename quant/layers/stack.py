@@ -4,7 +4,7 @@ One kernel over all rows, of the shape the engine's has, so kernel choice and su
 one quantization of the input. Masters, codes, names and gradients stay each layer's own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -67,3 +67,12 @@ def stack_linears(linears: Mapping[str, LowBitLinear], stacked: Mapping[str, Seq
             if leaf == leaves[0] and len(present) == len(leaves):
                 stacks[f"{parent}{dot}{whole}"] = LinearStack(f"{parent}{dot}{whole}", present)
     return stacks
+
+
+def fuse_scales(stacks: Iterable[LinearStack]) -> None:
+    """Tell layers that the engine stacks, and whose tensor-wide scale must agree then (`Scheme.fuses_scales`), of each
+    other. Without this the engine would multiply k and v with the scale of q."""
+    for stack in stacks:
+        for part in stack.parts:
+            if part.scheme.fuses_scales:
+                part.fuse_with([other for other in stack.parts if other is not part])

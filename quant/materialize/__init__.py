@@ -48,7 +48,7 @@ def materialize(
 
     weight: fp32, bf16 or fp16 [O, I], or with a shard this process's rows of it. dtype: compute dtype, the one scales
     of integer and fp8 codes are stored in. layer: name for error messages.
-    fused: masters of the layers the engine multiplies together with this one (`quant.layers.linear.fuse_scales`); a
+    fused: masters of the layers the engine multiplies together with this one (`quant.layers.stack.fuse_scales`); a
     scheme with a tensor-wide scale computes it over all of them.
     out: an earlier result for the same scheme, shape and dtypes, whose buffers are written again and returned: it, its
     views and every stream that was made of them then hold the new weight.

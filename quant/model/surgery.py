@@ -16,8 +16,8 @@ from qarl.quant.checkpoint.shapes import router_names
 from qarl.quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
-from qarl.quant.layers.linear import LowBitLinear, fuse_scales
-from qarl.quant.layers.stack import LinearStack, stack_linears
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.layers.stack import LinearStack, fuse_scales, stack_linears
 from qarl.quant.operators.autograd import GatedMLP
 from qarl.quant.operators.decoder import EngineAttention, install_engine_operators, why_not
 from qarl.quant.runtime.shards import whole_shape
@@ -61,11 +61,14 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
     else:
         _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
     linears = _replace_linears(model, family, plan, context)
-    stacks = _stack(model, linears, family) if operators == "engine" else {}
+    stacks = stack_linears(linears, family.stacked)
+    fuse_scales(stacks.values())
+    if operators == "engine":
+        _multiply_stacks(model, stacks, family)
     experts = _replace_experts(model, fused, family, plan, context)
     return Layers(
         linears=linears,
-        stacks=stacks,
+        stacks=stacks if operators == "engine" else {},
         experts=experts,
         copies=_detach_copies(model, context),
         routers=routers,
@@ -82,20 +85,17 @@ def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: Laye
             layer = family.checkpoint_name(name)
             replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, plan.scheme(layer), context)
             model.set_submodule(name, replaced[layer])
-    fuse_scales(replaced, family.stacked)
     return replaced
 
 
-def _stack(model: nn.Module, linears: dict[str, LowBitLinear], family: Family) -> dict[str, LinearStack]:
+def _multiply_stacks(model: nn.Module, stacks: dict[str, LinearStack], family: Family) -> None:
     """Have the decoder's attention and MLP multiply their stacks."""
-    stacks = stack_linears(linears, family.stacked)
     for name, module in model.named_modules():
         layer = family.checkpoint_name(name)
         if isinstance(module, EngineAttention):
             module.qkv = stacks.get(f"{layer}.qkv_proj")
         elif isinstance(module, GatedMLP):
             module.gate_up = stacks.get(f"{layer}.gate_up_proj")
-    return stacks
 
 
 def _replace_experts(

@@ -14,8 +14,8 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.layers.linear import fuse_scales
 from qarl.quant.layers.lora import Adapter
+from qarl.quant.layers.stack import LinearStack, fuse_scales
 from qarl.quant.materialize import materialize
 from qarl.quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -30,6 +30,7 @@ from tests.support.layers import (
     routed,
 )
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of, random_model
+from tests.support.models import same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import heavy, normal, relative_error
 
@@ -50,10 +51,6 @@ def lora_learner(scheme: str = "w4a16", seed: int = 0, lora: LoraConfig = LORA, 
     plain = make_learner(scheme, seed=seed, **config)
     add_adapters(plain.model, lora, seed=7)
     return Learner(plain.model, plain.config)
-
-
-def stream_of(model: LowBitModel) -> dict[str, torch.Tensor]:
-    return {item.name: item.tensor.clone().view(torch.uint8) for item in model.low_bit_tensors()}
 
 
 # --- the merged weight
@@ -102,12 +99,12 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
         partner.adapter.lora_B.mul_(1e4)
     largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
     assert partner.merged()[0].abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
-    fuse_scales({"mlp.gate_proj": partner, "mlp.up_proj": linear})
+    fuse_scales([LinearStack("mlp.gate_up_proj", [partner, linear])])
     linear.adapter = adapter_for(linear.master)
     linear.refresh()
     full, full_partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned)
     full.master, full_partner.master = (nn.Parameter(each.merged()[0]) for each in (linear, partner))
-    fuse_scales({"mlp.gate_proj": full_partner, "mlp.up_proj": full})
+    fuse_scales([LinearStack("mlp.gate_up_proj", [full_partner, full])])
     full.refresh()
     assert linear.low_bit is not None and full.low_bit is not None
     for (name, ours), (_, theirs) in zip(linear.low_bit.tensors(), full.low_bit.tensors(), strict=True):
@@ -183,8 +180,7 @@ def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
     base = make_learner().model
     model = lora_learner().model
     model.refresh()
-    ours, theirs = stream_of(model), stream_of(base)
-    assert all_equal(ours, theirs)
+    assert same_stream(model, stream_bytes(base))
     layers = [name for name in base.linears if name != "lm_head"]
     assert list(model.masters) == [f"{layer}.lora_{f}" for layer in layers for f in "AB"]
     assert model.matrices() == set(model.masters)
@@ -258,7 +254,7 @@ def test_a_restored_learner_continues_bit_for_bit(optimizer: str):
     ours, theirs = (one.learn(batch_of(1), step=1) for one in (learner, other))
     assert dataclasses.replace(ours, seconds={}) == dataclasses.replace(theirs, seconds={})
     assert all_equal(masters_of(learner), masters_of(other))
-    assert all_equal(stream_of(learner.model), stream_of(other.model))
+    assert same_stream(learner.model, stream_bytes(other.model))
 
 
 def test_adapters_of_another_base_are_refused():
@@ -287,7 +283,7 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
     tokens, and after a step the experts' codes are those of the merged stacks."""
     context = LayerContext(torch.float32, "reference")
     model = LowBitModel(random_moe(CONFIGS[kind]), get_scheme("w8a8"), context)
-    before = stream_of(model)
+    before = stream_bytes(model)
     add_adapters(model, LORA, seed=0)
     stacks = [name for name in model.adapted if ".experts." in name]
     assert len(stacks) == 2 * len(model.experts)
@@ -299,7 +295,7 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
             assert master.grad is not None and bool(master.grad.any()) == name.endswith("lora_B"), name  # B = 0 so far
             master.sub_(master.grad.sign() * 1e-2)
     model.refresh()
-    after = stream_of(model)
+    after = stream_bytes(model)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(".experts.0." in name for name in moved)
     assert not any(n.endswith(("norm.weight", "gate.weight", "embed_tokens.weight", "lm_head.weight")) for n in moved)

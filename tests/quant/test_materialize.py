@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.quant.checkpoint.families import STACKED
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.layers.linear import LowBitLinear, fuse_scales
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.layers.stack import fuse_scales, stack_linears
 from qarl.quant.materialize import LowBitWeight, fp4, integer, materialize
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
@@ -313,7 +315,7 @@ def test_fused_layers_share_the_global_scale(name: str):
             full = f"model.layers.{layer}.{leaf}"
             context = LayerContext(torch.bfloat16, "reference")
             linears[full] = LowBitLinear(full, master, None, get_scheme(name), context)
-    fuse_scales(linears)
+    fuse_scales(stack_linears(linears, STACKED).values())
     for linear in linears.values():
         linear.refresh()
     for layer in range(2):
@@ -349,19 +351,6 @@ def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dty
         materialize(weight, get_scheme(name), torch.bfloat16, "a.b")
 
 
-@pytest.mark.parametrize("columns", [1, 64, 127, 136, 192, 1000])
-def test_a_width_the_group_does_not_divide_is_refused(columns: int):
-    """The error names scheme, layer, both sizes and what to choose instead; nothing is padded silently."""
-    scheme = get_scheme("w4a16")
-    said = f"'w4a16': layer 'model.layers.3.mlp.up_proj' has {columns} input columns, no multiple of the group size 128"
-    with pytest.raises(SchemeError, match=re.escape(said) + ".*'w8a8'.*'bf16'"):
-        scheme.check_layer("model.layers.3.mlp.up_proj", (40, columns))
-    with pytest.raises(SchemeError, match=rf"'some\.layer' has {columns} input columns.*128"):
-        materialize(torch.ones(2, columns), scheme, torch.bfloat16, "some.layer")
-    for name in ("w8a8", "fp8", "bf16"):
-        get_scheme(name).check_layer("model.layers.3.mlp.up_proj", (40, columns))
-
-
 def test_a_scale_beyond_float16_is_refused_with_the_remedy():
     weight = torch.full((1, 128), 6e5)
     with pytest.raises(ValueError, match=r"magnitude 6e\+05 .* beyond torch\.float16's range; use bfloat16"):
@@ -378,8 +367,12 @@ def test_a_scale_beyond_float16_is_refused_with_the_remedy():
         ("nvfp4", (32, 40), "has 40 input columns, no multiple of the group size 16"),
         ("mxfp4a16", (32, 48), "has 48 input columns, no multiple of the group size 32"),
         ("w8a16", (32, 64), "has 64 input columns, no multiple of the group size 128"),
+        *(("w4a16", (2, n), f"has {n} input columns, no multiple of the group size 128") for n in (1, 127, 136, 1000)),
     ],
 )
 def test_shapes_a_scheme_cannot_hold_are_refused(name: str, shape: tuple[int, int], message: str):
+    """The error names scheme, layer and both sizes; nothing is padded silently. Others hold any shape."""
     with pytest.raises(SchemeError, match=f"scheme '{name}': layer 'x' {re.escape(message)}"):
         materialize(torch.ones(shape), get_scheme(name), torch.bfloat16, "x")
+    for any_shape in ("w8a8", "fp8", "bf16"):
+        get_scheme(any_shape).check_layer("x", shape)
