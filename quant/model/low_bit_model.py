@@ -20,7 +20,6 @@ from qarl.quant.digest import parameters_digest
 from qarl.quant.kernels import KernelError, KernelFactory
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
-from qarl.quant.layers.gradients import Gradients
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materializer
 from qarl.quant.materialize.code_changes import FlipCount
@@ -39,12 +38,13 @@ Result = TypeVar("Result")
 class LowBitModel(nn.Module):
     """Wraps a model loaded in the master dtype.
 
-    model: transformers causal LM whose parameters become the masters. operators: see `replace_layers`. rules: layers in
-    other schemes than `scheme`; `plan` says what each layer takes. shapes: checkpoint layer name → (O, I) of its weight
-    (`quant.checkpoint.shapes.weight_shapes`). loaded: every parameter the model came with, by name; masters: those that
-    are trained, all of them until `train_only`. adapted: the weights that have an adapter. router_log: logits of the
-    routers. Raises the `SchemeError`s
-    of `plan_layers`, before anything is changed.
+    model: transformers causal LM whose parameters become the masters. operators: see `replace_layers`; then whose
+    norms, rotary embedding, attention and routing the forward runs, "engine" or "transformers". rules: layers in other
+    schemes than `scheme`; `plan` says what each layer takes. shapes: checkpoint layer name → (O, I) of its weight
+    (`quant.checkpoint.shapes.weight_shapes`). linears, experts: low-bit layers by checkpoint name
+    ("model.layers.0.mlp.experts"). loaded: every parameter the model came with, by name; masters: those that are
+    trained, all of them until `train_only`. adapted: the weights that have an adapter. router_log: logits of the
+    routers. Raises the `SchemeError`s of `plan_layers`, before anything is changed.
     """
 
     def __init__(
@@ -67,38 +67,17 @@ class LowBitModel(nn.Module):
         self._buffers_kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
         self._after_refresh: Callable[[], None] | None = None
         self._layers = replace_layers(model, self.plan, context, operators)
+        self.linears: dict[str, LowBitLinear] = self._layers.linears
+        self.experts: dict[str, RoutedLowBitExperts] = self._layers.experts
+        self.operators: str = self._layers.operators
+        self.dtype, self.gradients = context.dtype, context.gradients
         self.module = model
         self.router_log = RouterLog(model.get_submodule(name) for name in self._layers.routers)
         self.refresh()
 
-    @property
-    def linears(self) -> dict[str, LowBitLinear]:
-        """By checkpoint name."""
-        return self._layers.linears
-
-    @property
-    def experts(self) -> dict[str, RoutedLowBitExperts]:
-        """By checkpoint name ("model.layers.0.mlp.experts")."""
-        return self._layers.experts
-
     def low_bit_layers(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
         """All that is materialized: linear layers, then experts."""
         return self._layers.low_bit()
-
-    @property
-    def operators(self) -> str:
-        """Whose norms, rotary embedding, attention and routing the forward runs: "engine" or "transformers"."""
-        return self._layers.operators
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The engine's compute dtype."""
-        return self.context.dtype
-
-    @property
-    def gradients(self) -> Gradients:
-        """How the backward makes the masters' gradients."""
-        return self.context.gradients
 
     @property
     def device(self) -> torch.device:
