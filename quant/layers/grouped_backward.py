@@ -70,43 +70,32 @@ def token_gradients(
     [E, 2I, H], and down [E, H, I], bf16; activation: of the gate, in fp32; multiplied: what the second product takes
     for its input, bf16 [M, I] → the same.
     """
-    for part in zip(x.split(TOKENS), weights.split(TOKENS), index.split(TOKENS), dy.split(TOKENS), strict=True):
-        yield _token_gradients(*part, matrices, activation, multiplied)
-
-
-def _token_gradients(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    dy: torch.Tensor,
-    matrices: tuple[torch.Tensor, torch.Tensor],
-    activation: Callable[[torch.Tensor], torch.Tensor],
-    multiplied: Callable[[torch.Tensor], torch.Tensor],
-) -> TokenGradients:
     gate_up, down = matrices
-    experts = torch.arange(len(down), device=index.device)
-    sorted_index, order = index.flatten().sort(stable=True)
-    ends = torch.searchsorted(sorted_index, experts, right=True, out_int32=True)
-    tokens, scale = order // index.shape[1], weights.flatten()[order, None]
-    rows, drows = x[tokens], dy[tokens]
-    with torch.enable_grad():
-        merged = grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).to(torch.float32).requires_grad_()
-        gate, up = merged.chunk(2, dim=-1)
-        activated = activation(gate) * up
-    used = multiplied(activated.detach().to(x.dtype))
-    dactivated = grouped_mm(drows, down, offs=ends).to(torch.float32)  # before the token's weight
-    dweights = (dactivated * used.to(torch.float32)).sum(-1)
-    (dmerged,) = torch.autograd.grad(activated, merged, dactivated * scale)
-    dmerged = dmerged.to(x.dtype)
-    drow = grouped_mm(dmerged, gate_up, offs=ends)
-    return TokenGradients(
-        x=_unsorted(drow, order).view(*index.shape, -1).sum(1, dtype=torch.float32),
-        weights=_unsorted(dweights, order).view(weights.shape),
-        matrices=(
-            MatrixGradient(dmerged, rows, ends),
-            MatrixGradient((drows * scale).to(x.dtype), used, ends),
-        ),
-    )
+    numbers = torch.arange(len(down), device=index.device)
+    parts = zip(x.split(TOKENS), weights.split(TOKENS), index.split(TOKENS), dy.split(TOKENS), strict=True)
+    for x_part, weights_part, index_part, dy_part in parts:
+        sorted_index, order = index_part.flatten().sort(stable=True)
+        ends = torch.searchsorted(sorted_index, numbers, right=True, out_int32=True)
+        tokens, scale = order // index.shape[1], weights_part.flatten()[order, None]
+        rows, drows = x_part[tokens], dy_part[tokens]
+        with torch.enable_grad():
+            merged = grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).to(torch.float32).requires_grad_()
+            gate, up = merged.chunk(2, dim=-1)
+            activated = activation(gate) * up
+        used = multiplied(activated.detach().to(x.dtype))
+        dactivated = grouped_mm(drows, down, offs=ends).to(torch.float32)  # before the token's weight
+        dweights = (dactivated * used.to(torch.float32)).sum(-1)
+        (dmerged,) = torch.autograd.grad(activated, merged, dactivated * scale)
+        dmerged = dmerged.to(x.dtype)
+        drow = grouped_mm(dmerged, gate_up, offs=ends)
+        yield TokenGradients(
+            x=_unsorted(drow, order).view(*index_part.shape, -1).sum(1, dtype=torch.float32),
+            weights=_unsorted(dweights, order).view(weights_part.shape),
+            matrices=(
+                MatrixGradient(dmerged, rows, ends),
+                MatrixGradient((drows * scale).to(x.dtype), used, ends),
+            ),
+        )
 
 
 def _unsorted(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
