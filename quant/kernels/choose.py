@@ -9,27 +9,12 @@ from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.base import KernelError, KernelFactory, LowBitMatmul
 from qarl.quant.kernels.experts_loop import ExpertsLoop
 from qarl.quant.kernels.plain import dequantized_matmul
+from qarl.quant.kernels.torch_ops import TorchMatmul, torch_matmul
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
 from qarl.quant.runtime.libraries import has_vllm
 
 KERNELS = ("auto", "vllm", "torch", "reference")
-
-
-@dataclass(frozen=True)
-class OneByOne:
-    """The parts of a stack multiplied one after the other: [N, I] → [N, Σ O]."""
-
-    parts: Sequence[LowBitMatmul]
-
-    @property
-    def name(self) -> str:
-        """Of the parts' kernel."""
-        return self.parts[0].name
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LowBitMatmul`."""
-        return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -42,9 +27,10 @@ class TorchFactory:
         """See `KernelFactory`."""
         return self.linear(layer, weight, bias)
 
-    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> OneByOne:
+    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> TorchMatmul:
         """See `KernelFactory.stacked`."""
-        return OneByOne([self.linear(name, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+        parts = [self.linear(name, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return TorchMatmul(parts[0].name, lambda x: torch.cat([part(x) for part in parts], dim=-1), None)
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
         """See `KernelFactory.experts`."""
@@ -69,8 +55,6 @@ def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
 
         return VllmFactory(dtype)
     if kernel == "torch":
-        from qarl.quant.kernels.torch_ops import torch_matmul
-
         return TorchFactory(torch_matmul)
     if kernel == "reference":
         return TorchFactory(lambda layer, weight, bias: dequantized_matmul(weight, bias, dtype))

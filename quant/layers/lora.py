@@ -62,13 +62,11 @@ class Adapter(nn.Module):
         self, dy: torch.Tensor, x: torch.Tensor, expert: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of A and B (of one expert's). dy: fp32 [N, O], of the output; x: fp32 [N, I], as multiplied."""
-        a, b = self._factors(expert)
+        a, b = self.lora_A.detach(), self.lora_B.detach()
+        if expert is not None:
+            a, b = a[expert], b[expert]
         return self.scale * ((dy @ b).t() @ x), self.scale * (dy.t() @ (x @ a.t()))
 
     def _add(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         add = torch.addmm if b.ndim == 2 else torch.baddbmm
         return add(base.to(torch.float32), b, a, alpha=self.scale).to(base.dtype)
-
-    def _factors(self, expert: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        a, b = self.lora_A.detach(), self.lora_B.detach()
-        return (a, b) if expert is None else (a[expert], b[expert])
