@@ -7,6 +7,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,16 +134,31 @@ class Scheme:
 
         ignored_layers: full names of the linear layers left alone, as the model has them.
         """
-        if self.quantization is None or self.format is None:
-            return None
-        group = self.quantization.model_copy(update={"format": self.format})
-        config = QuantizationConfig(
-            config_groups={"group_0": group},
-            format=self.format.value,
-            ignore=sorted(ignored_layers),
-            quantization_status=QuantizationStatus.COMPRESSED,
-        )
-        return config.model_dump(mode="json")
+        groups = [] if self.quantization is None else [(self, ["Linear"])]
+        return write_quantization_config(groups, sorted(ignored_layers))
+
+
+def write_quantization_config(
+    groups: Sequence[tuple[Scheme, Sequence[str]]], ignore: Sequence[str]
+) -> dict[str, Any] | None:
+    """The `quantization_config` for config.json; None without groups. groups: quantized schemes and the targets of
+    each, module classes or layer names as readers match them. ignore: layers in the compute dtype."""
+    written, formats = {}, []
+    for scheme, targets in groups:
+        assert scheme.quantization is not None
+        assert scheme.format is not None
+        changes = {"format": scheme.format, "targets": list(targets)}
+        written[f"group_{len(written)}"] = scheme.quantization.model_copy(update=changes)
+        formats.append(scheme.format)
+    if not written:
+        return None
+    config = QuantizationConfig(
+        config_groups=written,
+        format=(formats[0] if len(set(formats)) == 1 else CompressionFormat.mixed_precision).value,
+        ignore=list(ignore),
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )
+    return config.model_dump(mode="json")
 
 
 def is_protected(layer: str) -> bool:

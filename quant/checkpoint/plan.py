@@ -9,13 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
-
 from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.families import STACKED
 from qarl.quant.checkpoint.patterns import matching, nearest_names
-from qarl.quant.schemes import Scheme, SchemeError, get_scheme, is_protected
+from qarl.quant.schemes import Scheme, SchemeError, get_scheme, is_protected, write_quantization_config
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 
@@ -63,26 +60,11 @@ class Plan:
         mixed every group names its layers: readers then need no rule of precedence (transformers' optimized FP8
         loading has none and takes whatever "Linear" matches).
         """
-        quantized, ignore = self.quantized, config_names(self.ignored)
-        written = {name: get_scheme(name).quantization_config(ignore) for name in quantized}
-        groups, formats = {}, []
-        for i, (name, config) in enumerate(written.items()):
-            assert config is not None
-            targets = config_names(quantized[name])
-            if list(quantized) == [self.main.name]:
-                targets = ["Linear", *filter(is_protected, targets)]
-            groups[f"group_{i}"] = config["config_groups"]["group_0"] | {"targets": targets}
-            formats.append(config["format"])
-        if not groups:
-            return None
-        mixed = CompressionFormat.mixed_precision.value
-        whole = QuantizationConfig(
-            config_groups=groups,
-            format=formats[0] if len(set(formats)) == 1 else mixed,
-            ignore=ignore,
-            quantization_status=QuantizationStatus.COMPRESSED,
-        )
-        return whole.model_dump(mode="json")
+        targets = {name: config_names(layers) for name, layers in self.quantized.items()}
+        if list(targets) == [self.main.name]:
+            targets = {self.main.name: ["Linear", *filter(is_protected, targets[self.main.name])]}
+        groups = [(get_scheme(name), names) for name, names in targets.items()]
+        return write_quantization_config(groups, config_names(self.ignored))
 
 
 def make_plan(
