@@ -14,8 +14,8 @@ from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.kernels.vllm_experts import VllmExperts, empty_experts
 from qarl.quant.kernels.vllm_layers import kernel_name
-from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
-from tests.support.cuda_platform import CAPABILITIES, stub_cuda
+from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
+from tests.support.cuda_platform import CAPABILITIES, fits, stub_cuda
 from tests.support.kernels import no_cuda
 
 SHAPES = {  # experts, of which a token, hidden columns, columns of an expert
@@ -61,16 +61,6 @@ def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
     return CompressedTensorsConfig.from_config(written) if written else None
 
 
-def fits(scheme: Scheme, model: str) -> bool:
-    _, _, hidden, columns = SHAPES[model]
-    try:
-        for shape in ((2 * columns, hidden), (hidden, columns)):
-            scheme.check_layer("experts", shape)
-    except SchemeError:
-        return False
-    return True
-
-
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int, int]):
@@ -80,7 +70,8 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
     with stub_cuda(capability):
         for name, model in itertools.product(SCHEMES, SHAPES):
             scheme = get_scheme(name)
-            if not fits(scheme, model):
+            _, _, hidden, columns = SHAPES[model]
+            if not fits(scheme, (2 * columns, hidden), (hidden, columns)):
                 continue
             for layout in LAYOUTS:
                 quantized = config_of(scheme)

@@ -15,8 +15,8 @@ from qarl.quant.kernels import supported, vllm_experts
 from qarl.quant.kernels.supported import support
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
-from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
-from tests.support.cuda_platform import CAPABILITIES, stub_cuda
+from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
+from tests.support.cuda_platform import CAPABILITIES, fits, stub_cuda
 from tests.support.kernels import no_cuda
 
 SHAPES = {  # hidden columns, heads, those of keys and values, head size, the MLP's columns
@@ -63,16 +63,6 @@ def learners_parts(model: str) -> dict[str, tuple[list[int], int]]:
     }
 
 
-def fits(scheme: Scheme, model: str) -> bool:
-    try:
-        for rows, columns in learners_parts(model).values():
-            for part in rows:
-                scheme.check_layer("layer", (part, columns))
-    except SchemeError:
-        return False
-    return True
-
-
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
@@ -81,14 +71,16 @@ def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
     factory, compared = VllmFactory(torch.bfloat16), 0
     with stub_cuda(capability):
         for scheme in map(get_scheme, SCHEMES):
-            for model in (name for name in SHAPES if fits(scheme, name)):
+            for model in SHAPES:
+                parts = learners_parts(model)
+                if not fits(scheme, *((part, columns) for rows, columns in parts.values() for part in rows)):
+                    continue
                 try:
                     with factory._loading(META):
                         engine = {n: kernel_name(layer) for n, layer in engines_layers(factory, model, scheme).items()}
                 except (NotImplementedError, ValueError):  # no kernel: `support` refuses the scheme
                     continue
-                parts = learners_parts(model).items()
-                learner = {name: factory.kernel(name, *part, scheme, META) for name, part in parts}
+                learner = {name: factory.kernel(name, *part, scheme, META) for name, part in parts.items()}
                 assert learner == engine, (scheme.name, model)
                 compared += 1
     assert compared > 80

@@ -119,15 +119,6 @@ def test_the_product_is_that_of_the_published_codes(kernel: str, scheme: str, dt
         assert relative_error(unquantized, exact) > 1.4 * bound
 
 
-@no_cuda
-@pytest.mark.parametrize("scheme", CPU_SCHEMES)
-def test_kernels_are_vllms_own_low_bit_ones(scheme: str):
-    names = {"bf16": "CPUUnquantizedExperts", "w8a8": "CPUInt8ScaledMM", "w4a8": "Dynamic4bit", "fp8": "FP8ScaledMM"}
-    product = make_experts(scheme, "vllm").product
-    assert product is not None and names.get(scheme, "WNA16") in product.name
-    assert product.name.endswith(", per expert") or scheme == "bf16"
-
-
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):

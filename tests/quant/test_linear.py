@@ -277,14 +277,6 @@ def test_products_torch_does_not_have_are_refused(scheme: str):
         make_linear(scheme, "torch")(normal(2, 256, seed=0).bfloat16())
 
 
-@no_cuda
-def test_vllms_kernels_are_its_own_low_bit_ones():
-    """vLLM's layer picks a low-bit kernel for each low-bit scheme; a dequantizing stand-in would not be called that."""
-    for scheme, part in VLLM_CPU_KERNELS.items():
-        product = make_linear(scheme, "vllm").product
-        assert product is not None and part in product.name
-
-
 @pytest.mark.gpu
 @needs_cuda("the Triton product")
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w4a16-channel", "w8a16"])

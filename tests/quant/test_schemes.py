@@ -25,7 +25,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
-from tests.support.kernels import CPU_SCHEMES, no_cuda
+from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda
 from tests.support.models import qwen3
 
 
@@ -33,22 +33,19 @@ from tests.support.models import qwen3
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
-    """Contract: a kernel and no reason, or a reason in words and no kernel."""
-    found = support(scheme, dtype, "vllm")
-    runs = scheme in CPU_SCHEMES and not (dtype == torch.float32 and "w4a16" in scheme)
-    assert (found.reason == "") == runs
-    assert bool(found.kernel) == runs
-    if found.reason:
-        assert "\n" not in found.reason and len(found.reason) > 30
-
-
-@no_cuda
-@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
-@pytest.mark.parametrize("scheme", CPU_SCHEMES)
-def test_experts_run_where_dense_layers_do(scheme: str, dtype: torch.dtype):
-    """Float16's largest number is near: the small layer that is asked with must not overflow it."""
-    dense, experts = (support(scheme, dtype, "vllm", experts) for experts in (False, True))
-    assert bool(experts.kernel) == bool(dense.kernel), experts.reason
+    """Contract: vLLM's own low-bit kernel and no reason, or a reason in words and no kernel; experts run where dense
+    layers do. Float16's largest number is near: the small layer that is asked with must not overflow it."""
+    runs = scheme in VLLM_CPU_KERNELS and not (dtype == torch.float32 and "w4a16" in scheme)
+    for experts in (False, True):
+        found = support(scheme, dtype, "vllm", experts)
+        assert (found.reason == "") == bool(found.kernel) == runs, found
+        if runs and experts:
+            own = "CPUUnquantizedExperts" if scheme == "bf16" else VLLM_CPU_KERNELS[scheme]
+            assert own in found.kernel and found.kernel.endswith(", per expert") == (scheme != "bf16")
+        elif runs:
+            assert VLLM_CPU_KERNELS[scheme] in found.kernel
+        else:
+            assert "\n" not in found.reason and len(found.reason) > 30
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -16,6 +16,8 @@ import vllm.utils.humming
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.plugins import load_general_plugins
 
+from qarl.quant.schemes import Scheme, SchemeError
+
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
 
 _PACKAGES = ("has_humming", "has_deep_gemm")
@@ -33,6 +35,16 @@ _WHEEL = {
 
 _LAZY = ("vllm.model_executor.layers.fused_moe.oracle", "vllm.model_executor.layers.fused_moe.experts")
 """Packages whose modules vLLM imports as it chooses: imported beforehand, else they would keep the stand-in."""
+
+
+def fits(scheme: Scheme, *shapes: tuple[int, int]) -> bool:
+    """Whether matrices of these rows and columns can be stored in a scheme."""
+    try:
+        for shape in shapes:
+            scheme.check_layer("layer", shape)
+    except SchemeError:
+        return False
+    return True
 
 
 class HummingGemms(StrEnum):
