@@ -118,7 +118,7 @@ def engine_step(device: torch.device, tokens: int) -> Iterator[None]:
         return
     engines, workspace._manager = workspace._manager, _scratch(device)
     try:
-        with set_forward_context(None, _config(), num_tokens=tokens):
+        with set_forward_context(None, uncompiled_config(), num_tokens=tokens):
             yield
     finally:
         workspace._manager = engines
@@ -131,5 +131,6 @@ def _scratch(device: torch.device) -> workspace.WorkspaceManager:
 
 
 @functools.cache
-def _config() -> VllmConfig:
+def uncompiled_config() -> VllmConfig:
+    """Of an engine without Inductor, for what vLLM runs outside of one."""
     return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))

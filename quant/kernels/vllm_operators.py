@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm import ir
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from qarl.quant.kernels.vllm_experts import uncompiled_config
 from qarl.quant.runtime.batch_invariance import batch_invariant
 
 
@@ -39,12 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, added: bool)
 def _choose_kernels() -> None:
     """Let vLLM choose as it does for an engine without Inductor; one that runs in this process has chosen already."""
     if not ir.ops.rms_norm.get_priority():
-        _config().kernel_config.ir_op_priority.set_default()
-
-
-@functools.cache
-def _config() -> VllmConfig:
-    return VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+        uncompiled_config().kernel_config.ir_op_priority.set_default()
 
 
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -75,5 +71,5 @@ def rotary_table(
 ) -> torch.Tensor:
     """Cosines, then sines, of every position, dtype [positions, D]: the engine's own where one runs in this process,
     for vLLM keeps one of a kind."""
-    with set_current_vllm_config(_config()), set_default_torch_dtype(dtype), device:
+    with set_current_vllm_config(uncompiled_config()), set_default_torch_dtype(dtype), device:
         return get_rope(head_size, max_position=positions, rope_parameters=parameters).cos_sin_cache

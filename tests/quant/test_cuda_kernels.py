@@ -153,7 +153,7 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
     """Contract: vLLM's own allocation of scratch, and Humming's question for the forward's context, succeed without an
     engine, and beside one whose scratch is locked; afterwards everything is as it was."""
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    vllm_experts._config.cache_clear()
+    vllm_experts.uncompiled_config.cache_clear()
     kernel = SimpleNamespace(
         fused_experts=SimpleNamespace(
             workspace_dtype=lambda dtype: dtype,
