@@ -204,12 +204,7 @@ def test_sizes_no_group_divides_name_the_experts_layer(tmp_path: Path):
     [
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"rope_parameters": {"rope_type": "longrope"}},
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "dynamic"},
-                "sliding_attention": {"rope_type": "default"},
-            }
-        },
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "other": {"rope_type": "default"}}},
     ],
 )
 def test_rotations_that_depend_on_other_sequences_are_refused(tmp_path: Path, settings: dict[str, Any]):
