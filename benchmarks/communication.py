@@ -26,7 +26,7 @@ from benchmarks.learner.worker import groups_of
 from qarl.bench.models import PAD, BenchModel, qwen3, write_model
 from qarl.bench.process import WorkerError
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.backends.sharded import shard_masters
+from qarl.learner.backends.native import shard_masters
 from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner

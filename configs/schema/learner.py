@@ -82,7 +82,8 @@ class LearnerConfig(Section):
         description="ZeRO stage, higher for larger models; without it 0; in one process, none",
     )
     deepspeed: Text | None = Field(
-        default=None, description="JSON file of more settings for DeepSpeed, for clusters that need them"
+        default=None,
+        description="JSON file of more settings for DeepSpeed at zero_stage 1 or 2, for clusters that need them",
     )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
@@ -194,7 +195,12 @@ class LearnerConfig(Section):
         if self.reduce_dtype != "float32" and self.zero_stage != 3:
             raise ValueError(
                 f"learner.reduce_dtype {self.reduce_dtype!r} with learner.zero_stage {self.zero_stage} has nothing to "
-                "do: ZeRO-3 alone is QaRL's own; set learner.zero_stage 3, or leave it out"
+                "do: ZeRO-3 alone sends them in a dtype of its own; set learner.zero_stage 3, or leave it out"
+            )
+        if self.deepspeed is not None and self.zero_stage not in (1, 2):
+            raise ValueError(
+                f"learner.deepspeed {self.deepspeed!r} with learner.zero_stage {self.zero_stage}: DeepSpeed is used at "
+                "stages 1 and 2 alone; set learner.zero_stage 1 or 2, or leave the file out"
             )
         return self
 

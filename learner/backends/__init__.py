@@ -1,4 +1,4 @@
-"""How gradients of the masters become a step: alone, or over several processes, with DeepSpeed's ZeRO or by rows.
+"""How gradients of the masters become a step: by QaRL itself, in one process or several, or by DeepSpeed's ZeRO 1 or 2.
 
 A backend runs the model's forward, the backward of a loss share, and the step; objectives, log-probs and micro-batches
 know nothing of it.
@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends.zero_config import deepspeed_config
 from qarl.learner.optim.optimizer import Step
@@ -35,7 +34,7 @@ class Backend(Protocol):
 
     def step(self, diagnose: bool = False) -> Step:
         """Clip and step, then drop the gradients. diagnose: count lost updates, where `MasterOptimizer` steps the
-        masters; ZeRO 1-3 step fp32 masters by themselves."""
+        masters; ZeRO 1 and 2 step fp32 masters by themselves."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,28 +47,18 @@ class Backend(Protocol):
         ...
 
 
-def check_backend(config: LearnerConfig, processes: int) -> None:
-    """Raise `ConfigError` for settings that this number of processes, or DeepSpeed, cannot honour."""
-    if config.zero_stage is not None or processes > 1:
+def check_backend(config: LearnerConfig) -> None:
+    """Raise `ConfigError` for settings that DeepSpeed cannot honour, where it steps the masters."""
+    if config.zero_stage in (1, 2):
         deepspeed_config(config)
-    elif config.deepspeed is not None:
-        raise ConfigError(
-            f"learner.deepspeed is {config.deepspeed!r}, but one process without learner.zero_stage does not use "
-            "DeepSpeed; set learner.zero_stage to 0, 1, 2 or 3, or leave learner.deepspeed out"
-        )
 
 
 def make_backend(model: LowBitModel, config: LearnerConfig, processes: Processes) -> Backend:
     """The backend that `learner.zero_stage` asks for. Raises `ConfigError` for settings it cannot honour."""
-    from qarl.learner.backends.single import SingleProcess
+    if config.zero_stage not in (1, 2):
+        from qarl.learner.backends.native import Native
 
-    check_backend(config, processes.world)
-    if config.zero_stage is None and processes.world == 1:
-        return SingleProcess(model, config)
-    if config.zero_stage == 3:
-        from qarl.learner.backends.sharded import Sharded
-
-        return Sharded(model, config, processes)
+        return Native(model, config, processes)
     from qarl.learner.backends.zero import Zero
 
     return Zero(model, config, processes)

@@ -1,9 +1,8 @@
-"""DeepSpeed: the masters' gradients reduced over processes, and under ZeRO 1 and 2 what is sharded.
+"""DeepSpeed: the masters' gradients reduced over processes, and what is sharded under ZeRO 1 and 2.
 
-    stage 0   nothing; every process steps all masters with `MasterOptimizer`, so every optimizer and rounding works
     stage 1   the optimizer's moments and one fp32 copy of the masters
     stage 2   the gradients as well
-    stage 3   the masters as well, which is `learner.backends.sharded`
+    0 and 3   nothing, and the masters as well, which is `learner.backends.native`
 
 The codes of a weight version, and the compute-dtype copies of embeddings and norms, are whole in every process: its own
 engine samples from the same. What is divided over processes is a mini-batch's list of micro-batches; DeepSpeed averages
@@ -23,7 +22,7 @@ from qarl.learner.backends.partitioned_muon import PartitionedMuon, pieces_of
 from qarl.learner.backends.zero_config import deepspeed_config
 from qarl.learner.backends.zero_loading import quiet_deepspeed
 from qarl.learner.optim.master_step import adamw
-from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, require_same_masters
+from qarl.learner.optim.optimizer import Step, matrices_of, require_same_masters
 from qarl.learner.optim.row_muon import MOMENTUM
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -40,13 +39,8 @@ class Zero:
         settings = deepspeed_config(config)
         self._model, self._processes = model, processes
         trained = list(model.masters.values())
-        self._whole: _WholeStep | None = None
         self._matrices: dict[str, nn.Parameter] = {}
-        if not config.zero_stage:
-            optimizer = self._whole = _WholeStep(
-                MasterOptimizer(model.masters, model.matrices(), config.optimizer), trained
-            )
-        elif config.optimizer.name == "muon":
+        if config.optimizer.name == "muon":
             self._matrices = muon_masters(model)
             rest = [master for name, master in model.masters.items() if name not in self._matrices]
             optimizer = PartitionedMuon(self._matrices, rest, config.optimizer, processes)
@@ -70,15 +64,9 @@ class Zero:
         """See `Backend.set_learning_rate`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        if self._whole is not None:
-            self._whole.optimizer.lr = lr
 
     def step(self, diagnose: bool = False) -> Step:
         """See `Backend.step`."""
-        if self._whole is not None:
-            self._whole.diagnose = diagnose
-            self.policy.step()
-            return self._whole.done
         self.policy.step()
         norm = float(self.policy.get_global_grad_norm())
         return Step(norm, math.isfinite(norm) and not self._optimizer.overflow)
@@ -86,14 +74,11 @@ class Zero:
     def state_dict(self) -> dict[str, Any]:
         """See `Backend.state_dict`."""
         optimizer: dict[str, Any] = {"masters": {}, "generator": None}
-        steps = self._whole.optimizer.state_dict() if self._whole is not None else None
-        if steps is not None:
-            optimizer["generator"] = steps["generator"]
         self._link()
         masters = {}
         for number, (name, master) in enumerate(self._model.masters.items()):
             whole = master.detach().clone()
-            moments = self._moments(name, master) if steps is None else steps["masters"][name]
+            moments = self._moments(name, master)
             if number % self._processes.world == self._processes.rank:
                 masters[name], optimizer["masters"][name] = whole, moments
         return {"masters": masters, "optimizer": optimizer}
@@ -106,11 +91,7 @@ class Zero:
             saved = state["masters"][name].to(self._model.device)
             with torch.no_grad():
                 master.copy_(saved)
-            if self._whole is None:
-                safe_set_full_fp32_param(master, saved)
-        if self._whole is not None:
-            self._whole.optimizer.load_state_dict(state["optimizer"])
-            return
+            safe_set_full_fp32_param(master, saved)
         require_same_masters(state["optimizer"], self._model.masters)
         self._load_moments(state["optimizer"]["masters"])
 
@@ -185,17 +166,3 @@ def _common_steps(saved: dict[str, Any], matrices: Collection[str]) -> torch.Ten
             "optimizer at once; resume with learner.zero_stage 0 or 3"
         )
     return next((of_process[0]["step"] for of_process in parts.values() if "step" in of_process[0]), torch.zeros(()))
-
-
-class _WholeStep(torch.optim.Optimizer):
-    """`MasterOptimizer` for DeepSpeed's stage 0, which calls `step` once gradients are averaged."""
-
-    def __init__(self, optimizer: MasterOptimizer, masters: list[nn.Parameter]):
-        super().__init__(masters, {"lr": 0.0})
-        self.optimizer = optimizer
-        self.diagnose = False
-        self.done = Step(0.0, False)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip and step."""
-        self.done = self.optimizer.clipped_step(self.diagnose)

@@ -44,11 +44,6 @@ def deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
     generated = generated_config(config)
     if config.deepspeed is None:
         return generated
-    if config.zero_stage == 3:
-        raise ConfigError(
-            f"learner.deepspeed is {config.deepspeed!r}, but learner.zero_stage 3 is QaRL's own and reads no settings "
-            "of DeepSpeed; leave the file out, or set learner.zero_stage 0, 1 or 2"
-        )
     written = _read(config.deepspeed)
     for key, value in written.items():
         if key in generated and key != "zero_optimization":
@@ -70,21 +65,20 @@ def deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
 
 def generated_config(config: LearnerConfig) -> dict[str, Any]:
     """Ours in DeepSpeed's words. The caller of `engine.step()` owns the accumulation boundary, so batch sizes, which
-    DeepSpeed insists on, count nothing. At stage 0 `MasterOptimizer` clips."""
-    stage = config.zero_stage or 0
+    DeepSpeed insists on, count nothing."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": config.optimizer.grad_clip if stage else 0.0,
+        "gradient_clipping": config.optimizer.grad_clip,
         "zero_allow_untested_optimizer": True,  # `PartitionedMuon`, which tests/learner/test_zero.py tests
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
     }
 
 
 def _require_optimizer(config: LearnerConfig) -> None:
-    optimizer, stage = config.optimizer, config.zero_stage or 0
-    if stage not in (1, 2):
+    optimizer, stage = config.optimizer, config.zero_stage
+    if stage == 3:
         return
     if config.master_dtype != "float32":
         raise ConfigError(

@@ -58,10 +58,11 @@ class MasterOptimizer:
         the weights that Muon may take, [O, I] or stacked experts. Raises `ConfigError` for an offload that would move
         nothing."""
         self._config = config
-        self._processes = processes or Processes()
         self.lr = config.lr
         self._masters = list(masters.values())
         self._sharded = any(shard_of(master) is not None for master in self._masters)
+        # Whole masters are stepped alike in every process, which has to round them alike and counts for all.
+        self._processes = (processes if self._sharded else None) or Processes()
         device = self._masters[0].device
         home = _home(config, device)
         self._generator = torch.Generator(device).manual_seed(config.rounding_seed + self._processes.rank)
@@ -87,7 +88,7 @@ class MasterOptimizer:
         if not self._sharded:
             return whole
         here = _total_norm(p.grad for p in taught if shard_of(p) is not None)
-        squares = self._over_processes(torch.tensor(here**2, dtype=torch.float64, device=self._masters[0].device))
+        squares = self._processes.total(torch.tensor(here**2, dtype=torch.float64, device=self._masters[0].device))
         return math.sqrt(whole**2 + float(squares))
 
     def scale_gradients(self, factor: float) -> None:
@@ -127,14 +128,10 @@ class MasterOptimizer:
         for name, master in zip(self._steps, self._masters, strict=True):
             counts = done.get(name) or UpdateCounts(zero, zero, zero)
             rows.append(torch.stack([counts.meant, counts.lost, counts.crossed, zero + master.numel()]))
-        of_masters: list[list[int]] = self._over_processes(torch.stack(rows)).tolist()
+        of_masters: list[list[int]] = self._processes.total(torch.stack(rows)).tolist()
         meant, lost = (sum(row[place] for row in of_masters) for place in (0, 1))
         crossed = {name: (row[2], row[3]) for name, row in zip(self._steps, of_masters, strict=True)}
         return UpdateDiagnostics(lost / max(meant, 1), crossed)
-
-    def _over_processes(self, here: torch.Tensor) -> torch.Tensor:
-        """The sum over processes of something of the rows that each steps; of whole masters all have the same."""
-        return self._processes.total(here) if self._sharded else here
 
     def _require_range(self) -> None:
         """Raise `PrecisionError` naming the first master that is not finite; the device is waited for once."""
@@ -142,7 +139,7 @@ class MasterOptimizer:
         if not within:
             return
         outside = torch.stack(list(within.values())).logical_not().sum()
-        if not self._over_processes(outside):
+        if not self._processes.total(outside):
             return
         name = next((name for name, finite in within.items() if not finite), None)
         if name is None:

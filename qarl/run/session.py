@@ -13,7 +13,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.backends import check_backend
-from qarl.learner.backends.sharded import shard_masters
+from qarl.learner.backends.native import shard_masters
 from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.gradients import require_compiler
 from qarl.learner.learner import Learner
@@ -95,7 +95,7 @@ def check_processes(config: RunConfig, count: int) -> None:
             f"rollout.servers {config.rollout.servers} would be started by each of {count} processes; start them once, "
             "with `qarl serve-rollouts`, and give their URLs"
         )
-    check_backend(config.learner, count)
+    check_backend(config.learner)
 
 
 def check_input(config: RunConfig, processes: int = 1) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qarl.configs.errors import ConfigError
-from qarl.learner.backends.single import SingleProcess
+from qarl.learner.backends.native import Native
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.learner import Learner
 from qarl.learner.logprobs import _Normalized, token_logprobs
@@ -97,7 +97,7 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
     def record(diagnose: bool = False) -> None:
         seen.append({n: p.grad.clone() for n, p in learner.model.masters.items() if p.grad is not None})
 
-    assert isinstance(learner.backend, SingleProcess)
+    assert isinstance(learner.backend, Native)
     learner.backend.optimizer.step = record
     return seen, learner.learn(batch, step=3)
 

@@ -17,8 +17,8 @@ import torch
 from benchmarks.communication import Sent
 from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.configs.schema.lora import LoraConfig
+from qarl.learner.backends.native import shard_masters
 from qarl.learner.backends.partitioned_muon import PartitionedMuon, Piece
-from qarl.learner.backends.sharded import shard_masters
 from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.learner import Learner
 from qarl.learner.processes import Processes, join_processes, leave_processes

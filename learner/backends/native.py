@@ -1,16 +1,18 @@
-"""ZeRO stage 3 where nothing reads masters but their own step: each process has some rows, of all of them.
+"""`MasterOptimizer` steps the masters: in one process; at stage 0 in each of several, alike; at stage 3 each its rows.
 
-Forward and backward multiply codes, which are whole in every process. So a master's rows, gradient and moments stay
-with their process (`quant.runtime.shards`), and what travels in a step is
+Stage 0 adds up the processes' gradients after the backward, and every process steps every master.
+
+At stage 3 nothing reads masters but their own step: forward and backward multiply codes, which are whole in every
+process. So a master's rows, gradient and moments stay with their process (`quant.runtime.shards`), and what travels in
+a step is
 
     gradients   fp32, a layer at a time in the backward, each row to its process; no process ever has a whole gradient
                 (`learner.reduce_dtype bfloat16`: rounded once for the way)
     codes       once a weight version, quantized by the rows' processes and gathered: an eighth of the masters in int4
     Muon        an update's rows to the process that orthogonalizes the matrix, and back, in bfloat16
 
-Each process steps its rows with `MasterOptimizer`, so every optimizer, master dtype and rounding works. What has no
-shard (an adapter's factors) is whole in every process, which all step it alike. Files are read under DeepSpeed's
-partitioning, so that no process ever holds a whole model.
+Every optimizer, master dtype and rounding works. What has no shard at stage 3 (an adapter's factors) is whole in every
+process, as at stage 0. Files are read under DeepSpeed's partitioning, so that no process ever holds a whole model.
 """
 
 from collections.abc import Sequence
@@ -31,13 +33,14 @@ from qarl.quant.schemes import MASTER_DTYPES, Scheme
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Sharded:
-    """See `learner.backends.Backend`. model: of parameters that `shard_masters` has cut."""
+class Native:
+    """See `learner.backends.Backend`. model: at stage 3 of parameters that `shard_masters` has cut."""
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
         self.policy, self._processes = model, processes
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer, processes)
-        model.gradients.configure(reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
+        alone = processes.world == 1 and config.zero_stage is None
+        model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
         by_muon = config.optimizer.name == "muon"
         self._matrices = {n for n in model.matrices() if by_muon and len(whole_shape(model.masters[n])) > 1}
 
@@ -65,7 +68,7 @@ class Sharded:
         stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))
         masters, steps = {}, {}
         for number, (name, master) in enumerate(self.policy.masters.items()):
-            whole = whole_value(master)
+            whole = master.detach() if shard_of(master) is None else whole_value(master)
             moments = self._whole_moments(name, master, mine["masters"][name]["moments"], name in stepped)
             if number % self._processes.world == self._processes.rank:
                 masters[name], steps[name] = whole, {"moments": moments}
