@@ -11,7 +11,7 @@ stops rather than train on another policy's samples.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,26 +35,15 @@ class PublishError(QarlError):
 
 @dataclass(frozen=True)
 class Publish:
-    """One publish that was verified. digest: of the stream. seconds: of writing and verifying. canary: learner against
-    engine on the fixed sequences, None where this publish had none."""
+    """One version that the engine holds, verified. digest: of the stream. seconds: of writing and verifying. canary:
+    learner against engine on the fixed sequences, None where this publish had none."""
 
     version: int
     digest: str
     tensors: int
     bytes: int
     seconds: float
-    canary: Mismatch | None
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What the engine holds, and took `seconds` to."""
-
-    version: int
-    digest: str
-    tensors: int
-    bytes: int
-    seconds: float
+    canary: Mismatch | None = None
 
 
 class Publisher:
@@ -82,7 +71,7 @@ class Publisher:
         self._processes = processes or Processes()
         self._published = 0
         self._version = 0
-        self._written: _Written | None = None
+        self._written: Publish | None = None
 
     def share_layers(self) -> None:
         """Have the learner multiply with the engine's own layers from here on: no second copy of the weights. Every
@@ -111,20 +100,13 @@ class Publisher:
         self._published += 1
         self._version = version
         canary = self.canary(version) if due else None
-        return Publish(
-            version=version,
-            digest=written.digest,
-            tensors=written.tensors,
-            bytes=written.bytes,
-            seconds=seconds,
-            canary=canary,
-        )
+        return replace(written, seconds=seconds, canary=canary)
 
     def _write_ahead(self) -> None:
         self._written = None
         self._written = self._write(self._version + 1)
 
-    def _write(self, version: int) -> "_Written":
+    def _write(self, version: int) -> Publish:
         """Send the model's present tensors, and verify that they arrived."""
         start = time.perf_counter()
         digest = StreamDigest()
@@ -132,7 +114,7 @@ class Publisher:
         self._check(report.digest == digest.hexdigest(), version, "the engine received other bytes than were sent")
         self._check(not report.unconsumed, version, f"no engine layer took {_some(report.unconsumed)}")
         self._check(not report.missing, version, f"the engine expected more tensors for {_some(report.missing)}")
-        return _Written(
+        return Publish(
             version=version,
             digest=digest.hexdigest(),
             tensors=digest.tensors,
