@@ -18,19 +18,6 @@ from qarl.learner.optim.loss_scale import PrecisionError, short_name
 from qarl.quant.model.low_bit_model import LowBitModel
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Where a forward first stopped being finite. module: as the model names it. inside: whether between the modules
-    that `module` calls, so that no call of one shows it. bad: values that are infinite or NaN, of `count`. largest: of
-    the absolute values that went in, NaN where none were seen."""
-
-    module: str
-    inside: bool
-    bad: int
-    count: int
-    largest: float
-
-
 def require_finite_logprobs(
     model: LowBitModel, rows: Batch, logprobs: torch.Tensor, packed: bool, forward: Any = None
 ) -> None:
@@ -45,7 +32,7 @@ def require_finite_logprobs(
         return
     fault = first_fault(model, rows, packed, forward)
     dtype = short_name(model.context.forward_dtype)
-    where = "no module's output is, so it is their normalization" if fault is None else _in_words(fault, dtype)
+    where = fault or "no module's output is, so it is their normalization"
     raise PrecisionError(
         f"{dtype} forward: the log-probs of {wrong} of {int(rows.response_mask.sum())} tokens are infinite or NaN; "
         f"{where}. {_remedy(model.context.forward_dtype)}; no step was taken from them"
@@ -63,9 +50,10 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = None) -> Fault | None:
-    """Forward `rows` again and watch every module; None where all outputs are finite. Arguments as above."""
-    watch = _Watch()
+def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = None) -> str | None:
+    """Forward `rows` again and watch every module; in words where it first stopped being finite, None where all outputs
+    are. Arguments as above."""
+    watch = _Watch(short_name(model.context.forward_dtype))
     handles = []
     for name, module in model.module.named_modules():
         handles.append(module.register_forward_pre_hook(watch.entered(name), with_kwargs=True))
@@ -81,7 +69,8 @@ def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = No
 
 @dataclass
 class _Call:
-    """A module that is being run: its largest input, and whether it has called another yet."""
+    """A module that is being run: the largest absolute value that went in, NaN where none was seen, and whether it has
+    called another yet."""
 
     module: str
     largest: float
@@ -91,8 +80,9 @@ class _Call:
 class _Watch:
     """Hooks that look at what goes into and comes out of modules, until the first value that is not finite."""
 
-    def __init__(self) -> None:
-        self.fault: Fault | None = None
+    def __init__(self, dtype: str) -> None:
+        self.fault: str | None = None
+        self._dtype = dtype
         self._calls: list[_Call] = []
 
     def entered(self, name: str) -> Any:
@@ -104,7 +94,7 @@ class _Watch:
             if caller is not None:
                 caller.calls = caller.calls or "parametrizations" not in name
                 if self.fault is None and not _finite(inputs):
-                    self.fault = _fault(caller, True, inputs)
+                    self.fault = self._in_words(caller, True, inputs)
             largest = max((float(t.abs().max()) for t in inputs if t.numel()), default=math.nan)
             self._calls.append(_Call(name, largest))
 
@@ -116,20 +106,20 @@ class _Watch:
         def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call, outputs = self._calls.pop(), _numbers(output)
             if self.fault is None and not _finite(outputs):
-                self.fault = _fault(call, call.calls, outputs)
+                self.fault = self._in_words(call, call.calls, outputs)
 
         return look
 
-
-def _fault(call: _Call, inside: bool, tensors: list[torch.Tensor]) -> Fault:
-    bad = sum(int((~t.isfinite()).sum()) for t in tensors)
-    return Fault(
-        module=_readable(call.module),
-        inside=inside,
-        bad=bad,
-        count=sum(t.numel() for t in tensors),
-        largest=call.largest,
-    )
+    def _in_words(self, call: _Call, inside: bool, tensors: list[torch.Tensor]) -> str:
+        """inside: whether between the modules that it calls, so that no call of one shows it. tensors: what is not
+        finite."""
+        between = "between the modules within" if inside else "the output of"
+        largest = "" if math.isnan(call.largest) else f", its input being at most {call.largest:.3g}"
+        bad, count = sum(int((~t.isfinite()).sum()) for t in tensors), sum(t.numel() for t in tensors)
+        return (
+            f"the first values that are not finite in {self._dtype} are {between} {_readable(call.module)!r}: {bad} of "
+            f"{count}{largest}"
+        )
 
 
 def _numbers(values: Any) -> list[torch.Tensor]:
@@ -148,15 +138,6 @@ def _finite(tensors: list[torch.Tensor]) -> bool:
 def _readable(name: str) -> str:
     """A parameter's compute-dtype copy under the parameter's own name (`quant.layers.compute_copy.detach_copy`)."""
     return re.sub(r"\.?parametrizations\.(\w+)\.0$", r".\1", name) or "the model"
-
-
-def _in_words(fault: Fault, dtype: str) -> str:
-    between = "between the modules within" if fault.inside else "the output of"
-    largest = "" if math.isnan(fault.largest) else f", its input being at most {fault.largest:.3g}"
-    return (
-        f"the first values that are not finite in {dtype} are {between} {fault.module!r}: {fault.bad} of {fault.count}"
-        f"{largest}"
-    )
 
 
 def _remedy(dtype: torch.dtype) -> str:
