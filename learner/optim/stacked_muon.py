@@ -1,12 +1,9 @@
-"""torch's Muon over many matrices of one shape, such as a layer's experts: one product for all of them on a GPU.
-
-Axes: M matrices, R rows, C columns.
-"""
+"""torch's Muon over many matrices of one shape, such as a layer's experts: one product for all of them on a GPU."""
 
 from typing import Any
 
 import torch
-from torch.optim._muon import _adjust_lr
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch has no public name for either
 
 _ELEMENTS = 1 << 26
 """That are orthogonalized at once: 128 MiB in bfloat16, and three times that in between."""
@@ -43,18 +40,6 @@ class StackedMuon(torch.optim.Muon):
             if group["nesterov"]:
                 updates = foreach._foreach_lerp(gradients[part], momenta[part], group["momentum"])
             whole = torch.stack([*updates]).bfloat16()
-            directions = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            directions = torch.vmap(_zeropower_via_newtonschulz, in_dims=(0, None, None, None))(whole, *settings)
             foreach._foreach_add_(parameters[part], [*directions.to(torch.float32).unbind()], alpha=step)
-
-
-def orthogonalized(
-    matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
-    """Newton-Schulz as torch's Muon has it, of each. matrices: bfloat16 [M, R, C] → bfloat16 [M, R, C]."""
-    (a, b, c), tall = coefficients, matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if tall else matrices
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.transpose(1, 2)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.transpose(1, 2) if tall else x
