@@ -5,7 +5,8 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -87,16 +88,13 @@ def _load_module(kind: FunctionKind, spec: str, name: str) -> ModuleType:
         raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
 
 
-class _searching:  # noqa: N801 (a context manager, read as a verb)
+@contextmanager
+def _searching(folder: Path) -> Iterator[None]:
     """Modules are looked for in a folder first; afterwards, for imports within functions, in it last."""
-
-    def __init__(self, folder: Path):
-        self._folder = str(folder)
-
-    def __enter__(self) -> None:
-        sys.path.insert(0, self._folder)
-
-    def __exit__(self, *_: object) -> None:
-        sys.path.remove(self._folder)
-        if self._folder not in sys.path:
-            sys.path.append(self._folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
