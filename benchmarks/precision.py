@@ -20,7 +20,6 @@ from benchmarks.learner.worker import groups_of
 from qarl.bench.models import MODELS, PAD, write_model
 from qarl.configs.load import load_config
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.backends.native import Native
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.load import load_masters
@@ -181,5 +180,4 @@ def _distances(learner: Learner, reference: Learner, start: dict[str, torch.Tens
 
 
 def _values(learner: Learner) -> dict[str, torch.Tensor]:
-    assert isinstance(learner.backend, Native)
-    return learner.backend.optimizer.values()
+    return {name: master.detach().float().clone() for name, master in learner.model.masters.items()}

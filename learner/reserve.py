@@ -12,8 +12,8 @@ import torch
 
 from qarl.configs.errors import QarlError
 from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.optim.optimizer import muon_masters
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import whole_shape
 
 _FP32 = 4
 
@@ -27,9 +27,8 @@ class OutOfMemoryError(QarlError):
 def step_bytes(model: LowBitModel, config: LearnerConfig, processes: int) -> int:
     """What the first step adds to one process's device: fp32 gradients and moments of the masters that are trained, or
     its share of them; at stage 3 a master is this process's rows of it already."""
-    matrices = model.matrices() if config.optimizer.name == "muon" else set()
+    by_muon = muon_masters(model.masters, model.matrices(), config.optimizer)
     sizes = {name: master.numel() for name, master in model.masters.items()}
-    by_muon = {name for name in matrices if len(whole_shape(model.masters[name])) > 1}
     moments = sum(size * (1 if name in by_muon else 2) for name, size in sizes.items())
     if config.optimizer.offload == "cpu":
         moments = 0

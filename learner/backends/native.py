@@ -23,11 +23,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of
+from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters
 from qarl.learner.optim.row_muon import MOMENTUM
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import fill, shard_of, shard_parameters, whole_shape, whole_value
+from qarl.quant.runtime.shards import fill, shard_of, shard_parameters, whole_value
 from qarl.quant.schemes import MASTER_DTYPES, Scheme
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,8 +41,7 @@ class Native:
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer, processes)
         alone = processes.world == 1 and config.zero_stage is None
         model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
-        by_muon = config.optimizer.name == "muon"
-        self._matrices = {n for n in model.matrices() if by_muon and len(whole_shape(model.masters[n])) > 1}
+        self._matrices = muon_masters(model.masters, model.matrices(), config.optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:
         """See `Backend.backward`."""

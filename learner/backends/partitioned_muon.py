@@ -7,7 +7,7 @@ The arithmetic is that of `MasterStep`: gradients are clipped before, each exper
 own, and the update has AdamW's size. DeepSpeed's own Muon clips what is orthogonalized already.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.master_step import muon
 from qarl.learner.optim.optimizer import flat_span, matrices_of
-from qarl.learner.optim.row_muon import MOMENTUM
+from qarl.learner.optim.row_muon import MOMENTUM, in_turns
 from qarl.learner.processes import Processes
 
 
@@ -95,7 +95,7 @@ class PartitionedMuon(torch.optim.AdamW):
         flat.mul_(1 - lr * weight_decay)
         # As many matrices at a time as there are processes, so that every process has one to orthogonalize and none
         # keeps more than one whole update.
-        for turn in _in_turns(self._matrices[id(flat)], self._processes.world):
+        for turn in in_turns(self._matrices[id(flat)], self._processes.world):
             mine = self._put_together(turn, update)
             if mine is not None:
                 mine = self._orthogonalized(mine, lr)
@@ -107,7 +107,7 @@ class PartitionedMuon(torch.optim.AdamW):
                 inside, here = matrix.here()
                 flat[here] += step.flatten()[inside]
 
-    def _put_together(self, turn: list[_Matrix], update: torch.Tensor) -> torch.Tensor | None:
+    def _put_together(self, turn: Sequence[_Matrix], update: torch.Tensor) -> torch.Tensor | None:
         """The matrix of this turn that is this process's, fp32 [rows, columns]; None where there are fewer."""
         mine = None
         for owner, matrix in enumerate(turn):
@@ -126,10 +126,6 @@ class PartitionedMuon(torch.optim.AdamW):
         alone = {"lr": lr, "weight_decay": 0.0, "momentum": 0.0}  # both are applied to the pieces already
         muon([step], self._config.model_copy(update=alone)).step()
         return step.detach()
-
-
-def _in_turns(matrices: list[_Matrix], world: int) -> Iterator[list[_Matrix]]:
-    return (matrices[start : start + world] for start in range(0, len(matrices), world))
 
 
 def pieces_of(zero: Any, masters: dict[str, nn.Parameter], rank: int) -> dict[str, tuple[torch.Tensor, Piece]]:

@@ -22,7 +22,7 @@ from qarl.learner.backends.partitioned_muon import PartitionedMuon, pieces_of
 from qarl.learner.backends.zero_config import deepspeed_config
 from qarl.learner.backends.zero_loading import quiet_deepspeed
 from qarl.learner.optim.master_step import adamw
-from qarl.learner.optim.optimizer import Step, matrices_of, require_same_masters
+from qarl.learner.optim.optimizer import Step, matrices_of, muon_masters, require_same_masters
 from qarl.learner.optim.row_muon import MOMENTUM
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -41,7 +41,8 @@ class Zero:
         trained = list(model.masters.values())
         self._matrices: dict[str, nn.Parameter] = {}
         if config.optimizer.name == "muon":
-            self._matrices = muon_masters(model)
+            matrices = muon_masters(model.masters, model.matrices(), config.optimizer)
+            self._matrices = {name: model.masters[name] for name in matrices}
             rest = [master for name, master in model.masters.items() if name not in self._matrices]
             optimizer = PartitionedMuon(self._matrices, rest, config.optimizer, processes)
         else:
@@ -139,12 +140,6 @@ class Zero:
             for key in (MOMENTUM,) if name in self._matrices else _MOMENTS:
                 whole = torch.cat([part[key].flatten() for part in moments]).view(master.shape)
                 safe_set_full_optimizer_state(master, whole.to(self._model.device), key)
-
-
-def muon_masters(model: LowBitModel) -> dict[str, nn.Parameter]:
-    """The masters that Muon takes, by name."""
-    matrices = model.matrices()
-    return {n: master for n, master in model.masters.items() if n in matrices and master.ndim > 1}
 
 
 def _common_steps(saved: dict[str, Any], matrices: Collection[str]) -> torch.Tensor | None:

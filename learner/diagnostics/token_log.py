@@ -44,9 +44,9 @@ class TokenLog:
 
     def add(self, index: torch.Tensor, tokens: LossTokens) -> None:
         """One micro-batch: the rows at `index`, int64 [n]."""
-        columns, tokens = tokens.log_ratio.shape[1], tokens.to_cpu()
-        self.log_ratio[index, :columns] = tokens.log_ratio
-        self.clip[index, :columns] = tokens.clip
+        columns = tokens.log_ratio.shape[1]
+        self.log_ratio[index, :columns] = tokens.log_ratio.cpu()
+        self.clip[index, :columns] = tokens.clip.cpu()
         self.updated[index] = True
 
     def complete(self, old: RowLogprobs, processes: Processes) -> None:

@@ -17,10 +17,6 @@ class LossTokens:
     log_ratio: torch.Tensor
     clip: torch.Tensor
 
-    def to_cpu(self) -> "LossTokens":
-        """The same in the host's memory."""
-        return LossTokens(self.log_ratio.cpu(), self.clip.cpu())
-
 
 def clip_reasons(
     log_ratio: torch.Tensor,

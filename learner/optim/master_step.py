@@ -20,7 +20,6 @@ from qarl.quant.runtime.shards import Shard
 
 Index = tuple[int | slice, ...]
 
-
 _CHUNK = 1 << 22
 """Weights that are rounded at once to be compared."""
 
@@ -114,10 +113,6 @@ class MasterStep:
         self._send_home()
         return update
 
-    def value(self) -> torch.Tensor:
-        """A copy of the master, fp32."""
-        return self._widened().clone()
-
     def _widened(self) -> torch.Tensor:
         """fp32: the master itself, or a copy of a 16-bit one."""
         return self._master.detach().to(torch.float32)
@@ -197,13 +192,10 @@ class MasterStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a `state_dict` of the same master, rounding and optimizer."""
         for part, moments in zip(self._parts, state["moments"], strict=True):
-            self._optimizer.state[part] = {key: self._taken(value) for key, value in moments.items()}
+            # Copies, where the fused AdamW wants them, step counts too.
+            self._optimizer.state[part] = {k: v.to(self._master.device, copy=True) for k, v in moments.items()}
         self._at_home = {}
         self._send_home()
-
-    def _taken(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy of what was saved, where the fused AdamW wants it, step counts too."""
-        return value.to(self._master.device, copy=True)
 
 
 def crossed_bfloat16(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

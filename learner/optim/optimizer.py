@@ -67,19 +67,15 @@ class MasterOptimizer:
         home = _home(config, device)
         self._generator = torch.Generator(device).manual_seed(config.rounding_seed + self._processes.rank)
         self._steps: dict[str, MasterStep] = {}
+        by_muon = muon_masters(masters, matrices, config)
         for name, master in masters.items():
             if master.dtype != torch.float32:
                 master.grad_dtype = torch.float32
-            by_muon = config.name == "muon" and name in matrices and master.ndim > 1
-            indices = list(matrices_of(name, master.shape)) if by_muon else []
-            rounding = config.rounding_of(str(master.dtype).removeprefix("torch."))
+            indices = list(matrices_of(name, master.shape)) if name in by_muon else []
+            rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
             self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home, cut)
         self._cut = [name for name, step in self._steps.items() if step.cut is not None]
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """Copies of the masters, fp32."""
-        return {name: step.value() for name, step in self._steps.items()}
 
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
@@ -211,6 +207,13 @@ class MatrixView:
         """Point at the master's present gradient."""
         grad = self._master.grad
         self.parameter.grad = None if grad is None else grad[self._index]
+
+
+def muon_masters(masters: Mapping[str, nn.Parameter], matrices: Collection[str], config: OptimizerConfig) -> list[str]:
+    """Names of the masters that Muon takes, in their order. matrices: of the weights that it may take; vectors among
+    them are AdamW's."""
+    by_muon = config.name == "muon"
+    return [name for name, master in masters.items() if by_muon and name in matrices and master.ndim > 1]
 
 
 def matrices_of(name: str, shape: torch.Size) -> Iterator[Index]:
