@@ -20,6 +20,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.operators.decoder import OperatorError
 from tests.support.learners import (
     VOCABULARY,
+    assert_same_trajectory,
     batch_of,
     drift,
     experts_policy,
@@ -202,19 +203,6 @@ def test_checkpointed_experts_count_their_routers_once():
     assert torch.equal(again, kept) and all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-@given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30), budget=st.integers(1, 200))
-@settings(max_examples=examples(60))
-def test_packed_micro_batches_fill_their_budget(lengths: list[int], budget: int):
-    """Every row once; no run beyond the budget but a single sequence; no run that the next sequence still fitted in."""
-    batch = random_batch(lengths, 8)
-    runs = list(micro_batches(batch, torch.arange(len(lengths)), budget, packed=True))
-    assert sorted(torch.cat(runs).tolist()) == list(range(len(lengths)))
-    sums = [int(batch.length[run].sum()) for run in runs]
-    assert all(total <= budget or len(run) == 1 for total, run in zip(sums, runs, strict=True))
-    for total, following in zip(sums, runs[1:], strict=False):
-        assert total + int(batch.length[following[0]]) > budget
-
-
 @given(seed=st.integers(0, 99), budget=st.integers(1, 120))
 @settings(max_examples=examples(30))
 def test_micro_batches_that_share_prompts_fill_their_budget(seed: int, budget: int):
@@ -232,8 +220,7 @@ def test_micro_batches_that_share_prompts_fill_their_budget(seed: int, budget: i
 
 @pytest.mark.parametrize("setting", ["accumulation", "packing", "prompts", "chunks"])
 def test_trajectories_agree(setting: str):
-    """20 updates in fp32 compute by AdamW: the masters of the two settings stay within a hundredth of what they moved,
-    on average; the largest difference is bounded by a few learning rates (Adam divides small sums by their size)."""
+    """20 updates in fp32 compute by AdamW end at the same masters."""
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "accumulation": ({"micro_batch_tokens": 10**6}, {"micro_batch_tokens": 30}),
         "packing": ({"packing": True, "share_prompts": False}, {"packing": False}),
@@ -247,10 +234,7 @@ def test_trajectories_agree(setting: str):
         for step in range(10):
             assert learner.learn(batch_of(), step=step).updates == 2
         ends.append(masters_of(learner))
-    moved = torch.cat([(ends[0][n] - start[n]).abs().flatten() for n in start])
-    off = torch.cat([(ends[0][n] - ends[1][n]).abs().flatten() for n in start])
-    assert moved.mean() > 5e-5
-    assert off.mean() <= 0.01 * moved.mean() and off.max() <= 20e-4
+    assert_same_trajectory(start, *ends)
 
 
 def test_what_cannot_be_packed_is_said():

@@ -17,7 +17,6 @@ from qarl.configs.schema.objectives import AnyAggregation, AnyCorrection, AnyObj
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.loss.aggregation import BatchSize, over_tokens
 from qarl.learner.loss.corrections import correction
-from qarl.learner.loss.kl import kl_estimate
 from qarl.learner.loss.loss import LossInput, policy_loss
 from qarl.learner.loss.metrics import LossMetrics, mean
 from qarl.learner.objectives import OBJECTIVES, ObjectiveInput
@@ -29,7 +28,6 @@ from tests.support.profiles import examples
 Rows = Sequence[Sequence[float]]
 CORRECTIONS = [name for section in get_args(AnyCorrection) for name in section.names()]
 AGGREGATIONS = [name for section in get_args(AnyAggregation) for name in section.names()]
-CLIPPING = ["tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip"]
 TBPO = {"name": "tbpo", "epsilon_high": 0.2, "delta_high": 0.3, "delta_low": 0.1}
 GRPO = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.3}
 
@@ -125,25 +123,6 @@ def test_tbpo_by_hand(advantage: float, mean_up: float, banded: float, inside: b
     assert gradient(share.loss, given_)[0].tolist() == pytest.approx([slope] * 4, rel=5e-6, abs=1e-12)
 
 
-def test_tbpos_published_bounds_are_on_ratios():
-    """With the defaults 4e-4, 7e-4, 3e-4: mean log-ratios 1e-5 inside each bound pass, 1e-5 outside are cut."""
-    step = 1e-5
-    above, below = math.log(1.0007), math.log(1 - 3e-4)
-    cases = [
-        (1.0, math.log(1.0004) - step, 0.0),
-        (1.0, math.log(1.0004) + step, 1.0),
-        (1.0, -0.01, 0.0),
-        (-1.0, above - step, 0.0),
-        (-1.0, above + step, 1.0),
-        (-1.0, below + step, 0.0),
-        (-1.0, below - step, 1.0),
-    ]
-    given_ = loss_input([[up, up] for _, up, _ in cases], [[0.0, 0.0]] * 7, [a for a, _, _ in cases])
-    loss, clipped = evaluate(given_, learner_config("tbpo"))
-    assert clipped.tolist() == [cut for _, _, cut in cases]
-    assert [float(not g.any()) for g in gradient(loss.sum(), given_)] == [cut for _, _, cut in cases]
-
-
 def test_grpo_by_hand():
     """J_t = w_t · min(r_t A, clip(r_t, 0.8, 1.3) A), w_t = min(exp(old - sampler), 2), averaged over T = 4 tokens.
     A = 2: ratios e^0.1 (inside), e^0.5 = 1.649 (cut to 1.3), e^-0.5 = 0.607 (min keeps it: not cut), 1.
@@ -169,8 +148,15 @@ def sapo_gate(r: float, tau: float) -> tuple[float, float]:
     return 4 / tau * gate, 4 * gate * (1 - gate)
 
 
-# One token of ratio r and advantage A: (options, r, A, value of J, its slope dJ/dr; both 0 in A's sign where cut).
+# One token of ratio r and advantage A: (options, r, A, value of J, its slope dJ/dr, 0 where cut).
 ONE_TOKEN: list[tuple[dict[str, Any], float, float, float, float]] = [
+    ({"name": "tbpo"}, 1.0003, 2.0, 2 * 1.0003, 2.0),
+    ({"name": "tbpo"}, 1.0005, 2.0, 2 * 1.0004, 0.0),
+    ({"name": "tbpo"}, 0.5, 2.0, 1.0, 2.0),
+    ({"name": "tbpo"}, 1.0006, -2.0, -2 * 1.0006, -2.0),
+    ({"name": "tbpo"}, 1.0008, -2.0, -2 * 1.0007, 0.0),
+    ({"name": "tbpo"}, 0.9998, -2.0, -2 * 0.9998, -2.0),
+    ({"name": "tbpo"}, 0.9996, -2.0, -2 * 0.9997, 0.0),
     ({"name": "dapo"}, 1.27, 2.0, 2 * 1.27, 2.0),
     ({"name": "dapo"}, 1.29, 2.0, 2 * 1.28, 0.0),
     ({"name": "dapo"}, 0.79, -2.0, -2 * 0.8, 0.0),
@@ -208,10 +194,11 @@ def test_objectives_of_one_token_by_hand(
     objective: dict[str, Any], r: float, advantage: float, value: float, slope: float
 ):
     """For a response of one token every ratio is r = π_cur/π_old. Without a correction the loss is -J, and its gradient
-    to log π_cur is -r dJ/dr."""
+    to log π_cur is -r dJ/dr. It is clipped where it has a value and no slope, and where CISPO caps its weight."""
     given_ = loss_input([[math.log(r)]], [[0.0]], [advantage], torch.float64)
-    loss, _ = evaluate(given_, learner_config(objective, correction={"name": "none"}))
-    assert loss.item() == pytest.approx(-value, rel=1e-12, abs=1e-12)
+    loss, clipped = evaluate(given_, learner_config(objective, correction={"name": "none"}))
+    assert loss.item() == pytest.approx(-value, rel=1e-7, abs=1e-12)  # TBPO's bounds are fp32 numbers
+    assert clipped.item() == ((value != 0 and slope == 0) or (objective["name"] == "cispo" and r > 5))
     assert gradient(loss.sum(), given_).item() == pytest.approx(-r * slope, rel=1e-9, abs=1e-12)
 
 
@@ -292,22 +279,6 @@ def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float
         for objective in (TBPO, {"name": "gspo_dual_clip", **bounds})
     ]
     torch.testing.assert_close(*shares, rtol=1e-6, atol=1e-7)
-
-
-def test_what_tbpo_adds_to_gspo_with_dual_clip():
-    """At GSPO's and dual clip's own constants a negative sequence whose ratio rose to e^0.01 is still pushed by GSPO
-    with dual clip (its bound is 3), with a gradient that grows with the ratio, and no more by TBPO (bound 1.0007).
-    And TBPO's weight is a length-free mean with a floor: where learner and sampler differ by -0.5 on each of 8 tokens
-    it is clip(e^-0.5, 1/2, 2) = e^-0.5; the usual sequence weight min(e^-4, 2) all but drops the sequence."""
-    given_ = loss_input([[0.01] * 8], [[-0.5] * 8], [-1.0], torch.float64)
-    tbpo, dual = learner_config("tbpo"), learner_config("gspo_dual_clip")
-    assert not gradient(evaluate(given_, tbpo)[0].sum(), given_).any()
-    expected = math.exp(-0.5) * math.exp(0.01) / 8
-    found = gradient(evaluate(given_, dual)[0].sum(), given_)[0].tolist()
-    assert found == pytest.approx([expected] * 8)
-    composed = learner_config("gspo_dual_clip", correction={"name": "sequence_tis"})
-    found = gradient(evaluate(given_, composed)[0].sum(), given_)[0].tolist()
-    assert found == pytest.approx([math.exp(-4) * math.exp(0.01) / 8] * 8)
 
 
 differences = st.floats(-1.0, 1.0, width=32)
@@ -500,33 +471,6 @@ def test_kl_estimates_by_hand(d: float, coefficient: float):
         assert gradient(added, given_).item() == pytest.approx(coefficient * slopes[kind], rel=1e-9, abs=1e-12)
 
 
-def test_k1s_gradient_is_that_of_the_divergence():
-    """Over all tokens of a softmax policy p against q, exactly: E_p[∇k1] = E_p[∇k2] = ∇KL(p‖q), while the plain
-    difference has E_p[∇(log p - log q)] = 0."""
-    logits = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64, requires_grad=True)
-    q = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
-    everywhere = torch.ones(1, 4, dtype=torch.bool)
-    p = logits.log_softmax(-1)[None]
-    true = torch.autograd.grad((p.exp() * (p - q.log())).sum(), logits, retain_graph=True)[0]
-    for kind in ("k1", "k2"):
-        estimate = (p.exp().detach() * kl_estimate(p, q.log()[None], everywhere, kind)).sum()
-        torch.testing.assert_close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], true)
-    naive = (p.exp().detach() * (p - q.log())).sum()
-    assert torch.autograd.grad(naive, logits, retain_graph=True)[0].abs().max() < 1e-12
-    values = [(p.exp() * kl_estimate(p, q.log()[None], everywhere, kind)).sum() for kind in ("k1", "k3")]
-    torch.testing.assert_close(*values)
-
-
-@pytest.mark.parametrize("name", CLIPPING)
-def test_nothing_is_learned_beyond_a_bound(name: str):
-    """Log ratio 0.6 for A > 0 and -1.2 for A < 0 are beyond every default bound."""
-    given_ = loss_input([[0.6, 0.6], [-1.2, -1.2]], [[0.0, 0.0]] * 2, [1.0, -1.0], torch.float64)
-    options = {"correction": {"name": "none"}, "aggregation": {"name": "seq-sum"}}
-    share = policy_loss(given_, learner_config(name, **options), totals(given_))
-    assert not gradient(share.loss, given_).any()
-    assert share.metrics.clipped == (0.5 if name == "positive_grpo" else 1.0)
-
-
 @given(st.integers(0, 2**32 - 1))
 def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     generator = torch.Generator().manual_seed(seed)
@@ -536,38 +480,6 @@ def test_a_shadow_gives_the_value_and_the_plain_forward_the_gradient(seed: int):
     assert torch.equal(mixed, shadow)
     weights = torch.randn(3, 5, generator=generator)
     assert torch.equal(torch.autograd.grad((mixed * weights).sum(), current)[0], weights)
-
-
-KEPT = {
-    "tbpo": (0.43837055563926697, 0.02465834468603134, 0.75),
-    "grpo": (0.4448648691177368, 0.2563525140285492, 0.0982142835855484),
-    "positive_grpo": (-0.07289264351129532, 0.029099632054567337, 0.0357142873108387),
-    "dapo": (0.30165666341781616, 0.17608222365379333, 0.0982142835855484),
-    "dual_clip": (0.4448648691177368, 0.2563525140285492, 0.0982142835855484),
-    "gspo": (0.45236697793006897, 0.14442221820354462, 0.5),
-    "gspo_dual_clip": (0.45236697793006897, 0.14442221820354462, 0.5),
-    "sapo": (0.8126053214073181, 0.2518404722213745, 0.0),
-    "cispo": (0.2897418141365051, 0.18552741408348083, 0.0),
-    "on_policy": (0.42968320846557617, 0.27501174807548523, 0.0),
-    "pg_seq_is": (1.8139952421188354, 0.9077076315879822, 0.0),
-}
-"""Loss, norm of its gradient and clipped share of `random_input(11)`, as they were when an advantage was one number a
-sequence."""
-
-
-@pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_one_advantage_a_sequence_gives_what_it_always_gave(name: str):
-    """The kept numbers (to 1e-6: exp differs in its last bit between machines), and to the bit whatever the advantages
-    outside the responses are."""
-    given_, config = random_input(11, dtype=torch.float32), learner_config(name)
-    share = policy_loss(given_, config, totals(given_))
-    slopes = gradient(share.loss, given_)
-    assert (share.loss.item(), slopes.norm().item(), share.metrics.clipped) == pytest.approx(KEPT[name], rel=1e-6)
-    everywhere = given_.advantages.sum(-1, keepdim=True) / given_.response_mask.sum(-1, keepdim=True)
-    assert torch.allclose(everywhere, given_.advantages[:, :1])
-    filled = replace(given_, advantages=given_.advantages[:, :1].expand_as(given_.current).clone())
-    other = policy_loss(filled, config, totals(filled))
-    assert torch.equal(other.loss, share.loss) and torch.equal(gradient(other.loss, filled), slopes)
 
 
 @pytest.mark.parametrize(

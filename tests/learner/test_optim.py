@@ -1,6 +1,7 @@
-"""16-bit masters: rounding after a step, fp32 moments and gradients, offload of the optimizer's state."""
+"""The optimizer: torch's own steps, rounding of 16-bit masters, fp32 moments and gradients, offload of its state."""
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -111,11 +112,40 @@ def _matrices(name: str, key: str, master: nn.Parameter) -> list[Any]:
     return list(matrices_of(key, master.shape)) if name == "muon" and key in MATRICES else []
 
 
-@narrow
+@optimizers
+def test_muon_takes_linear_matrices_and_adamw_the_rest(name: str):
+    """Contract: after three steps each master is bit for bit where torch's own Muon (matrices of linear layers) or
+    AdamW (embeddings, heads, norms) puts it, at the configured rate times the step's factor."""
+    masters, expected = (masters_in(torch.float32) for _ in range(2))
+    for each in (masters, expected):
+        del each["experts.gate_up_proj"]
+    settings_ = config(name=name, momentum=0.8)
+    ours = MasterOptimizer(masters, {"up", "norm"}, settings_)  # norm is no matrix, whatever the name list says
+    by_muon = [expected["up"]] if name == "muon" else []
+    rest = [p for p in expected.values() if not any(p is other for other in by_muon)]
+    theirs: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, 0.02, settings_.betas, weight_decay=0.1, fused=True),
+        *(torch.optim.Muon([p], 0.02, 0.1, 0.8, adjust_lr_fn="match_rms_adamw") for p in by_muon),
+    ]
+    for step, factor in enumerate((0.5, 1.0, 0.25)):
+        give_gradients(masters, step)
+        give_gradients(expected, step)
+        ours.lr = 0.02 * factor
+        ours.step()
+        for optimizer in theirs:
+            optimizer.param_groups[0]["lr"] = 0.02 * factor
+            optimizer.step()
+    for key, master in masters.items():
+        assert torch.equal(master, expected[key]), key
+        assert not torch.equal(master, masters_in(torch.float32)[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
 @optimizers
 @roundings
-def test_a_restored_16_bit_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: str, how: str):
-    """The generator's state is in the state: two steps, save, load, two more are four steps."""
+def test_a_restored_optimizer_continues_bit_for_bit(dtype: torch.dtype, name: str, how: str):
+    """The generator's state is in the state: two steps, save, load, two more are four steps. One started without the
+    state ends elsewhere, so the state matters."""
     settings_ = config(name=name, rounding=how)
     masters = masters_in(dtype)
     optimizer = MasterOptimizer(masters, MATRICES, settings_)
@@ -126,14 +156,15 @@ def test_a_restored_16_bit_optimizer_continues_bit_for_bit(dtype: torch.dtype, n
     torch.save({"masters": {k: p.detach() for k, p in masters.items()}, "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    others = {k: nn.Parameter(v) for k, v in saved["masters"].items()}
-    other = MasterOptimizer(others, MATRICES, settings_)
+    others, fresh = ({k: nn.Parameter(v.clone()) for k, v in saved["masters"].items()} for _ in range(2))
+    other, without = (MasterOptimizer(params, MATRICES, settings_) for params in (others, fresh))
     other.load_state_dict(saved["optimizer"])
     for step in (2, 3):
-        for params, stepper in ((masters, optimizer), (others, other)):
+        for params, stepper in ((masters, optimizer), (others, other), (fresh, without)):
             give_gradients(params, step)
             stepper.step()
     assert all(torch.equal(masters[k], others[k]) for k in SHAPES)
+    assert not any(torch.equal(masters[k], fresh[k]) for k in SHAPES)
 
 
 @roundings
@@ -232,3 +263,25 @@ def test_the_default_rounding_is_the_masters():
         "nearest", "stochastic", "stochastic",
     ]  # fmt: skip
     assert config(rounding="nearest").rounding_of("bfloat16") == "nearest"
+
+
+def test_gradient_norm_scaling_and_dropping():
+    """The norm is global over all masters (3, 4 and 12: 13), skips masters without gradient, and is non-finite where
+    any gradient is. Gradients of float16 masters are fp32: a norm of 90000, beyond float16, does not overflow."""
+    masters = {k: nn.Parameter(torch.zeros(2, 2)) for k in "abcd"}
+    optimizer = MasterOptimizer(masters, {"a"}, OptimizerConfig())
+    assert optimizer.gradient_norm() == 0.0
+    for key, value in (("a", 3.0), ("b", 4.0), ("c", 12.0)):
+        masters[key].grad = torch.tensor([[0.0, value], [0.0, 0.0]])
+    assert optimizer.gradient_norm() == pytest.approx(13.0)
+    optimizer.scale_gradients(0.5)
+    assert optimizer.gradient_norm() == pytest.approx(6.5) and masters["d"].grad is None
+    for bad in (math.inf, -math.inf, math.nan):
+        masters["b"].grad = torch.tensor([[0.0, 1.0], [bad, 0.0]])
+        assert not math.isfinite(optimizer.gradient_norm())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in masters.values())
+    narrow = {"a": nn.Parameter(torch.zeros(300, 300, dtype=torch.float16))}
+    optimizer = MasterOptimizer(narrow, set(), OptimizerConfig())
+    (narrow["a"] * torch.full((300, 300), 300.0)).sum().backward()
+    assert optimizer.gradient_norm() == pytest.approx(90000.0, rel=1e-3)
