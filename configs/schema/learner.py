@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import LARGEST_SEED, Dtype, Section, Text
+from qarl.configs.schema.base import Dtype, Section, Text
 from qarl.configs.schema.lora import LoraChoice, NoLora
 from qarl.configs.schema.objectives import (
     AggregationChoice,
@@ -50,9 +50,6 @@ class OptimizerConfig(Section):
         default=None,
         description="of 16-bit masters after their step (docs/guide/precision.md); without it stochastic, "
         "nearest for fp32",
-    )
-    rounding_seed: int = Field(
-        default=0, ge=0, le=LARGEST_SEED, description="of stochastic rounding; another for an independent repetition"
     )
     offload: Literal["none", "cpu"] = Field(
         default="none",
@@ -207,24 +204,19 @@ class LearnerConfig(Section):
 
 def refuse_ignored_precision(learner: LearnerConfig) -> None:
     """Raise `ValueError` for a precision option that the other options leave nothing to do."""
-    optimizer, master = learner.optimizer, learner.master_dtype
+    optimizer = learner.optimizer
     if learner.aligned and learner.compute_dtype is not None:
         raise ValueError(
             f"learner.compute_dtype {learner.compute_dtype!r} with learner.aligned true: an aligned learner multiplies "
             "the engine's codes in the engine's dtype; set dtype for both, or learner.aligned false"
         )
-    if learner.lora.name == "lora" and (optimizer.rounding is not None or optimizer.rounding_seed):
+    if learner.lora.name == "lora" and optimizer.rounding is not None:
         raise ValueError(
-            f"learner.optimizer.rounding {optimizer.rounding!r} with rounding_seed {optimizer.rounding_seed} is of "
-            "16-bit masters that are stepped; LoRA steps fp32 adapters over a frozen base: leave both out"
+            f"learner.optimizer.rounding {optimizer.rounding!r} is of 16-bit masters that are stepped; LoRA steps fp32 "
+            "adapters over a frozen base: leave it out"
         )
-    if master == "float32" and optimizer.rounding == "stochastic":
+    if learner.master_dtype == "float32" and optimizer.rounding == "stochastic":
         raise ValueError(
             f"learner.optimizer.rounding {optimizer.rounding!r} is for 16-bit masters; learner.master_dtype 'float32' "
             "holds the updates as they are: leave the rounding out, or choose master_dtype bfloat16 or float16"
-        )
-    if optimizer.rounding_seed and optimizer.rounding_of(master) != "stochastic":
-        raise ValueError(
-            f"learner.optimizer.rounding_seed {optimizer.rounding_seed} needs stochastic rounding, but masters are "
-            f"{master} with rounding {optimizer.rounding_of(master)!r}; leave the seed out"
         )

@@ -65,7 +65,7 @@ class MasterOptimizer:
         self._processes = (processes if self._sharded else None) or Processes()
         device = self._masters[0].device
         home = _home(config, device)
-        self._generator = torch.Generator(device).manual_seed(config.rounding_seed + self._processes.rank)
+        self._generator = torch.Generator(device).manual_seed(self._processes.rank)
         self._steps: dict[str, MasterStep] = {}
         by_muon = muon_masters(masters, matrices, config)
         for name, master in masters.items():

@@ -36,7 +36,7 @@ FIXED_FIELDS = (
     "rollout.prompts", "rollout.samples", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop",
     "rollout.loop_limit", "rollout.dynamic_sampling", "rollout.max_staleness", "learner.aligned",
     "learner.compile", "learner.compute_dtype", "learner.input_gradients", "learner.master_dtype",
-    "learner.optimizer.name", "learner.optimizer.rounding", "learner.optimizer.rounding_seed", "learner.lora",
+    "learner.optimizer.name", "learner.optimizer.rounding", "learner.lora",
 )  # fmt: skip
 """What a resumed run may not change."""
 

@@ -257,7 +257,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
         "rollout.stop": "['###']", "rollout.loop_limit": "32", "rollout.dynamic_sampling": "2",
         "rollout.max_staleness": "1",
         "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
-        "learner.optimizer.rounding": "stochastic", "learner.optimizer.rounding_seed": "1",
+        "learner.optimizer.rounding": "stochastic",
         "learner.compute_dtype": "float32",
         "learner.compile": "true", "learner.input_gradients": "exact", "from_rollouts": "b",
     }  # fmt: skip
