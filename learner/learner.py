@@ -80,7 +80,7 @@ class Learner:
         self.stopwatch = Stopwatch()
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
-        self._start = StartingPolicy(model, self.scorer.add)
+        self._start = StartingPolicy()
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
