@@ -14,7 +14,7 @@ from torch import nn
 
 from qarl.learner.batching import Batch
 from qarl.learner.logprobs import token_logprobs
-from qarl.learner.optim.loss_scale import PrecisionError, short_name
+from qarl.learner.optim.loss_scale import WIDER_THAN_FLOAT16, PrecisionError, short_name
 from qarl.quant.model.low_bit_model import LowBitModel
 
 
@@ -142,11 +142,7 @@ def _readable(name: str) -> str:
 
 def _remedy(dtype: torch.dtype) -> str:
     if dtype == torch.float16:
-        return (
-            f"float16 ends at {torch.finfo(dtype).max:.0f}: compute in bfloat16, whose range is float32's (--dtype "
-            "bfloat16), or in float32 where the scheme has it (--dtype float32); where "
-            "learner.compute_dtype is set, there"
-        )
+        return f"float16 ends at {torch.finfo(dtype).max:.0f}: {WIDER_THAN_FLOAT16}"
     return (
         f"{short_name(dtype)} has a range of 3e38, so the policy itself has diverged or its weights are damaged: "
         "resume from an earlier checkpoint with a lower learner.optimizer.lr or learner.optimizer.grad_clip"

@@ -9,6 +9,12 @@ from qarl.configs.errors import PrecisionError
 MOST_SKIPPED = 8
 """Updates that may be skipped in a row where there is no loss scale to lower: two batches of the default's four."""
 
+WIDER_THAN_FLOAT16 = (
+    "compute in bfloat16, whose range is float32's (--dtype bfloat16), or in float32 where the scheme has it (--dtype "
+    "float32); where learner.compute_dtype is set, there"
+)
+"""The remedy for what leaves float16's range."""
+
 
 def short_name(dtype: torch.dtype) -> str:
     """float16 for torch.float16."""
@@ -56,9 +62,7 @@ class LossScale:
         if self.active:
             return (
                 f"float16 gradients are infinite or NaN even at a loss scale of 1, after {self.skipped} skipped "
-                f"updates in a row; compute in bfloat16, whose range is float32's (--dtype bfloat16), or in float32 "
-                f"where the scheme has it (--dtype float32); where learner.compute_dtype is "
-                f"set, there; {masters}"
+                f"updates in a row; {WIDER_THAN_FLOAT16}; {masters}"
             )
         return (
             f"{self.skipped} updates in a row had infinite or NaN gradients, in a dtype whose range is float32's: the "
