@@ -340,23 +340,14 @@ def rows_of(whole: LossInput, rows: Any, longest: int) -> LossInput:
 @pytest.mark.parametrize("correction_name", CORRECTIONS)
 def test_every_objective_is_weighted_by_every_correction(name: str, correction_name: str):
     """Contract: with old = current (ratio 1) the loss and gradient of each token are the uncorrected ones times the
-    weight, computed here by hand. Weights of tokens count one by one also where an objective's ratio is of sequences:
-    its loss is then the mean of w_t times the sequence's."""
+    weight, which the next test computes by hand. Weights of tokens count one by one also where an objective's ratio is
+    of sequences: its loss is then the mean of w_t times the sequence's."""
     base = random_input(11, spread=0.8)
     given_ = replace(base, current=old_of(base).clone().requires_grad_())
     plain = learner_config(name, correction={"name": "none"})
     config = learner_config(name, correction={"name": correction_name})
-    log_w = (old_of(given_) - given_.sampler) * given_.response_mask
-    token, sequence = log_w.exp(), log_w.sum(-1, keepdim=True).exp()
-    geometric = sequence_mean(log_w, given_.response_mask)[:, None].exp()
-    weight = {
-        "none": torch.ones_like(token),
-        "token_tis": token.clamp_max(2.0),
-        "sequence_tis": sequence.clamp_max(2.0).expand_as(token),
-        "geometric": geometric.clamp(0.5, 2.0).expand_as(token),
-        "token_mis": torch.where((token >= 0.5) & (token <= 5.0), token, 0.0),
-        "sequence_mis": torch.where(sequence <= 2.0, sequence, 0.0).expand_as(token),
-    }[correction_name]
+    weight = correction(old_of(given_), given_.sampler, given_.response_mask, config.correction).weight
+    weight = weight.expand_as(given_.current)
     unweighted, _ = evaluate(given_, plain)
     weighted, _ = evaluate(given_, config)
     mean_weight = sequence_mean(weight, given_.response_mask)

@@ -3,14 +3,13 @@
 A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`.
 """
 
-import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -54,7 +53,8 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
         learner.load_state_dict(torch.load(job["resume"]))
-    with Sent(processes.world) as sent, counted(learner.backend, "backward") as backwards:
+    backwards = mock.Mock(side_effect=learner.backend.backward)
+    with Sent(processes.world) as sent, mock.patch.object(learner.backend, "backward", backwards):
         stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
     codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
@@ -62,24 +62,11 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     if processes.first:
         numbers = [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
         held, whole = (sum(f(p).numel() for p in model.masters.values()) for f in (torch.detach, whole_shape))
-        gradients = 4 * (whole + tied.numel()) * backwards[0]
+        gradients = 4 * (whole + tied.numel()) * backwards.call_count
         version = tied.nbytes + sum(tensor.nbytes for tensor in codes.values())
         expected = (gradients + version * sum(s.updates for s in stats)) * (processes.world - 1) / processes.world
         made = {"state": state, "codes": codes, "numbers": numbers, "held": held / whole}
         torch.save({**made, "sent_bytes": sent.bytes, "expected_bytes": expected}, job["save"])
-
-
-@contextlib.contextmanager
-def counted(owner: object, method: str) -> Iterator[list[int]]:
-    """Within this context the first item is how often the object's method was called."""
-    calls, original = [0], getattr(owner, method)
-
-    def call(*args: Any) -> Any:
-        calls[0] += 1
-        return original(*args)
-
-    setattr(owner, method, call)
-    yield calls
 
 
 SHAPES = {"a": (6, 10), "experts.gate_up_proj": (3, 8, 4), "b": (7, 3)}
