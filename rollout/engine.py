@@ -31,6 +31,10 @@ class LoadReport:
     unconsumed: tuple[str, ...]
     missing: tuple[str, ...]
 
+    def took_all_of(self, digest: str) -> bool:
+        """Whether the stream of that digest was loaded whole."""
+        return self.digest == digest and not self.unconsumed and not self.missing
+
 
 class Engine(Protocol):
     """A sampler holding one weight version."""

@@ -133,7 +133,7 @@ class ServerEngine:
         else:
             self._wait(self._replicas.readmit(self._answering))
             report, digest = self._counted(stream)
-        if report.digest == digest and not report.unconsumed and not report.missing:
+        if report.took_all_of(digest):
             self.weight_version = version
             self._labels = (self._labels if self._in_flight else {}) | {_label(version, digest): version}
             self._wait(self._set_publish_complete(True))

@@ -48,7 +48,7 @@ async def publish_files(
     own = str(version.folder.absolute())
     staged = await replicas.on_all(lambda replica: replica.stage(version, folders.get(replica, own), keep))
     times.append(clock())
-    report = next((report for report in staged.values() if not _fits(report, version)), None)
+    report = next((report for report in staged.values() if not report.took_all_of(version.digest)), None)
     if report is not None:
         await replicas.on_all(lambda replica: replica.abandon())
     else:
@@ -64,7 +64,3 @@ async def held_digests(replicas: Replicas) -> list[str | None]:
     """Of the version that each worker of each server holds, and samples by; None where it holds none."""
     held_by_each = await replicas.on_all(lambda replica: replica.held())
     return [digest for digests in held_by_each.values() for digest in digests]
-
-
-def _fits(report: LoadReport, version: Version) -> bool:
-    return report.digest == version.digest and not report.unconsumed and not report.missing

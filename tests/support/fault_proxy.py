@@ -30,9 +30,8 @@ ANSWERS = ("NaN", "one log-prob too few", "one log-prob too many", "other weight
 """What can be wrong with an answer of tokens."""
 SLOW_SECONDS = 2.0
 _PHASE_OF = {
-    "/init_weight_transfer_engine": "join", "qarl_layer_reports": "audit", "qarl_abandon": "stage",
-    "/start_weight_update": "stage", "/update_weights": "stage", "/pause": "commit", "/finish_weight_update": "commit",
-    "/update_weight_version": "commit", "/resume": "commit", "/shutdown_weight_transfer_engine": "leave",
+    "qarl_claim": "join", "qarl_layer_reports": "audit", "qarl_abandon": "stage", "/pause": "commit",
+    "/resume": "commit", "qarl_release": "leave",
 }  # fmt: skip
 
 

@@ -66,9 +66,8 @@ class Farm:
                 engine.send_signal(signal.SIGCONT)
                 engine.rlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             try:
-                _post(server.url, "/collective_rpc", {"method": "qarl_abandon"})
-                for path in ("/shutdown_weight_transfer_engine", "/resume"):
-                    _post(server.url, path)
+                _post(server.url, "/collective_rpc", {"method": "qarl_release"})
+                _post(server.url, "/resume")
             except (OSError, urllib.error.URLError):
                 self.restart(number)
 

@@ -20,11 +20,7 @@ _BEATS_MISSED = 3
 """Signs of life in a row whose connection may break."""
 REMEDY = "start servers with `qarl serve-rollouts` and the run's own configuration"
 GENERATE = "/inference/v1/generate"
-_DEVELOPMENT = (
-    "/pause", "/resume", "/is_paused", "/collective_rpc", "/init_weight_transfer_engine",
-    "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/update_weight_version",
-)  # fmt: skip
+_DEVELOPMENT = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version")
 """What a server has with VLLM_SERVER_DEV_MODE=1 alone."""
 
 
@@ -53,9 +49,9 @@ class Server:
         with file.open("rb") as content:
             return await self._request("POST", path, seconds, data=content)
 
-    async def call(self, method: str, seconds: float = CONTROL_SECONDS) -> list[Any]:
+    async def call(self, method: str, seconds: float = CONTROL_SECONDS, **arguments: Any) -> list[Any]:
         """What a method of `rollout.servers.vllm.worker.ServerExtension` returns, from each of the server's workers."""
-        answer = await self.post("/collective_rpc", {"method": method}, seconds)
+        answer = await self.post("/collective_rpc", {"method": method, "kwargs": arguments}, seconds)
         return answer["results"]
 
     async def generate(self, body: dict[str, Any]) -> Any:

@@ -1,9 +1,11 @@
-"""One of vLLM's servers as a replica: versions through vLLM's weight-transfer phases, tokens over its HTTP."""
+"""One of vLLM's servers as a replica: versions by calls into its workers, tokens over its HTTP."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
+
+from pydantic import TypeAdapter
 
 from qarl.quant.types import LayerReport
 from qarl.rollout.engine import EngineError, LoadReport
@@ -34,12 +36,11 @@ class VllmReplica(Server):
 
     async def claim(self, learner: str) -> None:
         """See `Replica.claim`."""
-        await self.post("/init_weight_transfer_engine", {"init_info": {"learner": learner}})
+        await self.call("qarl_claim", learner=learner)
 
     async def release(self) -> None:
         """See `Replica.release`."""
-        await self.abandon()  # a run is not let go of within a publish
-        await self.post("/shutdown_weight_transfer_engine")
+        await self.call("qarl_release")
 
     async def layers(self) -> list[LayerReport]:
         """See `Replica.layers`."""
@@ -84,14 +85,10 @@ class VllmReplica(Server):
     async def stage(self, version: Version, folder: str, keep: bool) -> LoadReport:
         """See `Replica.stage`."""
         await self.call("qarl_abandon", seconds_of(version.tensor_bytes))  # what a publish that broke off has left
-        await self.post("/start_weight_update")
-        announced = {
-            "folder": folder, "digest": version.digest, "tensor_bytes": version.tensor_bytes, "keep": keep,
-        }  # fmt: skip
-        await self.post("/update_weights", {"update_info": announced})
+        announced = {"folder": folder, "digest": version.digest, "tensor_bytes": version.tensor_bytes, "keep": keep}
         clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
         deadline = clock() + min(seconds_of(version.tensor_bytes), self.seconds)
-        while None in (reports := await self.call("qarl_stage")):
+        while None in (reports := await self.call("qarl_stage", **announced)):
             if clock() > deadline:
                 raise LostServerError(
                     f"the server at {self.url} has not staged weight version {version.version} in time; look at its log"
@@ -105,16 +102,10 @@ class VllmReplica(Server):
         # Its prefix cache is emptied. Requests end first; or they lose their keys and values too, as those that vLLM
         # preempts, and so their next tokens have none of the weights before.
         await self.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
-        states = await self.call("qarl_state")
-        if all(state["staged"] for state in states):
-            await self.post("/finish_weight_update", {"weight_version": label}, seconds_of(version.tensor_bytes))
-        elif all(state["loaded"] and state["loaded"]["digest"] == version.digest for state in states):
-            await self.post("/update_weight_version", {"new_version": label})  # at the first try, its answer was lost
-        else:
-            raise LostServerError(f"the server at {self.url} no longer holds what it staged: it was restarted")
-        report = _one([state["loaded"] for state in await self.call("qarl_state")], self.url, "loaded")
-        if report.digest != version.digest:
-            raise EngineError(f"the server at {self.url} loaded {report.digest}, and {version.digest} was published")
+        seconds = seconds_of(version.tensor_bytes)
+        reports = await self.call("qarl_load_staged", seconds, digest=version.digest)
+        report = _one(reports, self.url, "loaded")
+        await self.post("/update_weight_version", {"new_version": label})
         await self.post("/resume")
         return report
 
@@ -123,15 +114,9 @@ def _one(reports: list[Any], url: str, kind: str) -> LoadReport:
     """What all of a server's workers report, which has to be the same."""
     if any(report != reports[0] for report in reports):
         raise EngineError(f"the workers of the server at {url} {kind} different versions: {reports}")
-    fields = reports[0]
-    if fields is None:
-        raise LostServerError(f"the server at {url} no longer holds what it {kind}: it was restarted")
-    return LoadReport(
-        digest=fields["digest"],
-        consumed=fields["consumed"],
-        unconsumed=tuple(fields["unconsumed"]),
-        missing=tuple(fields["missing"]),
-    )
+    if reports[0] is None:
+        raise LostServerError(f"the server at {url} no longer holds what it staged: it was restarted")
+    return TypeAdapter(LoadReport).validate_python(reports[0])
 
 
 def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:

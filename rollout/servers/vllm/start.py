@@ -20,7 +20,6 @@ from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.vllm.receive import FOLDER_VARIABLE
 from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
-from qarl.rollout.vllm.plugin import FILE_TRANSFER
 from qarl.rollout.vllm.serve import server_command
 
 LOOPBACK = "127.0.0.1"
@@ -65,7 +64,6 @@ def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int
     return server_command(served, host, port, [
         *_as_flags(settings), "--enable-scale-out", "--uvicorn-log-level", "warning",
         "--worker-extension-cls", "qarl.rollout.servers.vllm.worker.ServerExtension",
-        "--weight-transfer-config", json.dumps({"backend": FILE_TRANSFER}),
         "--middleware", "qarl.rollout.servers.vllm.receive.ReceiveVersions",
         "--middleware", "qarl.rollout.servers.vllm.access.RequireKey", *more,  # the last one is asked first
     ])  # fmt: skip
