@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 from qarl.bench.random_policy import random_policy  # noqa: E402
 from qarl.bench.record import record  # noqa: E402
 from qarl.configs.load import load_config  # noqa: E402
+from qarl.configs.schema.run import RolloutConfig  # noqa: E402
 from qarl.rollout.engine import EngineError  # noqa: E402
 from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
 from qarl.rollout.servers.vllm.replica import VllmReplica  # noqa: E402
@@ -224,8 +225,9 @@ class Trial:
         def ask() -> None:
             try:
                 ServerEngine(
-                    VllmReplica, [url], KEY, folder, farm.checkpoint, farm.options, "another run", seconds=SECONDS
-                ).close()
+                    VllmReplica, [url], KEY, folder, farm.checkpoint, farm.options,
+                    RolloutConfig(server_seconds=SECONDS), "another run",
+                ).close()  # fmt: skip
                 self._second.append("a second learner was not refused")
             except EngineError as error:
                 self._second.append(str(error))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
@@ -41,14 +42,14 @@ _log = logging.getLogger(__name__)
 class ServerEngine:
     """Servers that run already.
 
-    connect: makes the replica at a URL, of a session whose headers carry the key and of `seconds`. urls: where. key:
-    that they ask for, or None. folder: the run's own, where weight versions are written, on a file system that they see
-    under the same path, unless `over_http`: then they are sent the files. checkpoint: whose tokenizer makes texts of
-    tokens. learner: the run's name, which no other run's servers have. publishes: whether this process is the one of
-    its run that publishes; the others count on it. seconds: that an answer may take. full_every: of so many versions
-    one is sent whole (`VersionSender`). in_flight: requests under way at a publish go on by its weights; without it
-    they end first. at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a server that
-    does not answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another run.
+    connect: makes the replica at a URL, of a session whose headers carry the key and of the seconds that an answer may
+    take. urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are written, on a
+    file system that they see under the same path, unless `server_transfer` is http: then they are sent the files.
+    checkpoint: whose tokenizer makes texts of tokens. rollout: the run's section; with `max_staleness` from 2 on
+    requests under way at a publish go on by its weights, else they end first. learner: the run's name, which no other
+    run's servers have. publishes: whether this process is the one of its run that publishes; the others count on it.
+    at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a server that does not
+    answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another run.
     """
 
     def __init__(
@@ -59,12 +60,9 @@ class ServerEngine:
         folder: Path,
         checkpoint: Path,
         options: VllmOptions,
+        rollout: RolloutConfig,
         learner: str,
         publishes: bool = True,
-        seconds: float = 600.0,
-        full_every: int = 50,
-        in_flight: bool = False,
-        over_http: bool = False,
         at_end: Callable[[], None] = lambda: None,
     ):
         self.weight_version = 0
@@ -72,17 +70,17 @@ class ServerEngine:
         self._labels: dict[str, int] = {}
         self._claims: set[Replica] = set()
         self._settled = asyncio.Event()
-        self._in_flight = in_flight
-        self._sender = VersionSender(folder, full_every)
+        self._in_flight = rollout.max_staleness > 1
+        self._sender = VersionSender(folder, rollout.server_full_every)
         self._publishes = publishes
         self._at_end = at_end
         self._options, self._learner = options, learner
-        self._sends_as = learner if over_http else None
+        self._sends_as = learner if rollout.server_transfer == "http" else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_in_background, args=(self._loop,), name="servers", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession = self._wait(_open_session(key))
-        servers = [connect(url.rstrip("/"), self._session, seconds) for url in urls]
+        servers = [connect(url.rstrip("/"), self._session, rollout.server_seconds) for url in urls]
         self._replicas = Replicas(servers, options.max_num_seqs)
         try:
             for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
@@ -125,7 +123,7 @@ class ServerEngine:
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         """See `Engine.load`. The stream is written once and read by every server; requests under way end first, or go
-        on by it (`in_flight`). A process that does not publish returns what it would have sent. Raises `DeltaError` for
+        on by it. A process that does not publish returns what it would have sent. Raises `DeltaError` for
         a stream of other tensors than the one before."""
         self._wait(self._set_publish_complete(False))
         if self._publishes:

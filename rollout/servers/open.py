@@ -13,7 +13,7 @@ from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.vllm.access import server_key
 from qarl.rollout.servers.vllm.replica import VllmReplica
-from qarl.rollout.servers.vllm.start import free_ports, start_replicas, stop_replicas
+from qarl.rollout.servers.vllm.start import ServerProcess, free_ports, start_replicas, stop_replicas
 from qarl.rollout.vllm.options import VllmOptions
 
 
@@ -22,25 +22,22 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
     its name is kept and weight versions are written, unless `rollout.server_folder` says otherwise."""
     run, servers = checkpoint.absolute().parent, rollout.servers
     assert servers is not None
-    seconds, full_every, in_flight = rollout.server_seconds, rollout.server_full_every, rollout.max_staleness > 1
-    over_http = rollout.server_transfer == "http"
     learner, publishes = run_name(run), not options.multi_process or _is_first()
     folder = Path(rollout.server_folder) / _folder_name(run, learner) if rollout.server_folder else run / "versions"
     # Answers are many small objects, which have garbage collected at each call: it need not walk all that was loaded.
     gc.collect()
     gc.freeze()
+    started: list[ServerProcess] = []
     if isinstance(servers, tuple):
-        key = server_key(rollout.server_key_file)
-        return ServerEngine(
-            VllmReplica, servers, key, folder, checkpoint, options, learner, publishes, seconds, full_every, in_flight,
-            over_http,
-        )  # fmt: skip
-    refuse_shared_devices(servers)
-    key = secrets.token_urlsafe(32)
-    replicas = start_replicas(checkpoint, options, free_ports(servers), key, run / "servers", seconds)
+        urls, key = servers, server_key(rollout.server_key_file)
+    else:
+        refuse_shared_devices(servers)
+        key, ports = secrets.token_urlsafe(32), free_ports(servers)
+        started = start_replicas(checkpoint, options, ports, key, run / "servers", rollout.server_seconds)
+        urls = [server.url for server in started]
     return ServerEngine(
-        VllmReplica, [replica.url for replica in replicas], key, folder, checkpoint, options, learner, publishes,
-        seconds, full_every, in_flight, over_http, at_end=lambda: stop_replicas(replicas),
+        VllmReplica, urls, key, folder, checkpoint, options, rollout, learner, publishes,
+        at_end=lambda: stop_replicas(started),
     )  # fmt: skip
 
 

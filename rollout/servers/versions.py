@@ -14,7 +14,6 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +38,12 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 class _Manifest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    """digest: of the stream (`quant.digest`). bytes: of what is in the files. tensor_bytes: of the whole version. base:
+    the digest of the version that a delta is from; None for a whole one. files: of a whole one, name → the tensors in
+    it, in order.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     version: int
     digest: _Digest
@@ -49,20 +53,10 @@ class _Manifest(BaseModel):
     files: dict[str, tuple[Annotated[str, Field(max_length=1024)], ...]]
 
 
-@dataclass(frozen=True)
-class Version:
-    """folder: of the files. digest: of the stream (`quant.digest`). bytes: of what is in the files. tensor_bytes: of
-    the whole version. base: the digest of the version that a delta is from; None for a whole one. files: of a whole
-    one, name → the tensors in it, in order.
-    """
+class Version(_Manifest):
+    """What a manifest says, and the folder of its files."""
 
     folder: Path
-    version: int
-    digest: str
-    bytes: int
-    tensor_bytes: int
-    base: str | None
-    files: dict[str, tuple[str, ...]]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.delta import DeltaError
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
@@ -64,22 +65,11 @@ def served(random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempP
 
 
 def joined(
-    served: Served, folder: Path, learner: str = "one", in_flight: bool = False, over_http: bool = False,
-    **changes: object,
-) -> ServerEngine:  # fmt: skip
-    url, key, options = served.url, served.key, dataclasses.replace(OPTIONS, **changes)
-    return ServerEngine(
-        VllmReplica,
-        [url],
-        key,
-        folder,
-        served.checkpoint,
-        options,
-        learner,
-        seconds=60,
-        in_flight=in_flight,
-        over_http=over_http,
-    )
+    served: Served, folder: Path, learner: str = "one", staleness: int = 0, transfer: str = "files", **changes: object
+) -> ServerEngine:
+    tree = {"servers": 1, "server_seconds": 60, "max_staleness": staleness, "server_transfer": transfer}
+    options, rollout = dataclasses.replace(OPTIONS, **changes), RolloutConfig.model_validate(tree)
+    return ServerEngine(VllmReplica, [served.url], served.key, folder, served.checkpoint, options, rollout, learner)
 
 
 def nudge(model: LowBitModel) -> None:
@@ -145,7 +135,7 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(served: Serve
 
     proxy = Proxy(served.url)
     proxy.reset(Fault("half a request", "send", 2))
-    engine = joined(served._replace(url=proxy.url), tmp_path / "sent", over_http=True)
+    engine = joined(served._replace(url=proxy.url), tmp_path / "sent", transfer="http")
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
     first = publisher.publish(1)
     assert proxy.struck and "broke off its answer to /qarl/versions/1/tensors-0.safetensors" in caplog.text
@@ -178,7 +168,7 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
     """Contract: without the key, as another run, under other names, without a length, more than was announced, in
     another order, or no version at all: refused, and nothing of it is left but what was announced. A version of two
     files gets its name with the second."""
-    engine = joined(served, tmp_path / "own", over_http=True)
+    engine = joined(served, tmp_path / "own", transfer="http")
     engine.load(served.model.low_bit_tensors(), 1)
     known = engine.logprobs(SEQUENCES)
     write_version([LowBitTensor("a.weight", torch.arange(64))], tmp_path, 5)
@@ -229,7 +219,7 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
     odd = [master.detach().clone() for master in model.masters.values()]
     disturb(model, 5)
     even = [master.detach().clone() for master in model.masters.values()]
-    engine = joined(served, tmp_path, in_flight=True)
+    engine = joined(served, tmp_path, staleness=2)
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1000)
 
     def publish(version: int) -> None:

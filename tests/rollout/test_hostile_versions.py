@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.types import LowBitTensor
@@ -187,8 +189,9 @@ def test_a_file_that_does_not_come_as_announced_is_refused(
         kind = "http.disconnect" if body is None else "http.request"
         return {"type": kind, "body": body, "more_body": bool(bodies)}
 
-    with (tmp_path / "file").open("wb") as file, pytest.raises(receive.RefusedError, match=message):
-        asyncio.run(receive.copy(next_message, file, 6))
+    request = Request({"type": "http"}, next_message)
+    with (tmp_path / "file").open("wb") as file, pytest.raises(HTTPException, match=message):
+        asyncio.run(receive.copy(request, file, 6))
 
 
 def test_a_whole_version_and_a_delta_are_received(tmp_path: Path):

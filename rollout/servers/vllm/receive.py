@@ -11,16 +11,18 @@ What broke off is begun again with the manifest. (Not PUT: clients and proxies r
 """
 
 import asyncio
-import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import parse_qs
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from qarl.rollout.servers.versions import MANIFEST, MANIFEST_BYTES, read_version
 
@@ -34,14 +36,6 @@ _SILENCE_SECONDS = 60.0
 _DISCARDED = 1 << 26
 """Bytes of a refused file that are still read, so that a sender who reads no answer before its end finds the refusal,
 and no broken connection."""
-
-
-class RefusedError(Exception):
-    """status: of HTTP. The message goes to the run."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 class ReceiveVersions:
@@ -59,72 +53,45 @@ class ReceiveVersions:
         if path is None or self._folder is None:
             await self._app(scope, receive, send)
             return
-        status, answer, body = 200, b"", _Body(receive)
+        request, answer = Request(scope, receive), Response()
         try:
-            await _require_the_run(scope)
-            building = self._folder / f"version-{path[1]}.part"
-            folder = await _taken(building, path[2], _length(scope), body)
-            answer = json.dumps({"folder": folder and str(folder)}).encode()
-        except RefusedError as error:
-            status, answer = error.status, str(error).encode()
+            await _require_the_run(request)
+            folder = await _taken(self._folder / f"version-{path[1]}.part", path[2], request)
+            answer = JSONResponse({"folder": folder and str(folder)})
+        except HTTPException as error:
+            answer = PlainTextResponse(error.detail, error.status_code)
         except OSError as error:
-            status, answer = 507, f"cannot write to {str(self._folder)!r}: {error}".encode()
-        if status != 200:
-            await body.discard()
-        kind = b"application/json" if status == 200 else b"text/plain; charset=utf-8"
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
-        await send({"type": "http.response.body", "body": answer})
+            answer = PlainTextResponse(f"cannot write to {str(self._folder)!r}: {error}", 507)
+        if answer.status_code != 200:
+            await _discard(request)
+        await answer(scope, receive, send)
 
 
-class _Body:
-    """A request's `receive`, which knows whether all of the body came."""
-
-    def __init__(self, receive: Any):
-        self._receive = receive
-        self._ended = False
-
-    async def __call__(self) -> dict[str, Any]:
-        message = await self._receive()
-        self._ended = message["type"] != "http.request" or not message.get("more_body", False)
-        return message
-
-    async def discard(self) -> None:
-        """Read what is still sent, up to `_DISCARDED` bytes."""
-        left = _DISCARDED
-        with suppress(TimeoutError):
-            while left > 0 and not self._ended:
-                left -= len((await asyncio.wait_for(self(), _SILENCE_SECONDS)).get("body", b""))
-
-
-async def _require_the_run(scope: dict[str, Any]) -> None:
+async def _require_the_run(request: Request) -> None:
     """Raise where the server is another's than the run that asks; one that was restarted is nobody's yet."""
-    run = parse_qs(scope["query_string"].decode("latin-1")).get("run", [""])[0]
-    states = await scope["app"].state.engine_client.collective_rpc("qarl_state")
+    run = request.query_params.get("run", "")
+    states = await request.app.state.engine_client.collective_rpc("qarl_state")
     for owner in {state["learner"] for state in states} - {"", run}:
-        raise RefusedError(409, f"this server belongs to {owner}")
+        raise HTTPException(409, f"this server belongs to {owner}")
 
 
-async def _taken(building: Path, name: str, length: int, receive: Any) -> Path | None:
+async def _taken(building: Path, name: str, request: Request) -> Path | None:
     """The version's folder where this file was the last of it, else None."""
+    announced = request.headers.get("content-length")
+    if announced is None:
+        raise HTTPException(411, "the request names no Content-Length")
     limit = MANIFEST_BYTES if name == MANIFEST else _room(building, name)
-    if length > limit:
-        raise RefusedError(413, f"{name} of {length} bytes is larger than the {limit} that are left for it")
+    if (length := int(announced)) > limit:
+        raise HTTPException(413, f"{name} of {length} bytes is larger than the {limit} that are left for it")
     building.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=building.parent, delete=False) as file:
         arrived = Path(file.name)
         try:
-            await copy(receive, file, length)
+            await copy(request, file, length)
             file.close()
             return await asyncio.to_thread(_place, arrived, building, name)
         finally:
             arrived.unlink(missing_ok=True)
-
-
-def _length(scope: dict[str, Any]) -> int:
-    announced = dict(scope["headers"]).get(b"content-length")
-    if announced is None:
-        raise RefusedError(411, "the request names no Content-Length")
-    return int(announced)
 
 
 def _room(building: Path, name: str) -> int:
@@ -132,31 +99,49 @@ def _room(building: Path, name: str) -> int:
     try:
         version = read_version(building)
     except ValueError as error:
-        raise RefusedError(503, f"no manifest of it is here: {error}") from error
+        raise HTTPException(503, f"no manifest of it is here: {error}") from error
     if name not in version.names:
-        raise RefusedError(400, f"the manifest names no {name}")
+        raise HTTPException(400, f"the manifest names no {name}")
     others = (building / other for other in version.names if other != name)
     return version.most_bytes - sum(file.stat().st_size for file in others if file.exists())
 
 
-async def copy(receive: Any, file: IO[bytes], length: int) -> None:
+async def copy(request: Request, file: IO[bytes], length: int) -> None:
     """A request's body into a file. Raises where it has other than `length` bytes, breaks off, or stops coming."""
-    left, more = length, True
-    while more:
-        pending = bytearray()
-        while more and len(pending) < _WRITTEN_AT_ONCE:
-            try:
-                message = await asyncio.wait_for(receive(), _SILENCE_SECONDS)
-            except TimeoutError:
-                raise RefusedError(408, f"nothing came for {_SILENCE_SECONDS:g} s") from None
-            if message["type"] != "http.request":
-                raise RefusedError(400, "the connection broke off")
-            pending += message.get("body", b"")
-            more = message.get("more_body", False)
-        left -= len(pending)
-        if left < 0 or (left and not more):
-            raise RefusedError(400, f"{length} bytes were announced, and {'more' if left < 0 else 'fewer'} came")
-        await asyncio.to_thread(file.write, pending)
+    left, pending = length, bytearray()
+    async for part in _parts(request):
+        pending += part
+        left -= len(part)
+        if left < 0:
+            raise HTTPException(400, f"{length} bytes were announced, and more came")
+        if len(pending) >= _WRITTEN_AT_ONCE:
+            await asyncio.to_thread(file.write, pending)
+            pending = bytearray()
+    if left:
+        raise HTTPException(400, f"{length} bytes were announced, and fewer came")
+    await asyncio.to_thread(file.write, pending)
+
+
+async def _parts(request: Request) -> AsyncIterator[bytes]:
+    """Of a request's body, as they come."""
+    stream = request.stream()
+    try:
+        while part := await asyncio.wait_for(anext(stream), _SILENCE_SECONDS):  # the last one is empty
+            yield part
+    except TimeoutError:
+        raise HTTPException(408, f"nothing came for {_SILENCE_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the connection broke off") from None
+
+
+async def _discard(request: Request) -> None:
+    """Read what is still sent, up to `_DISCARDED` bytes."""
+    left = _DISCARDED
+    with suppress(HTTPException, RuntimeError):  # the latter where all of it came
+        async for part in _parts(request):
+            left -= len(part)
+            if left < 0:
+                return
 
 
 def _place(arrived: Path, building: Path, name: str) -> Path | None:
@@ -168,10 +153,10 @@ def _place(arrived: Path, building: Path, name: str) -> Path | None:
     try:
         version = read_version(building)
     except ValueError as error:
-        raise RefusedError(400, str(error)) from error
+        raise HTTPException(400, str(error)) from error
     free = shutil.disk_usage(building).free
     if name == MANIFEST and version.bytes > free:
-        raise RefusedError(507, f"{version.bytes} bytes are to come, and {free} are free in {str(building.parent)!r}")
+        raise HTTPException(507, f"{version.bytes} bytes are to come, and {free} are free in {str(building.parent)!r}")
     if not all((building / file).exists() for file in version.names):
         return None
     return building.rename(building.with_suffix(""))
