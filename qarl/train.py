@@ -14,7 +14,7 @@ from qarl.report.start_note import write_start
 from qarl.report.startup import phase, say
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.checkpoint import load_checkpoint, save_checkpoint
-from qarl.run.evaluate import run_accuracy
+from qarl.run.evaluate import answered
 from qarl.run.interrupt import deferred_interrupt
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
@@ -94,5 +94,5 @@ def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: 
 
 
 def _accuracy(session: Session, config: RunConfig) -> float:
-    policy = session.policy
-    return run_accuracy(session.engine, policy.task, policy.prompter, config, policy.processes)
+    policy, asking, rollout = session.policy, config.eval, config.rollout
+    return answered(session.engine, policy.task, policy.prompter, asking, rollout, processes=policy.processes).accuracy

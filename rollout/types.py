@@ -1,8 +1,10 @@
 """What passes between sampling and learning, and to a server. Imports neither torch nor vllm."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from qarl.configs.schema.run import EvalConfig, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ class Sampling:
     stop: tuple[str, ...] = ()
     loop_limit: int | None = None
     ignore_end: bool = False
+
+    @classmethod
+    def of(
+        cls, rollout: RolloutConfig, seed: int, first_prompt: int = 0, asking: EvalConfig | None = None
+    ) -> "Sampling":
+        """As a run's `rollout` section says; `asking`, an `eval` section, comes before it."""
+        names = {field.name for field in fields(cls)}
+        sections = rollout.model_dump(include=names) | (asking.model_dump(include=names) if asking else {})
+        return cls(**sections, seed=seed, first_prompt=first_prompt)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def open_policy_to_ask(plan: Plan) -> Iterator[Answer]:
 
     Raises what `Prompter.prompt` does for a conversation that is too long, or that the model has no template for.
     """
-    prompter, asking = open_prompter(plan.checkpoint, plan.rollout, plan.task), plan.asking
+    prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
     system = () if plan.task.system is None else ({"role": "system", "content": plan.task.system},)
     with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
 
@@ -32,17 +32,6 @@ def open_policy_to_ask(plan: Plan) -> Iterator[Answer]:
                 answer="",
                 messages=messages if len(messages) > 1 else (),  # a single question needs no template
             )
-            sampling = Sampling(
-                samples=asking.samples,
-                max_new_tokens=plan.rollout.max_new_tokens,
-                temperature=asking.temperature,
-                top_p=asking.top_p,
-                top_k=asking.top_k,
-                min_p=asking.min_p,
-                seed=seed,
-                stop=plan.rollout.stop,
-                loop_limit=plan.rollout.loop_limit,
-            )
-            return engine.generate([prompter.prompt(problem)], sampling)[0]
+            return engine.generate([prompter.prompt(problem)], Sampling.of(plan.rollout, seed, asking=plan.asking))[0]
 
         yield answer

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from qarl.configs.schema.run import EvalConfig, RolloutConfig, RunConfig
+from qarl.configs.schema.run import EvalConfig, RolloutConfig
 from qarl.evaluation.results import Evaluation, Question, Result, final_answer
 from qarl.learner.processes import Processes
 from qarl.report.startup import phase, say
@@ -14,13 +14,6 @@ from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Split, Task
-
-
-def run_accuracy(
-    engine: Engine, task: Task, prompter: Prompter, config: RunConfig, processes: Processes | None = None
-) -> float:
-    """Of a run's policy on its own task, by `eval.*`, in [0, 1]."""
-    return answered(engine, task, prompter, config.eval, config.rollout, processes=processes).accuracy
 
 
 def problems_once(task: Task, split: Split, count: int, seed: int) -> list[Problem]:
@@ -48,18 +41,7 @@ def answered(
     together = processes or Processes()
     problems = problems_once(task, split, asking.problems, seed)
     share = together.share(problems)
-    sampling = Sampling(
-        samples=asking.samples,
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=asking.temperature,
-        top_p=asking.top_p,
-        top_k=asking.top_k,
-        min_p=asking.min_p,
-        seed=seed,
-        first_prompt=together.span(len(problems)).start,
-        stop=rollout.stop,
-        loop_limit=rollout.loop_limit,
-    )
+    sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
     completions = engine.generate([prompter.prompt(problem) for problem in share], sampling)
     responses = [
         Response(problem, completion.text, completion.token_ids)

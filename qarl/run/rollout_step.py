@@ -72,15 +72,8 @@ def make_request(session: Session, config: RunConfig, step: int, attempt: int = 
     policy, rollout, processes = session.policy, config.rollout, session.policy.processes
     start = (step * (1 + (rollout.dynamic_sampling or 0)) + attempt) * rollout.prompts
     problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
-    sampling = Sampling(
-        samples=rollout.samples,
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        seed=step_seed(config.seed, step, attempt),
-        first_prompt=processes.span(rollout.prompts).start,
-        stop=rollout.stop,
-        loop_limit=rollout.loop_limit,
-    )
+    first = processes.span(rollout.prompts).start
+    sampling = Sampling.of(rollout, step_seed(config.seed, step, attempt), first)
     return SampleRequest(problems, [policy.prompter.prompt(problem) for problem in problems], sampling)
 
 
