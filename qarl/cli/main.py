@@ -301,12 +301,7 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
 
     with phases_shown_on(Console(stderr=True), after=_LONG_PHASE):
         exported = export_run(Path(known.folder), Path(known.output))
-    console.print(
-        f"wrote step {exported.step} to {known.output}: {exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, "
-        f"digest {exported.digest[:16]}…; loaded in a fresh engine, mean |Δ log p| against the learner "
-        f"{exported.canary.mean_abs:.2e} nats",
-        soft_wrap=True,
-    )
+    console.print(f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}", soft_wrap=True)
     return 0
 
 
@@ -317,14 +312,23 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
 
     with phases_shown_on(Console(stderr=True), after=_LONG_PHASE):
         exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
-    data = f" on {exported.sequences} sequences ({exported.calibration_tokens} tokens)" if exported.sequences else ""
+    sequences = exported.calibration
+    data = f" on {len(sequences)} sequences ({sum(map(len, sequences))} tokens)" if sequences else ""
     console.print(
         f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote {known.output}: "
-        f"{exported.tensors} tensors, {exported.bytes / 2**20:.1f} MiB, digest {exported.digest[:16]}…; loaded in a "
-        f"fresh engine, mean |Δ log p| against the unquantized policy {exported.moved:.2e} nats",
+        f"{_loaded(exported, 'the unquantized policy')}",
         soft_wrap=True,
     )
     return 0
+
+
+def _loaded(exported: Any, reference: str) -> str:
+    """exported: a `qarl.run.export.Exported`."""
+    written = exported.written
+    return (
+        f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB, digest {written.hexdigest()[:16]}…; loaded in a "
+        f"fresh engine, mean |Δ log p| against {reference} {exported.moved:.2e} nats"
+    )
 
 
 def _add_schemes(commands: Any) -> None:

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from qarl.configs.errors import QarlError
 
 _BATCH_ROWS = 16
@@ -146,9 +148,7 @@ def _restore_granite_experts() -> None:
 
 
 def _main() -> None:
-    read = json.loads(Path(sys.argv[1]).read_text())
-    sequences = tuple(tuple(sequence) for sequence in read.pop("calibration"))
-    _run(Job(**{**read, "ignored": tuple(read["ignored"]), "calibration": sequences}))
+    _run(TypeAdapter(Job).validate_json(Path(sys.argv[1]).read_text()))
 
 
 if __name__ == "__main__":

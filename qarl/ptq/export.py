@@ -3,13 +3,12 @@
 import math
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
-from qarl.ptq.expected_checkpoint import Layout, read_as
+from qarl.ptq.expected_checkpoint import read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
 from qarl.ptq.source import Source, open_source
 from qarl.quant.digest import StreamDigest
@@ -19,6 +18,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
+from qarl.run.export import Exported
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.session import model_folder
@@ -26,22 +26,7 @@ from qarl.sync.audit import audit, require_agreement
 from qarl.sync.checkpoint_folder import ExportError, write_checkpoint
 
 
-@dataclass(frozen=True)
-class PtqExported:
-    """step: of the checkpoint quantized. digest: of the stream written. sequences, calibration_tokens: sizes
-    of the calibration set, 0 without one. moved: mean |Δ log p| of the fixed sequences between the quantized and the
-    unquantized engine, nats."""
-
-    step: int
-    digest: str
-    tensors: int
-    bytes: int
-    sequences: int
-    calibration_tokens: int
-    moved: float
-
-
-def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: int | None = None) -> PtqExported:
+def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: int | None = None) -> Exported:
     """Quantize a run's newest checkpoint by `method` to `scheme`, and load the result in a fresh engine.
 
     calibration: sequences to sample for it; None is the default number for methods that look at data.
@@ -65,16 +50,7 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
     note = export_note(run, source.config, source.step, output, model_folder(source.config.model))
     add_to_note(output, **note | {"scheme": scheme, "ptq": method}, digest=written.hexdigest(), moved=moved)
     write_card(output)
-    tokens = sum(map(len, source.calibration))
-    return PtqExported(
-        step=source.step,
-        digest=written.hexdigest(),
-        tensors=written.tensors,
-        bytes=written.bytes,
-        sequences=len(source.calibration),
-        calibration_tokens=tokens,
-        moved=moved,
-    )
+    return Exported(source.step, written, moved, source.calibration)
 
 
 def check_request(config: RunConfig, run: str, method: str, scheme: str, calibration: int | None) -> int:
@@ -91,28 +67,25 @@ def check_request(config: RunConfig, run: str, method: str, scheme: str, calibra
 
 def quantize(source: Source, method: str, output: Path) -> StreamDigest:
     """Write `output`: the values llmcompressor computed, in the layout QaRL exports; the digest of what was written."""
-    sequences = source.calibration if METHODS[method].calibrated else ()
     with tempfile.TemporaryDirectory(dir=source.folder.parent) as work:
-        tensors = quantized_tensors(source.folder, source.layout, source.scheme, method, sequences, Path(work))
+        tensors = quantized_tensors(source, method, Path(work))
         return write_checkpoint(tensors, source.layout.config, source.folder, output)
 
 
-def quantized_tensors(
-    folder: Path, layout: Layout, scheme: str, method: str, sequences: tuple[tuple[int, ...], ...], work: Path
-) -> Iterator[LowBitTensor]:
-    """What llmcompressor makes of the unquantized checkpoint in `folder`, as `layout` has it. sequences: token ids to
-    calibrate on. work: folder for its output, which the tensors are read from."""
+def quantized_tensors(source: Source, method: str, work: Path) -> Iterator[LowBitTensor]:
+    """What llmcompressor makes of the unquantized checkpoint. work: folder for its output, which the tensors are read
+    from."""
     compressed = work / "compressed"
     job = Job(
-        model=str(folder),
-        scheme=scheme,
+        model=str(source.folder),
+        scheme=source.scheme,
         method=method,
-        ignored=layout.ignored,
-        calibration=sequences,
+        ignored=source.layout.ignored,
+        calibration=source.calibration if METHODS[method].calibrated else (),
         output=str(compressed),
     )
     compress(job, work)
-    return read_as(layout, compressed)
+    return read_as(source.layout, compressed)
 
 
 def verify(source: Source, engine: Engine) -> float:

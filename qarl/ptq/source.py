@@ -1,18 +1,19 @@
 """What is quantized after training: a run's unquantized checkpoint, with sequences to calibrate on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.seeds import stable_hash
 from qarl.ptq.expected_checkpoint import Layout, checkpoint_layout
+from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Prompt, Sampling
 from qarl.run.checkpoint import load_checkpoint
-from qarl.run.session import canary_sequences, open_policy
+from qarl.run.session import Policy, canary_sequences, open_policy
 from qarl.sync.export import export_checkpoint
 
 
@@ -45,14 +46,21 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
     step, state = load_checkpoint(run.checkpoints)
     policy = open_policy(config)
     policy.learner.load_state_dict(state["learner"])
+    return sample_source(policy, policy.model, config, work, scheme, count, step)
+
+
+def sample_source(
+    policy: Policy, model: LowBitModel, config: RunConfig, work: Path, scheme: str, count: int, step: int = 0
+) -> Source:
+    """As `open_source`, of an unquantized model of the policy's."""
     folder = (work / "unquantized").resolve()
-    export_checkpoint(policy.model, policy.folder, folder)
+    export_checkpoint(model, policy.folder, folder)
     layout = checkpoint_layout(folder, scheme, config.dtype)
     prompts = [policy.prompter.prompt(p) for p in policy.task.problems("train", 0, count, config.seed)]
     canary = canary_sequences(policy, config)
     with open_engine(folder, config.rollout, config.dtype) as engine:
         logprobs = engine.logprobs(canary)
-        calibration = calibration_sequences(engine, prompts, config)
+        calibration = _calibration_sequences(engine, prompts, config)
     return Source(
         config=config,
         step=step,
@@ -65,19 +73,10 @@ def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
     )
 
 
-def calibration_sequences(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> tuple[tuple[int, ...], ...]:
+def _calibration_sequences(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> tuple[tuple[int, ...], ...]:
     """Each prompt followed by one completion the policy samples now, as in training."""
     if not prompts:
         return ()
-    seed = stable_hash("calibration", config.seed) >> 1
-    rollout = config.rollout
-    sampling = Sampling(
-        samples=1,
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        seed=seed,
-        stop=rollout.stop,
-        loop_limit=rollout.loop_limit,
-    )
-    answers = engine.generate(prompts, sampling)
+    sampling = Sampling.of(config.rollout, stable_hash("calibration", config.seed) >> 1)
+    answers = engine.generate(prompts, replace(sampling, samples=1))
     return tuple((*p.token_ids, *a[0].token_ids) for p, a in zip(prompts, answers, strict=True))

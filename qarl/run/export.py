@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.learner.mismatch import Mismatch
+from qarl.quant.digest import StreamDigest
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
 from qarl.rollout.open import open_engine
@@ -17,13 +17,14 @@ from qarl.sync.publisher import Publisher
 
 @dataclass(frozen=True)
 class Exported:
-    """step: of the checkpoint exported. digest: of the stream written. canary: fresh engine against learner."""
+    """step: of the checkpoint exported. written: the stream. moved: mean |Δ log p| of fixed sequences between a fresh
+    engine and the policy that was exported, nats. calibration: of a quantization after training, token ids of each
+    sequence."""
 
     step: int
-    digest: str
-    tensors: int
-    bytes: int
-    canary: Mismatch
+    written: StreamDigest
+    moved: float
+    calibration: tuple[tuple[int, ...], ...] = ()
 
 
 def export_run(run: Path, output: Path) -> Exported:
@@ -44,4 +45,4 @@ def export_run(run: Path, output: Path) -> Exported:
     bound = config.sync.canary_bound or policy.model.plan.bound
     with phase("verifying it in a fresh engine"), open_engine(output, config.rollout, config.dtype) as engine:
         canary = Publisher(policy.model, engine, canary_sequences(policy, config), bound, 1).canary(step)
-    return Exported(step=step, digest=written.hexdigest(), tensors=written.tensors, bytes=written.bytes, canary=canary)
+    return Exported(step, written, canary.mean_abs)

@@ -13,11 +13,14 @@ several versions, none more than S before those that learn from it, and which to
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.stopwatch import Stopwatch
-from qarl.rollout.types import Completion, Group, Prompt
+from qarl.rollout.types import Completion, Group
 from qarl.run.rollout_step import make_request, sample_step
 from qarl.run.session import Position, Session
 
@@ -92,23 +95,12 @@ def _plain(batch: Batch) -> dict[str, Any]:
     sampled, to_learn_from = batch
     place = {id(group): number for number, group in enumerate(sampled)}
     return {
-        "sampled": [
-            {**vars(group), "prompt": vars(group.prompt), "completions": [vars(each) for each in group.completions]}
-            for group in sampled
-        ],
+        "sampled": [asdict(group) for group in sampled],
         "to_learn_from": [place[id(group)] for group in to_learn_from],
     }
 
 
 def _batch(plain: dict[str, Any]) -> Batch:
     """The inverse of `_plain`."""
-    sampled = [
-        Group(
-            prompt=Prompt(**group["prompt"]),
-            completions=tuple(Completion(**each) for each in group["completions"]),
-            rewards=group["rewards"],
-            unscored=group["unscored"],
-        )
-        for group in plain["sampled"]
-    ]
+    sampled = TypeAdapter(list[Group]).validate_python(plain["sampled"])
     return sampled, [sampled[number] for number in plain["to_learn_from"]]
