@@ -152,7 +152,7 @@ def _from_disk(model: LowBitModel, engine: Any, folder: Path, clock: _Clock) -> 
     with clock.of("bf16: write"):
         digest = export_checkpoint(model, folder, saved)
     with clock.of("bf16: load, paused"):
-        engine.reload_from(saved)
+        engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(saved)})
     shutil.rmtree(saved)
     return digest.bytes
 

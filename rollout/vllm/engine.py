@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,7 @@ from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 from qarl.rollout.vllm.texts import text_of
 
 if TYPE_CHECKING:
-    import torch
-
     from qarl.quant.kernels.engine_layers import EngineLayers
-    from qarl.rollout.vllm.staging import Staged
 
 _WORKER_EXTENSION = "qarl.rollout.vllm.worker.WorkerExtension"
 
@@ -136,19 +133,6 @@ class VllmEngine:
         self.weight_version = version
         return report
 
-    def stage(self, tensors: "Mapping[str, torch.Tensor]", changed: Collection[str]) -> "Staged":
-        """Make the layers that have a tensor of the names `changed` beside the model's, to be swapped in at once:
-        `rollout.vllm.staging.stage`, which says what `tensors` are and what is raised."""
-        from qarl.rollout.vllm.staging import stage
-
-        model, config = self._call("collective_rpc", _model_and_config)[0]
-        return stage(model, config, tensors, changed)
-
-    def reload_from(self, checkpoint: Path) -> None:
-        """vLLM's own reload of a checkpoint from disk, for benchmarks: wrong on CPUs in four ways "
-        "(docs/lab/publish-measured.md)."""
-        self._call("collective_rpc", "reload_weights", kwargs={"weights_path": str(checkpoint)})
-
     def shared_layers(self) -> "EngineLayers":
         """See `Engine.shared_layers`."""
         from qarl.quant.kernels.engine_layers import EngineLayers
@@ -180,10 +164,6 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}") from error
-
-
-def _model_and_config(worker: Any) -> tuple[Any, Any]:
-    return worker.model_runner.get_model(), worker.vllm_config
 
 
 def _loaded_model(worker: Any) -> Any:

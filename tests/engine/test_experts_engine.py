@@ -16,7 +16,7 @@ from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.publisher import Publisher, PublishError
-from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
+from tests.support.engines import SEQUENCES, disturb, make_model, stage, start_engine
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
 from tests.support.tensors import as_bytes, heavy
@@ -126,7 +126,7 @@ def take_beside_the_model(model: LowBitModel, engine: VllmEngine, version: int) 
     disturb(model, version)
     if call(engine, staging_refusal) is None:
         tensors = {item.name: item.tensor for item in model.low_bit_tensors()}
-        staged = engine.stage(tensors, list(tensors))
+        staged = stage(engine, tensors, list(tensors))
         assert engine.logprobs(SEQUENCES) == before
         staged.swap()
     else:

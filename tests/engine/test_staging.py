@@ -16,7 +16,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.engine import VllmEngine
-from tests.support.engines import SEQUENCES, make_model, start_engine
+from tests.support.engines import SEQUENCES, make_model, stage, start_engine
 from tests.support.profiles import thorough
 
 PARTS = ("layers.1.self_attn.k_proj", "layernorm", "embed_tokens", "layers.0.mlp.down_proj", "")
@@ -76,7 +76,7 @@ def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
     for version, part in enumerate(PARTS, 1):
         change(model, part, version)
         changed = receiver.apply(sender.make_delta(version, model.low_bit_tensors()), version, sender.digest)
-        staged = engine.stage({item.name: item.tensor for item in receiver.tensors()}, changed)
+        staged = stage(engine, {item.name: item.tensor for item in receiver.tensors()}, changed)
         made.append(staged.layers)
         assert engine.logprobs(SEQUENCES) == answers
         replaced = parameters(engine) if part == "" else []
@@ -126,11 +126,11 @@ def test_a_version_that_cannot_be_made_leaves_the_model_as_it_was(running: tuple
     lost = "model.layers.1.self_attn.v_proj.weight_scale"
     if lost in tensors:
         with pytest.raises(EngineError, match=r"more tensors for the layer of 'model.layers.1.self_attn.q_proj'"):
-            engine.stage({n: t for n, t in tensors.items() if n != lost}, [lost])
+            stage(engine, {n: t for n, t in tensors.items() if n != lost}, [lost])
     with pytest.raises(EngineError, match=r"takes 'model.layers.7.mlp.up_proj'"):
-        engine.stage(tensors, ["model.layers.7.mlp.up_proj.weight"])
+        stage(engine, tensors, ["model.layers.7.mlp.up_proj.weight"])
     with pytest.raises(OSError, match="the link broke"):
-        engine.stage(Breaking(tensors), list(tensors))
+        stage(engine, Breaking(tensors), list(tensors))
     assert engine.logprobs(SEQUENCES) == answers
     engine.load([LowBitTensor(n, t) for n, t in tensors.items()], 1)
     assert engine.logprobs(SEQUENCES) != answers

@@ -1,6 +1,8 @@
 """Models, and engines that start on their export."""
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +38,16 @@ def start_engine(
     return VllmEngine(
         checkpoint, VllmOptions(dtype=dtype, max_model_len=64, max_num_seqs=16, processed_logprobs=processed)
     )
+
+
+def stage(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], changed: Collection[str]) -> Any:
+    """`rollout.vllm.staging.stage` in the engine's worker."""
+    from qarl.rollout.vllm import staging
+
+    def in_worker(worker: Any) -> Any:
+        return staging.stage(worker.model_runner.get_model(), worker.vllm_config, tensors, changed)
+
+    return engine._llm.collective_rpc(in_worker)[0]
 
 
 def disturb(model: LowBitModel, seed: int) -> None:
