@@ -24,12 +24,6 @@ from tests.support.tensors import as_bytes, heavy
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="holds vLLM's experts on CPUs to the learner's")
 
 
-def staging_refusal(model: torch.nn.Module) -> str | None:
-    from qarl.rollout.vllm import staging
-
-    return staging.staging_refusal(model)
-
-
 def call(engine: VllmEngine, function: Callable[..., Any], *args: object) -> Any:
     """Run function(model, *args) inside the engine's worker, on the model it holds."""
     return engine._llm.collective_rpc(lambda worker: function(worker.model_runner.get_model(), *args))[0]
@@ -122,6 +116,8 @@ def publish_and_compare(
 
 def take_beside_the_model(model: LowBitModel, engine: VllmEngine, version: int) -> list[list[float]]:
     """One more version, made beside the model where the engine can have that; returns the answers then."""
+    from qarl.rollout.vllm.staging import staging_refusal
+
     before = engine.logprobs(SEQUENCES)
     disturb(model, version)
     if call(engine, staging_refusal) is None:
@@ -134,68 +130,46 @@ def take_beside_the_model(model: LowBitModel, engine: VllmEngine, version: int) 
     return engine.logprobs(SEQUENCES)
 
 
+TWO_SCHEMES = "model.layers.0.mlp.experts.*=w8a8,model.layers.1.self_attn.*=fp8,model.layers.1.mlp.gate=w8a8"
+ONE_PLAIN = r"re:model\.layers\.1\.mlp\.experts\.=bf16"
+ONE_ALONE = "model.layers.1.mlp.experts.*=w4a16-g32"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "tied"),
+    ("kind", "scheme", "dtype", "tied", "layers", "publishes"),
     [
-        ("bf16", "bfloat16", True),
-        ("bf16", "float16", False),
-        ("w4a16", "bfloat16", False),
-        ("w4a16-channel", "float16", True),
-        ("w8a8", "bfloat16", True),
-        ("w4a8", "bfloat16", False),
-        ("fp8", "bfloat16", False),
-        ("fp8", "float16", True),
+        ("qwen3_moe", "bf16", "bfloat16", True, "[]", 20),
+        ("qwen3_moe", "bf16", "float16", False, "[]", 20),
+        ("qwen3_moe", "w4a16", "bfloat16", False, "[]", 20),
+        ("qwen3_moe", "w4a16-channel", "float16", True, "[]", 20),
+        ("qwen3_moe", "w8a8", "bfloat16", True, "[]", 20),
+        ("qwen3_moe", "w4a8", "bfloat16", False, "[]", 20),
+        ("qwen3_moe", "fp8", "bfloat16", False, "[]", 20),
+        ("qwen3_moe", "fp8", "float16", True, "[]", 20),
+        pytest.param("qwen3_moe", "w4a16", "bfloat16", False, TWO_SCHEMES, 5, id="two schemes and a router"),
+        pytest.param("qwen3_moe", "fp8", "bfloat16", False, ONE_PLAIN, 5, id="some experts left alone"),
+        pytest.param("qwen3_moe", "bf16", "bfloat16", False, ONE_ALONE, 5, id="some experts alone"),
+        ("mixtral", "bf16", "bfloat16", True, "[]", 3),  # it names experts and their block otherwise
+        ("mixtral", "w4a16", "bfloat16", True, "[]", 3),
+        ("mixtral", "fp8", "bfloat16", True, "model.layers.1.block_sparse_moe.experts.*=w8a8", 3),
     ],
 )
-def test_twenty_publishes_equal_a_fresh_engine_bit_for_bit(
-    random_experts: Callable[[bool], Path], tmp_path: Path, scheme: str, dtype: str, tied: bool
-):
-    """Contract: before and after 20 publishes of changing weights the engine holds, expert by expert, the tensors of
-    the learner's own product, multiplies to the same bits, and answers as an engine that loaded the last weights from
-    disk. oneDNN's packed int8 weights are no parameters: the equal products speak for those."""
+def test_publishes_equal_a_fresh_engine_bit_for_bit(
+    random_experts: Callable[[bool], Path], tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool, layers: str,
+    publishes: int,
+):  # fmt: skip
+    """Contract: before and after publishes of changing weights the engine holds, expert by expert, the tensors of the
+    learner's own product, multiplies to the same bits, and answers as an engine that loaded the last weights from
+    disk; so do layers of experts in different schemes, and a router that is quantized by its exact name. oneDNN's
+    packed int8 weights are no parameters: the equal products speak for those. A test of DeepSeek is below."""
     folder = random_experts(tied)
-    model = make_model(folder, scheme, dtype)
+    if kind == "mixtral":
+        folder = with_tokenizer(kind, folder, tmp_path / "model")
+    model = make_model(folder, scheme, dtype, layers=layers)
+    assert len({layer.scheme.name for layer in model.experts.values()}) == (1 if layers == "[]" else 2)
     engine = start_engine(model, folder, tmp_path / "start", dtype)
-    publish_and_compare(model, engine, folder, tmp_path, dtype, 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheme", "layers"),
-    [
-        ("w4a16", "model.layers.0.mlp.experts.*=w8a8,model.layers.1.self_attn.*=fp8,model.layers.1.mlp.gate=w8a8"),
-        ("fp8", r"re:model\.layers\.1\.mlp\.experts\.=bf16"),
-        ("bf16", "model.layers.1.mlp.experts.*=w4a16-g32"),
-    ],
-    ids=["two schemes and a router", "some experts left alone", "some experts alone"],
-)
-def test_mixed_plans(random_experts: Callable[[bool], Path], tmp_path: Path, scheme: str, layers: str):
-    """Layers of experts in different schemes, or unquantized, in one model; a router by its exact name."""
-    folder = random_experts(False)
-    model = make_model(folder, scheme, layers=layers)
-    assert len({layer.scheme.name for layer in model.experts.values()}) == 2
-    engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
-    publish_and_compare(model, engine, folder, tmp_path, "bfloat16", 5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "scheme", "layers"),
-    [
-        ("mixtral", "bf16", "[]"),
-        ("mixtral", "w4a16", "[]"),
-        ("mixtral", "fp8", "model.layers.1.block_sparse_moe.experts.*=w8a8"),
-    ],
-)
-def test_other_architectures(
-    random_experts: Callable[[bool], Path], tmp_path: Path, kind: str, scheme: str, layers: str
-):
-    """Mixtral names experts and their block otherwise. A test of DeepSeek is below."""
-    folder = with_tokenizer(kind, random_experts(True), tmp_path / "model")
-    model = make_model(folder, scheme, layers=layers)
-    engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
-    publish_and_compare(model, engine, folder, tmp_path, "bfloat16", 3)
+    publish_and_compare(model, engine, folder, tmp_path, dtype, publishes)
 
 
 @pytest.mark.slow
@@ -251,6 +225,7 @@ def running(
 
 
 EXPERTS = "model.layers.1.mlp.experts"
+SUFFIXES = ("packed", "scale", "shape")
 
 
 @pytest.mark.slow
@@ -260,9 +235,10 @@ EXPERTS = "model.layers.1.mlp.experts"
         (f"{EXPERTS}.3.up_proj.weight_scale",),
         (f"{EXPERTS}.0.down_proj.weight_packed",),
         (f"{EXPERTS}.7.gate_proj.weight_shape",),
-        tuple(f"{EXPERTS}.5.{p}_proj.weight_{s}" for p in ("gate", "up", "down") for s in ("packed", "scale", "shape")),
+        tuple(f"{EXPERTS}.5.up_proj.weight_{s}" for s in SUFFIXES),
+        tuple(f"{EXPERTS}.5.{p}_proj.weight_{s}" for p in ("gate", "up", "down") for s in SUFFIXES),
     ],
-    ids=["scale", "codes", "shape", "whole expert"],
+    ids=["scale", "codes", "shape", "one matrix", "whole expert"],
 )
 def test_a_publish_that_lacks_an_experts_tensor_is_refused(
     running: tuple[LowBitModel, VllmEngine], drop: Sequence[str]
@@ -270,18 +246,10 @@ def test_a_publish_that_lacks_an_experts_tensor_is_refused(
     model, engine = running
     report = engine.load([item for item in model.low_bit_tensors() if item.name not in drop], 1)
     assert any(name.startswith(EXPERTS) for name in report.missing), report
+    assert len(drop) < len(SUFFIXES) or f"{EXPERTS}.5.up_proj" in report.missing, "a matrix that is lost is named"
     assert not [name for name in report.missing if not name.startswith(EXPERTS)]
     again = engine.load(model.low_bit_tensors(), 2)
     assert (again.missing, again.unconsumed) == ((), ())
-
-
-@pytest.mark.slow
-def test_a_publish_that_lacks_one_matrix_names_it(running: tuple[LowBitModel, VllmEngine]):
-    model, engine = running
-    lost = f"{EXPERTS}.5.up_proj"
-    report = engine.load([item for item in model.low_bit_tensors() if not item.name.startswith(lost + ".")], 1)
-    assert lost in report.missing
-    assert engine.load(model.low_bit_tensors(), 2).missing == ()
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
 from qarl.quant.digest import StreamDigest
 from qarl.quant.kernels import make_factory
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
 from qarl.quant.types import LowBitTensor
@@ -193,16 +192,9 @@ def test_the_canary_sees_an_engine_with_other_weights(running: tuple[LowBitModel
 def test_the_audit_names_layers_and_differences(running: tuple[LowBitModel, VllmEngine]):
     model, engine = running
     require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
-    other = make_model_like(model, "w8a8")
+    other = make_model(Path(model.config.name_or_path), "w8a8")
     with pytest.raises(AuditError, match=r"model\.layers\.0\.self_attn\.q_proj: scheme 'w8a8' .* 'w4a16'"):
         require_agreement(audit(other.layers(), engine.layers(), same_kernels=True))
-
-
-def make_model_like(model: LowBitModel, scheme: str) -> LowBitModel:
-    from transformers import AutoModelForCausalLM
-
-    masters = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    return LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "vllm"))
 
 
 @pytest.fixture

@@ -18,9 +18,6 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     adapted layers differ from what the engine started with and everything else is the same bit for bit. The first
     policy is the KL's reference."""
     run = tmp_path / "run"
-    refused = qarl("train", *SMALL, *LORA, "--learner.lora.targets", "*.qproj", "--output", run)
-    assert refused.returncode == 2 and not run.exists()
-    assert "LoRA target '*.qproj' matches no linear layer of the model; near it are '*.q_proj'" in refused.stderr
     done = qarl("train", *SMALL, *LORA, "--learner.lora.targets", "*_proj", "--steps", "2", "--output", run)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "LoRA: rank 8, alpha 32 on 14 of 15 weight matrices; 32,768 parameters are trained" in done.stdout
@@ -41,24 +38,3 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     moved = {name for name in end if not torch.equal(start[name], end[name])}
     assert moved and all("_proj.weight" in name for name in moved)
     assert len({name.partition(".weight")[0] for name in moved}) == 14
-
-
-@pytest.mark.slow
-def test_adapters_do_not_go_on_another_base(tmp_path: Path, random_policy):
-    """A model folder that was changed after the run began: --resume says so and trains nothing."""
-    import shutil
-
-    model, run = tmp_path / "model", tmp_path / "run"
-    shutil.copytree(random_policy(True), model)
-    flags = [*SMALL, "--config", "tiny-qwen3", "--model", model, *LORA[:4], "--steps", "1", "--export", "false"]
-    done = qarl("train", *flags, "--eval.problems", "0", "--checkpoint-every", "1", "--output", run)
-    assert done.returncode == 0, done.stdout + done.stderr
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"][0] += 0.5
-    from safetensors.torch import save_file
-
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    resumed = qarl("train", "--resume", run, "--steps", "2")
-    assert resumed.returncode == 2
-    assert "the checkpoint's LoRA adapters are for a base with digest" in resumed.stderr
-    assert "give the model folder the run was started with, unchanged" in resumed.stderr

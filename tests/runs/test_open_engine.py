@@ -49,10 +49,11 @@ def config_of(model: Path, output: Path) -> RunConfig:
     )  # fmt: skip
 
 
-def run(config: RunConfig) -> tuple[RunFolder, Any]:
-    folder, console = RunFolder.create(config), Console(file=io.StringIO())
-    with Dashboard(config, console) as dashboard:
-        return folder, train(config, folder, dashboard, Processes())
+def run(config: RunConfig, folder: RunFolder | None = None) -> tuple[RunFolder, Any]:
+    """folder: of the run to resume; None begins one."""
+    with Dashboard(config, Console(file=io.StringIO())) as dashboard:
+        into = folder or RunFolder.create(config)
+        return into, train(config, into, dashboard, Processes(), resume=folder is not None)
 
 
 def test_a_run_needs_no_more_than_the_protocol(
@@ -98,9 +99,7 @@ def test_a_batch_is_sampled_ahead_by_one_version_and_kept(
     assert WatchedEngine.calls == [(0, 0, True), (0, 0, False), (1, 1, False), (2, 2, False)]
     for step in (3, 4):
         shutil.rmtree(folder.checkpoints / f"step-{step:06d}")
-    config = config_from_tree(tree)
-    with Dashboard(config, Console(file=io.StringIO())) as dashboard:
-        train(config, folder, dashboard, Processes(), resume=True)
+    run(config_from_tree(tree), folder)
     assert lines(folder.path) == whole
     assert WatchedEngine.calls[4:] == [(2, 2, False)], "the third batch was not sampled again"
 
@@ -150,9 +149,7 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(
     waited = sum(third[f"seconds/{phase}"] for phase in phases) + fourth["seconds/sample"]
     assert waited > SLOW_SECONDS, "begun in the third step, which ends with a checkpoint"
     shutil.rmtree(folder.checkpoints / "step-000006")
-    config = config_from_tree(tree)
-    with Dashboard(config, Console(file=io.StringIO())) as dashboard:
-        train(config, folder, dashboard, Processes(), resume=True)
+    run(config_from_tree(tree), folder)
     assert len(LockedEngine.begun) == 7, "of steps 4 to 6 the last alone was not in the checkpoint"
     resumed = lines(folder.path)
     assert len(resumed) == 6 and resumed[:3] == whole[:3]
