@@ -38,16 +38,11 @@ _ABSENT = object()
 
 
 class Staged:
-    """Layers of the next version, made by `stage`. layers: how many."""
+    """Layers of the next version, made by `stage`."""
 
     def __init__(self, pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]], twins: Iterable[nn.Module]):
         self._pairs = pairs
         self._twins = list(twins)
-
-    @property
-    def layers(self) -> int:
-        """How many were made anew."""
-        return len(self._pairs)
 
     def swap(self) -> None:
         """Put them in the model's place. Between two of its steps, for it is one version before and another after."""

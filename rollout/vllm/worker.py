@@ -60,18 +60,15 @@ class WorkerExtension:
         for name, module in model.named_modules():
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
                 scheme, group = _scheme_of(module, name, self.vllm_config)
-                for part in _parts(name, packed):
-                    reports.append(
-                        LayerReport(name=part, scheme=scheme, group_size=group, dtype=dtype, kernel=kernel_name(module))
-                    )
+                parts = _parts(name, packed)
             elif isinstance(module, RoutedExperts):
                 one = f"{module.layer_name}.0.{module.ckpt_down_proj_name}"
                 scheme, group = _scheme_of(module, one, self.vllm_config)
-                reports.append(
-                    LayerReport(
-                        name=module.layer_name, scheme=scheme, group_size=group, dtype=dtype, kernel=kernel_name(module)
-                    )
-                )
+                parts = [module.layer_name]
+            else:
+                continue
+            kernel = kernel_name(module)
+            reports += [LayerReport(part, scheme, group_size=group, dtype=dtype, kernel=kernel) for part in parts]
         return reports
 
 
