@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,12 +32,22 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from qarl.rollout.open import open_engine
+from qarl.rollout.servers.sender import VersionSender
+from qarl.rollout.servers.versions import read_version
+from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.sync.export import export_checkpoint
 
 _QWEN3: dict[str, dict[str, Any]] = {
     "0.6b": {**qwen3(151936, 1024, 3072, 28, 16, 128), "num_key_value_heads": 8},
     "tiny": qwen3(512, 128, 256, 2, 4, 32),
 }
+_WORKS = (
+    (VersionSender, "write", "write"),
+    (VllmReplica, "send", "send"),
+    (VllmReplica, "stage", "stage"),
+    (VllmReplica, "commit", "pause"),
+)
+"""What a publish does, and the name of its seconds."""
 _MOVED = 0.3
 """Root mean square of AdamW's updates over the learning rate, once its averages have settled over unlike gradients."""
 
@@ -77,6 +89,22 @@ class _Clock:
         start = time.perf_counter()
         yield
         self.add(name, time.perf_counter() - start)
+
+    @contextmanager
+    def of_calls(self, owner: type, method: str, name: str) -> Iterator[None]:
+        """Of every call of a method meanwhile."""
+        original = getattr(owner, method)
+
+        def at_once(*arguments: Any) -> Any:
+            with self.of(name):
+                return original(*arguments)
+
+        async def awaited(*arguments: Any) -> Any:
+            with self.of(name):
+                return await original(*arguments)
+
+        with patch.object(owner, method, awaited if iscoroutinefunction(original) else at_once):
+            yield
 
     def add(self, name: str, seconds: float) -> None:
         """One round's."""
@@ -121,7 +149,6 @@ def _config(shape: str) -> PretrainedConfig:
 
 def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, folder: Path, job: Job) -> Delivered:
     """Rounds of one publish each way."""
-    works = ("write", "send", "stage", "pause") if job.transfer == "http" else ("write", "stage", "pause")
     clock, generator = _Clock(), torch.Generator().manual_seed(1)
     sizes: dict[str, list[int]] = {"bf16": [], "whole": [], "delta": []}
     for number in range(job.rounds):
@@ -130,12 +157,14 @@ def _measured(model: LowBitModel, server: Any, plain: LowBitModel, engine: Any, 
             _step(model, job.lr, generator)
             if kind == "whole":
                 _copy_once(model, clock)
-            report, sent = server.load(model.low_bit_tensors(), version), server.sent
+            with ExitStack() as timed:
+                for owner, method, work in _WORKS:
+                    timed.enter_context(clock.of_calls(owner, method, f"{kind}: {work}"))
+                report = server.load(model.low_bit_tensors(), version)
             assert not report.missing + report.unconsumed, f"version {version} was refused: {report}"
-            assert sent.whole == (kind == "whole"), f"version {version} was sent as {sent}"
-            sizes[kind].append(sent.bytes)
-            for work in works:
-                clock.add(f"{kind}: {work}", getattr(sent, work))
+            written = read_version(server._sender._folder / f"version-{version}")
+            assert (written.base is None) == (kind == "whole"), f"version {version} was sent as {written}"
+            sizes[kind].append(written.bytes)
     return Delivered(
         scheme=job.scheme,
         full_bytes=sizes["whole"][0],

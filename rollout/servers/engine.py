@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.servers.protocol import Replica, seconds_of
-from qarl.rollout.servers.publish import PublishTimings, held_digests, publish_files
+from qarl.rollout.servers.publish import held_digests, publish_files
 from qarl.rollout.servers.replicas import Replicas, all_of
 from qarl.rollout.servers.sender import VersionSender
 from qarl.rollout.servers.versions import Version
@@ -45,10 +43,10 @@ class ServerEngine:
     connect: makes the replica at a URL, of a session whose headers carry the key and of the seconds that an answer may
     take. urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are written, on a
     file system that they see under the same path, unless `server_transfer` is http: then they are sent the files.
-    checkpoint: whose tokenizer makes texts of tokens. rollout: the run's section; with `max_staleness` from 2 on
-    requests under way at a publish go on by its weights, else they end first. learner: the run's name, which no other
+    checkpoint: whose tokenizer makes texts of tokens. options: of the run; with `max_staleness` from 2 on requests
+    under way at a publish go on by its weights, else they end first. learner: the run's name, which no other
     run's servers have. publishes: whether this process is the one of its run that publishes; the others count on it.
-    at_end: done after `close`. sent: what the last publish took. Raises `EngineError` for a server that does not
+    at_end: done after `close`. Raises `EngineError` for a server that does not
     answer, refuses the key, lacks an endpoint, has other settings than `options`, or belongs to another run.
     """
 
@@ -60,13 +58,12 @@ class ServerEngine:
         folder: Path,
         checkpoint: Path,
         options: VllmOptions,
-        rollout: RolloutConfig,
         learner: str,
         publishes: bool = True,
         at_end: Callable[[], None] = lambda: None,
     ):
+        rollout = options.rollout
         self.weight_version = 0
-        self.sent: PublishTimings | None = None
         self._labels: dict[str, int] = {}
         self._claims: set[Replica] = set()
         self._settled = asyncio.Event()
@@ -81,7 +78,7 @@ class ServerEngine:
         self._thread.start()
         self._session: aiohttp.ClientSession = self._wait(_open_session(key))
         servers = [connect(url.rstrip("/"), self._session, rollout.server_seconds) for url in urls]
-        self._replicas = Replicas(servers, options.max_num_seqs)
+        self._replicas = Replicas(servers, rollout.max_num_seqs)
         try:
             for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
                 self._wait(all_of(self._replicas.with_retries(server, step) for server in servers))
@@ -158,10 +155,9 @@ class ServerEngine:
     def _published(self, stream: Iterable[LowBitTensor], version: int) -> tuple[LoadReport, str]:
         """What the servers loaded, and the digest of what was written."""
         try:
-            digests, begun = self._wait(self._held()), time.perf_counter()
-            written = self._sender.write(stream, version, digests)
+            written = self._sender.write(stream, version, self._wait(self._held()))
             self._expect_pause(written.tensor_bytes)
-            report = self._wait(self._to_all(written, begun))
+            report = self._wait(self._to_all(written))
         except EngineError as error:
             raise EngineError(f"weight version {version} did not reach all servers: {error}") from error
         self._sender.sent(version)
@@ -185,23 +181,16 @@ class ServerEngine:
         await self._replicas.readmit(self._answering, self._claimed)
         return await held_digests(self._replicas)
 
-    async def _to_all(self, written: Version, begun: float) -> LoadReport:
-        """What the servers loaded; a delta that some refuse is followed by the whole version. begun: when it began to
-        be written."""
-        label, keeps = _label(written.version, written.digest), self._sender.keeps
-
-        async def publish(written: Version) -> tuple[LoadReport, PublishTimings]:
-            wrote = time.perf_counter() - begun
-            return await publish_files(self._replicas, written, label, keeps, self._in_flight, self._sends_as, wrote)
-
+    async def _to_all(self, written: Version) -> LoadReport:
+        """What the servers loaded; a delta that some refuse is followed by the whole version."""
+        how = (_label(written.version, written.digest), self._sender.keeps, self._in_flight, self._sends_as)
         try:
-            report, self.sent = await publish(written)
+            return await publish_files(self._replicas, written, *how)
         except EngineError as error:
             if written.base is None:
                 raise
             _log.warning("the delta to weight version %d failed, so it is sent whole: %s", written.version, error)
-            report, self.sent = await publish(self._sender.write_whole())
-        return report
+            return await publish_files(self._replicas, self._sender.write_whole(), *how)
 
     async def _answering(self, server: Replica) -> None:
         """`_admitted` at once, or not at this publish: a server that hangs is asked at each."""

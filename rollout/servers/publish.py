@@ -10,54 +10,29 @@ whose commit fails stays paused: it answers nothing until a publish succeeds. Wh
 (`rollout.servers.replicas`), each phase by itself.
 """
 
-import asyncio
-from dataclasses import dataclass
-from itertools import pairwise
-
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.servers.replicas import Replicas
 from qarl.rollout.servers.versions import Version
 
 
-@dataclass(frozen=True)
-class PublishTimings:
-    """What a publish took. bytes: of the files. whole: not as a delta. write, send, stage, pause: seconds; the first is
-    the run's own, in the others all servers are at it together; in `pause` the slowest samples nothing."""
-
-    bytes: int
-    whole: bool
-    write: float
-    send: float
-    stage: float
-    pause: float
-
-
 async def publish_files(
-    replicas: Replicas, version: Version, label: str, keep: bool, in_flight: bool, run: str | None, write: float
-) -> tuple[LoadReport, PublishTimings]:
+    replicas: Replicas, version: Version, label: str, keep: bool, in_flight: bool, run: str | None
+) -> LoadReport:
     """Have all servers take a version; `label` is what they say sampled a token from then on. keep: whether they are to
     hold it, for the next to be a delta from. in_flight: whether requests under way go on by it. run: as which the files
-    are sent; None where servers see them. write: seconds it took to write them. Returns what the servers loaded, or,
-    where one staged other bytes than were written or other names than it has layers, what that one read, and then no
-    server has changed. A server that is lost on the way is left out. Raises `EngineError` naming those that failed."""
-    clock, count = asyncio.get_running_loop().time, len(replicas.present())
-    times, folders = [clock()], {}
+    are sent; None where servers see them. Returns what the servers loaded, or, where one staged other bytes than were
+    written or other names than it has layers, what that one read, and then no server has changed. A server that is lost
+    on the way is left out. Raises `EngineError` naming those that failed."""
+    own, count, folders = str(version.folder.absolute()), len(replicas.present()), {}
     if run is not None:
         folders = await replicas.on_all(lambda replica: replica.send(version, run, count))
-    times.append(clock())
-    own = str(version.folder.absolute())
     staged = await replicas.on_all(lambda replica: replica.stage(version, folders.get(replica, own), keep))
-    times.append(clock())
-    report = next((report for report in staged.values() if not report.took_all_of(version.digest)), None)
-    if report is not None:
+    unfit = next((report for report in staged.values() if not report.took_all_of(version.digest)), None)
+    if unfit is not None:
         await replicas.on_all(lambda replica: replica.abandon())
-    else:
-        loaded = await replicas.on_all(lambda replica: replica.commit(version, label, in_flight))
-        report = next(iter(loaded.values()))
-        times.append(clock())
-    send, stage, *pause = (late - early for early, late in pairwise(times))
-    whole = version.base is None
-    return report, PublishTimings(version.bytes, whole=whole, write=write, send=send, stage=stage, pause=sum(pause))
+        return unfit
+    loaded = await replicas.on_all(lambda replica: replica.commit(version, label, in_flight))
+    return next(iter(loaded.values()))
 
 
 async def held_digests(replicas: Replicas) -> list[str | None]:
