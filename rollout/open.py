@@ -57,9 +57,9 @@ def serve_rollouts(
     of the `with`. key: that they ask for, None for none. more: options of vLLM's, which win. What they print is written
     beside the checkpoint. Raises `EngineError` where one cannot start."""
     from qarl.rollout.servers.vllm.start import start_replicas, stop_replicas
-    from qarl.rollout.vllm.options import vllm_options
+    from qarl.rollout.vllm.options import VllmOptions
 
-    options, logs = vllm_options(rollout, dtype, False), checkpoint.parent
+    options, logs = VllmOptions(rollout, dtype), checkpoint.parent
     replicas = start_replicas(checkpoint, options, ports, key, logs, rollout.server_seconds, host, more, devices)
     try:
         yield replicas
@@ -68,13 +68,13 @@ def serve_rollouts(
 
 
 def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, multi_process: bool, on_servers: bool) -> Engine:
-    from qarl.rollout.vllm.options import vllm_options
+    from qarl.rollout.vllm.options import VllmOptions
 
-    options = vllm_options(rollout, dtype, multi_process)
+    options = VllmOptions(rollout, dtype, multi_process)
     if on_servers:
         from qarl.rollout.servers.open import open_servers
 
-        return open_servers(checkpoint, rollout, options)
+        return open_servers(checkpoint, options)
     from qarl.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(checkpoint, options)

@@ -37,11 +37,10 @@ sys.path.insert(0, str(ROOT))
 from qarl.bench.random_policy import random_policy  # noqa: E402
 from qarl.bench.record import record  # noqa: E402
 from qarl.configs.load import load_config  # noqa: E402
-from qarl.configs.schema.run import RolloutConfig  # noqa: E402
 from qarl.rollout.engine import EngineError  # noqa: E402
 from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
 from qarl.rollout.servers.vllm.replica import VllmReplica  # noqa: E402
-from qarl.rollout.vllm.options import prepare_environment, vllm_options  # noqa: E402
+from qarl.rollout.vllm.options import VllmOptions, prepare_environment  # noqa: E402
 from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  # noqa: E402
 from tests.support.learner_faults import VARIABLE  # noqa: E402
 from tests.support.runs import SMALL, Run, lines  # noqa: E402
@@ -224,10 +223,8 @@ class Trial:
 
         def ask() -> None:
             try:
-                ServerEngine(
-                    VllmReplica, [url], KEY, folder, farm.checkpoint, farm.options,
-                    RolloutConfig(server_seconds=SECONDS), "another run",
-                ).close()  # fmt: skip
+                options = VllmOptions(farm.options.rollout.model_copy(update={"server_seconds": SECONDS}))
+                ServerEngine(VllmReplica, [url], KEY, folder, farm.checkpoint, options, "another run").close()
                 self._second.append("a second learner was not refused")
             except EngineError as error:
                 self._second.append(str(error))
@@ -268,7 +265,7 @@ def set_up(
         inside = Run("train", *base, "--output", str(folder / "inside")).wait()
         assert inside.returncode == 0, inside.stderr
         config = load_config(None, {"rollout.max_prompt_tokens": "64", "rollout.max_new_tokens": "8"})
-        options = vllm_options(config.rollout, config.dtype, False)
+        options = VllmOptions(config.rollout, config.dtype)
         farm = Farm(folder / "inside" / "engine-start", options, folder / "servers")
         served = [*base, "--rollout.servers", farm.urls(), "--rollout.server_transfer", transfer]
 

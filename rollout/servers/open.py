@@ -8,7 +8,6 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.vllm.access import server_key
@@ -17,10 +16,10 @@ from qarl.rollout.servers.vllm.start import ServerProcess, free_ports, start_rep
 from qarl.rollout.vllm.options import VllmOptions
 
 
-def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions) -> ServerEngine:
+def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
     """The engine of `rollout.servers`. checkpoint: what servers of the run's own start on, in the run's folder, where
     its name is kept and weight versions are written, unless `rollout.server_folder` says otherwise."""
-    run, servers = checkpoint.absolute().parent, rollout.servers
+    run, rollout, servers = checkpoint.absolute().parent, options.rollout, options.rollout.servers
     assert servers is not None
     learner, publishes = run_name(run), not options.multi_process or _is_first()
     folder = Path(rollout.server_folder) / _folder_name(run, learner) if rollout.server_folder else run / "versions"
@@ -36,7 +35,7 @@ def open_servers(checkpoint: Path, rollout: RolloutConfig, options: VllmOptions)
         started = start_replicas(checkpoint, options, ports, key, run / "servers", rollout.server_seconds)
         urls = [server.url for server in started]
     return ServerEngine(
-        VllmReplica, urls, key, folder, checkpoint, options, rollout, learner, publishes,
+        VllmReplica, urls, key, folder, checkpoint, options, learner, publishes,
         at_end=lambda: stop_replicas(started),
     )  # fmt: skip
 

@@ -57,16 +57,16 @@ class VllmEngine:
             ) from error
 
         VllmEngine._open = True
-        if not options.enforce_eager:
+        if not options.rollout.enforce_eager:
             try:
-                refuse_graphs_over_freed_memory(options, {layer.kernel for layer in self.layers()})
+                refuse_graphs_over_freed_memory({layer.kernel for layer in self.layers()})
             except EngineError:
                 self.close()
                 raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """See `Engine.generate`. Log-probs are of the distribution sampled from where `VllmOptions.processed_logprobs`
-        is set, else of temperature 1 and all tokens."""
+        """See `Engine.generate`. Log-probs are of the distribution sampled from
+        (`VllmOptions.logprobs_mode`)."""
         self._refuse_half_loaded()
         inputs, params = _requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qarl.configs.errors import InputError
@@ -16,36 +16,23 @@ _SMALLEST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """dtype: "bfloat16", "float16" or "float32". max_model_len: prompt + completion tokens. kv_cache_gib:
-    size of the key/value cache in GiB. router_replay: return the experts that each token was routed to.
-    processed_logprobs: of sampled tokens at the temperature they are sampled at, not at 1. multi_process: this
-    process is one of several, each with an engine of its own, and torch's process group is open.
-    """
+    """rollout: a run's section. dtype: "bfloat16", "float16" or "float32". multi_process: this process is one of
+    several, each with an engine of its own, and torch's process group is open."""
 
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     dtype: str = "bfloat16"
-    max_model_len: int = 2048
-    max_num_seqs: int = 256
-    kv_cache_gib: int = 1
-    prefix_caching: bool = True
-    enforce_eager: bool = True
-    router_replay: bool = False
-    processed_logprobs: bool = False
     multi_process: bool = False
 
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and completion tokens."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
 
-def vllm_options(rollout: RolloutConfig, dtype: str, multi_process: bool) -> VllmOptions:
-    """The options that a run's `rollout` section and `dtype` stand for. multi_process: see `VllmOptions`."""
-    return VllmOptions(
-        dtype=dtype,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_new_tokens,
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_gib=rollout.kv_cache_gib or 1,
-        prefix_caching=rollout.prefix_caching,
-        enforce_eager=rollout.enforce_eager,
-        router_replay=rollout.router_replay,
-        processed_logprobs=rollout.temperature != 1.0,
-        multi_process=multi_process,
-    )
+    @property
+    def logprobs_mode(self) -> str:
+        """Of sampled tokens at the temperature they are sampled at. Of the prompt's tokens (the canary's) log-probs are
+        of temperature 1 either way."""
+        return "raw_logprobs" if self.rollout.temperature == 1.0 else "processed_logprobs"
 
 
 def prepare_environment() -> None:
@@ -70,7 +57,7 @@ def refuse_unsupported(options: VllmOptions) -> None:
             f"VLLM_CPU_INT4_W4A8={int4_as_w4a8}: on this CPU, which has AMX, vLLM would multiply int4 weights with "
             "int8 activations, which the w4a16 schemes do not say; unset it or set it to 0"
         )
-    if options.router_replay and not torch.cuda.is_available():
+    if options.rollout.router_replay and not torch.cuda.is_available():
         raise EngineError(
             "rollout.router_replay: vLLM returns expert choices through its V2 model runner alone, which needs "
             "Triton and so a GPU; set it to false on this machine"
@@ -79,34 +66,34 @@ def refuse_unsupported(options: VllmOptions) -> None:
 
 def llm_arguments(options: VllmOptions) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`, but for the checkpoint."""
+    rollout = options.rollout
     return {
         "dtype": options.dtype,
-        "enforce_eager": options.enforce_eager,
-        **_graph_arguments(options),
+        "enforce_eager": rollout.enforce_eager,
+        **_graph_arguments(rollout.enforce_eager),
         **_batch_invariant_arguments(),
         "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
+        "max_num_seqs": rollout.max_num_seqs,
         # Bytes, not a share of the device, which the learner needs too: the share is only compared with what is free.
-        "kv_cache_memory_bytes": options.kv_cache_gib * 2**30,
+        "kv_cache_memory_bytes": (rollout.kv_cache_gib or 1) * 2**30,
         "gpu_memory_utilization": _SMALLEST_SHARE,
-        "enable_prefix_caching": options.prefix_caching,
+        "enable_prefix_caching": rollout.prefix_caching,
         # Each engine is whole: tensor parallelism is 1. vLLM takes its place in the open group, no more.
         "distributed_executor_backend": "external_launcher" if options.multi_process else "uni",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "enable_return_routed_experts": options.router_replay,
-        # Of the prompt's tokens (the canary's) log-probs are of temperature 1 either way.
-        "logprobs_mode": "processed_logprobs" if options.processed_logprobs else "raw_logprobs",
-        **_cpu_arguments(options),
+        "enable_return_routed_experts": rollout.router_replay,
+        "logprobs_mode": options.logprobs_mode,
+        **_cpu_arguments(options.max_model_len),
     }
 
 
-def _graph_arguments(options: VllmOptions) -> dict[str, Any]:
+def _graph_arguments(enforce_eager: bool) -> dict[str, Any]:
     """CUDA graphs of vLLM's own kernels. Its default is to compile them by Inductor, whose norms round otherwise than
     the learner's (`quant.operators.rounding`)."""
     import torch
 
-    if options.enforce_eager or not torch.cuda.is_available():
+    if enforce_eager or not torch.cuda.is_available():
         return {}
     return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
 
@@ -118,18 +105,18 @@ def _batch_invariant_arguments() -> dict[str, Any]:
     return {"attention_backend": "FLASH_ATTN", "kernel_config": {"linear_backend_per_quant": linear_backends()}}
 
 
-def refuse_graphs_over_freed_memory(options: VllmOptions, kernels: Collection[str]) -> None:
+def refuse_graphs_over_freed_memory(kernels: Collection[str]) -> None:
     """Raise `EngineError` where captured graphs would read memory that a publish frees: Humming's kernels make their
     locks anew with every weight version. kernels: names of those that the engine's layers multiply with."""
     unsafe = sorted(name for name in kernels if "Humming" in name)
-    if unsafe and not options.enforce_eager:
+    if unsafe:
         raise EngineError(
             f"rollout.enforce_eager false with {unsafe[0]}: CUDA graphs would keep locks that this kernel replaces "
             "with every weight version; set rollout.enforce_eager true"
         )
 
 
-def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
+def _cpu_arguments(max_model_len: int) -> dict[str, Any]:
     """On CPUs prompts are scheduled whole: vLLM 0.32 rewinds a seeded request's generator when a prompt is cut in
     chunks, which torch's CPU generator cannot do ("CPU Generator does not use offset")."""
     import torch
@@ -138,5 +125,5 @@ def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
         return {}
     return {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, options.max_model_len),
+        "max_num_batched_tokens": max(8192, max_model_len),
     }

@@ -36,7 +36,7 @@ from qarl.sync.publisher import Publisher, PublishError
 from tests.support.engines import SEQUENCES, disturb, make_model
 from tests.support.fault_proxy import Fault, Proxy
 
-OPTIONS = VllmOptions(max_model_len=512, max_num_seqs=16)
+ROLLOUT = RolloutConfig(servers=1, max_prompt_tokens=256, max_new_tokens=256, max_num_seqs=16, server_seconds=60)
 PROMPTS = [Prompt(str(number), "", tuple(sequence)) for number, sequence in enumerate(SEQUENCES)]
 SAMPLING = Sampling(samples=2, max_new_tokens=8, seed=3)
 
@@ -57,19 +57,16 @@ def served(random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("served")
     model = make_model(random_policy(True), "w4a16")
     export_checkpoint(model, random_policy(True), folder / "start")
-    replicas = start_replicas(folder / "start", OPTIONS, free_ports(1), "the key", folder, seconds=240)
+    replicas = start_replicas(folder / "start", VllmOptions(ROLLOUT), free_ports(1), "the key", folder, seconds=240)
     disturb(model, 0)
     yield Served(model, replicas[0].url, "the key", folder / "start", replicas[0].received)
     stop_replicas(replicas)
     assert replicas[0].process.poll() is not None and not replicas[0].received.exists()
 
 
-def joined(
-    served: Served, folder: Path, learner: str = "one", staleness: int = 0, transfer: str = "files", **changes: object
-) -> ServerEngine:
-    tree = {"servers": 1, "server_seconds": 60, "max_staleness": staleness, "server_transfer": transfer}
-    options, rollout = dataclasses.replace(OPTIONS, **changes), RolloutConfig.model_validate(tree)
-    return ServerEngine(VllmReplica, [served.url], served.key, folder, served.checkpoint, options, rollout, learner)
+def joined(served: Served, folder: Path, learner: str = "one", **changes: object) -> ServerEngine:
+    options = VllmOptions(ROLLOUT.model_copy(update=changes))
+    return ServerEngine(VllmReplica, [served.url], served.key, folder, served.checkpoint, options, learner)
 
 
 def nudge(model: LowBitModel) -> None:
@@ -135,18 +132,18 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(served: Serve
 
     proxy = Proxy(served.url)
     proxy.reset(Fault("half a request", "send", 2))
-    engine = joined(served._replace(url=proxy.url), tmp_path / "sent", transfer="http")
+    engine = joined(served._replace(url=proxy.url), tmp_path / "sent", server_transfer="http")
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1)
     first = publisher.publish(1)
     assert proxy.struck and "broke off its answer to /qarl/versions/1/tensors-0.safetensors" in caplog.text
     assert first.digest == read.digest and engine.logprobs(SEQUENCES) == known
-    assert engine.sent and engine.sent.whole and engine.sent.send > 0
     nudge(model)
     second = publisher.publish(2)
     assert first.canary and second.canary and first.canary.mean_abs == second.canary.mean_abs == 0
-    assert not engine.sent.whole and engine.logprobs(SEQUENCES) != known
+    assert engine.logprobs(SEQUENCES) != known
     assert [folder.name for folder in kept.iterdir()] == ["version-2"]
     assert contents(kept / "version-2") == contents(tmp_path / "sent" / "version-2")
+    assert contents(kept / "version-2").keys() == {"delta", "manifest.json"}
 
     shutil.rmtree(kept)
     kept.write_text("no folder")
@@ -155,7 +152,8 @@ def test_a_version_that_is_sent_is_the_one_that_is_read_from_files(served: Serve
         publisher.publish(3)
     kept.unlink()
     third = publisher.publish(3)
-    assert third.canary and third.canary.mean_abs == 0 and engine.sent.whole
+    assert third.canary and third.canary.mean_abs == 0
+    assert "delta" not in contents(kept / "version-3")
     engine.close()
     proxy.close()
 
@@ -168,7 +166,7 @@ def test_what_else_is_sent_to_a_server_is_refused(served: Served, tmp_path: Path
     """Contract: without the key, as another run, under other names, without a length, more than was announced, in
     another order, or no version at all: refused, and nothing of it is left but what was announced. A version of two
     files gets its name with the second."""
-    engine = joined(served, tmp_path / "own", transfer="http")
+    engine = joined(served, tmp_path / "own", server_transfer="http")
     engine.load(served.model.low_bit_tensors(), 1)
     known = engine.logprobs(SEQUENCES)
     write_version([LowBitTensor("a.weight", torch.arange(64))], tmp_path, 5)
@@ -219,7 +217,7 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
     odd = [master.detach().clone() for master in model.masters.values()]
     disturb(model, 5)
     even = [master.detach().clone() for master in model.masters.values()]
-    engine = joined(served, tmp_path, staleness=2)
+    engine = joined(served, tmp_path, max_staleness=2)
     publisher = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1000)
 
     def publish(version: int) -> None:
@@ -322,9 +320,9 @@ def test_a_server_is_refused_for_what_it_is(served: Served, tmp_path: Path):
     with pytest.raises(EngineError, match=r"refused the API key.*QARL_SERVER_KEY"):
         joined(served._replace(key="another"), tmp_path)
     with pytest.raises(EngineError, match=r"takes 512 tokens.*--max-model-len 513"):
-        joined(served, tmp_path, max_model_len=513)
+        joined(served, tmp_path, max_new_tokens=257)
     with pytest.raises(EngineError, match="gives raw_logprobs"):
-        joined(served, tmp_path, processed_logprobs=True)
+        joined(served, tmp_path, temperature=0.5)
     with pytest.raises(EngineError, match="qarl serve-rollouts"):
         joined(served._replace(url=f"http://127.0.0.1:{free_ports(1)[0]}"), tmp_path)
     one = joined(served, tmp_path)

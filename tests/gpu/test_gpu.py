@@ -148,6 +148,7 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
 ):
     """Audit, five publishes of changing weights, log-probs those of an engine loaded afresh: bit for bit, or, where
     sums change their order from call to call, within twice what two calls of the fresh engine differ by."""
+    from qarl.configs.schema.run import RolloutConfig
     from qarl.quant.checkpoint.load import load_masters
     from qarl.rollout.vllm.engine import VllmEngine
     from qarl.rollout.vllm.options import VllmOptions
@@ -157,7 +158,7 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
 
     need(scheme, "vllm", experts)
     folder = (random_experts if experts else random_policy)(False)
-    options = VllmOptions(max_model_len=128, enforce_eager=eager)
+    options = VllmOptions(RolloutConfig(max_prompt_tokens=64, max_new_tokens=64, enforce_eager=eager))
     masters = load_masters(folder, torch.float32, torch.device("cuda"))
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(DTYPE, "vllm"))
     sequences = [list(range(20, 60)), [5] * 20]

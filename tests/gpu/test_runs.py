@@ -15,6 +15,7 @@ import torch
 from qarl.bench.mismatch import MismatchOptions, measure
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
+from qarl.configs.schema.run import RolloutConfig
 from qarl.plan.machine import this_machine
 from qarl.plan.memory import LIBRARIES
 from qarl.plan.plan import make_plan
@@ -59,7 +60,8 @@ def test_the_engines_experts_are_the_learners(random_experts: Callable[[bool], P
         load_masters(folder, torch.float32, torch.device("cuda")), get_scheme(scheme), LayerContext(BF16, "vllm")
     )
     export_checkpoint(model, folder, tmp_path / "start")
-    engine = VllmEngine(tmp_path / "start", VllmOptions(max_model_len=128, router_replay=True, prefix_caching=False))
+    rollout = RolloutConfig(max_prompt_tokens=64, max_new_tokens=64, router_replay=True, prefix_caching=False)
+    engine = VllmEngine(tmp_path / "start", VllmOptions(rollout))
     try:
         assert engine._llm.llm_engine.vllm_config.use_v2_model_runner
         prompts = [Prompt(str(n), "", tuple(range(20 + n, 40 + n))) for n in range(16)]

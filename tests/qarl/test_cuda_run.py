@@ -9,6 +9,7 @@ from qarl.advice import mismatch as run_mismatch
 from qarl.bench import mismatch as bench_mismatch
 from qarl.bench.mismatch import MismatchOptions
 from qarl.configs.load import load_config
+from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments, refuse_graphs_over_freed_memory
 
@@ -17,7 +18,7 @@ def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):
     """vLLM's default compiles by Inductor, whose norms round twice; the learner's round once."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "compilation_config" not in llm_arguments(VllmOptions())
-    arguments = llm_arguments(VllmOptions(enforce_eager=False))
+    arguments = llm_arguments(VllmOptions(RolloutConfig(enforce_eager=False)))
     assert arguments["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL"}
     assert arguments["enforce_eager"] is False
 
@@ -25,9 +26,8 @@ def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):
 def test_graphs_are_refused_over_memory_that_a_publish_frees():
     kernels = {"MacheteLinearKernel", "HummingLinearKernel, activations in the compute dtype"}
     with pytest.raises(EngineError, match=r"with HummingLinearKernel.*set rollout.enforce_eager true"):
-        refuse_graphs_over_freed_memory(VllmOptions(enforce_eager=False), kernels)
-    refuse_graphs_over_freed_memory(VllmOptions(enforce_eager=True), kernels)
-    refuse_graphs_over_freed_memory(VllmOptions(enforce_eager=False), {"MacheteLinearKernel", "unquantized"})
+        refuse_graphs_over_freed_memory(kernels)
+    refuse_graphs_over_freed_memory({"MacheteLinearKernel", "unquantized"})
 
 
 def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from qarl.configs.load import load_config
+from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -35,9 +36,9 @@ def start_engine(
     the temperature that tokens are sampled at."""
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
-    return VllmEngine(
-        checkpoint, VllmOptions(dtype=dtype, max_model_len=64, max_num_seqs=16, processed_logprobs=processed)
-    )
+    temperature = 0.5 if processed else 1.0
+    rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=16, temperature=temperature)
+    return VllmEngine(checkpoint, VllmOptions(rollout, dtype))
 
 
 def stage(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], changed: Collection[str]) -> Any:

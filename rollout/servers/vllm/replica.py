@@ -120,7 +120,7 @@ def _one(reports: list[Any], url: str, kind: str) -> LoadReport:
 
 
 def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> None:
-    mode = "processed_logprobs" if options.processed_logprobs else "raw_logprobs"
+    mode = options.logprobs_mode
     if state["logprobs_mode"] != mode:
         raise EngineError(
             f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "

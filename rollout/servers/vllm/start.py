@@ -53,13 +53,7 @@ class ServerProcess:
 def replica_command(checkpoint: Path, options: VllmOptions, host: str, port: int, more: Sequence[str]) -> list[str]:
     """The command of one replica on a checkpoint, for the environment `replica_environment`. more: options of vLLM's,
     which win."""
-    served = ServerSpec(
-        folder=checkpoint,
-        name="policy",
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        kv_cache_gib=options.kv_cache_gib,
-    )
+    served = ServerSpec(folder=checkpoint, name="policy", dtype=options.dtype)  # the rest is in what follows, and wins
     settings = {name: value for name, value in llm_arguments(options).items() if name not in _OF_ONE_PROCESS}
     return server_command(served, host, port, [
         *_as_flags(settings), "--enable-scale-out", "--uvicorn-log-level", "warning",
