@@ -68,13 +68,10 @@ class TinyRecipe:
     """Everything that decides the bytes of a tiny policy, besides library versions and the CPU.
 
     Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the feed-forward layers
-    are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`.
+    are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`. Inputs of a Linear
+    are multiples of 128 (W4A16's group size), outputs of 32 (what low-bit kernels tile by).
     task: what the warm start teaches, with its own options; `warm_start_steps=0` leaves the weights at random
     initialization. outliers: factor of `widen_columns` after it; 1 leaves the weights as trained.
-
-    Raises:
-        ValueError: a decoder Linear whose inputs are no multiple of 128 (W4A16's group size) or whose
-            outputs are no multiple of 32 (what low-bit kernels tile by).
     """
 
     version: int = 1
@@ -99,15 +96,6 @@ class TinyRecipe:
     warm_start_weight_decay: float = 0.1
     outliers: float = 1.0
 
-    def __post_init__(self) -> None:
-        heads_width = self.num_attention_heads * self.head_dim
-        keys_width = self.num_key_value_heads * self.head_dim
-        for inputs in (self.hidden_size, self.intermediate_size, self.moe_intermediate_size, heads_width):
-            if inputs % 128:
-                raise ValueError(f"a Linear would have {inputs} inputs; every size must be a multiple of 128")
-        if keys_width % 32:
-            raise ValueError(f"k_proj would have {keys_width} outputs; it must be a multiple of 32")
-
 
 _LONG = TinyRecipe(task="running_total", warm_start_steps=300, warm_start_batch=64, outliers=4.0)
 RECIPES = {
@@ -128,26 +116,19 @@ def to_stderr(message: str) -> None:
     sys.stderr.write(message + "\n")
 
 
-def ensure_tiny(name: str, cache: Path | None = None, progress: Progress = to_stderr) -> Path:
-    """The model folder of the embedded policy `name`, built now if the cache lacks it.
-
-    Args:
-        name: one of `tiny_names()`.
-        cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl.
-        progress: told in one line what is being built, and why.
-
-    Raises:
-        ValueError: unknown name.
-    """
+def ensure_tiny(name: str) -> Path:
+    """The model folder of one of `tiny_names()`, built now if the cache lacks it. Raises `ValueError` for an unknown
+    name."""
     if name not in RECIPES:
         raise ValueError(f"unknown embedded policy {name!r}; known: {', '.join(tiny_names())}")
-    return ensure_recipe(name, RECIPES[name], cache, progress)
+    return ensure_recipe(name, RECIPES[name])
 
 
 def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, progress: Progress = to_stderr) -> Path:
     """As `ensure_tiny`, for any recipe: the verified folder `<cache>/<name>-<hash of recipe and versions>`.
 
-    The folder's manifest is checked, file by file, on every call; a stale or damaged folder is rebuilt.
+    cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl. progress: told in one line what is being
+    built, and why. The folder's manifest is checked, file by file, on every call; a damaged folder is rebuilt.
     Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
     Raises `ModelError` where the cache lacks it and cannot be written.
     """
@@ -156,12 +137,14 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, prog
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
-            faults = find_faults(folder, recipe) if folder.exists() else ["not built yet"]
+            faults = find_faults(folder) if folder.exists() else ["not built yet"]
             if faults:
                 progress(f"building {name} in {folder}: {'; '.join(faults)}")
-                _rebuild(recipe, folder, progress)
+                shutil.rmtree(folder, ignore_errors=True)
+                with written_aside(folder) as building:
+                    build_tiny(recipe, building, progress)
     except OSError as error:
-        if folder.exists() and not find_faults(folder, recipe):
+        if folder.exists() and not find_faults(folder):
             return folder  # a cache to read only, that holds it
         raise ModelError(
             f"cannot keep {name} in the cache {str(cache)!r}: {error.strerror or error}; name another folder in "
@@ -170,22 +153,17 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, prog
     return folder
 
 
-def find_faults(folder: Path, recipe: TinyRecipe) -> list[str]:
-    """What is wrong with a built folder, one phrase each, naming the file; empty if this recipe, intact."""
+def find_faults(folder: Path) -> list[str]:
+    """What is wrong with a built folder, one phrase each, naming the file; empty if intact."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        built_from, files = manifest["recipe"], dict(manifest["files"])
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        expected = {name: files[name] for name in MODEL_FILES}
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{MANIFEST} is unreadable ({type(error).__name__}: {error})"]
-    if built_from != _recipe_facts(recipe):
-        return [f"{MANIFEST} is of another recipe"]
-    faults = [f"{MANIFEST} does not list {name}" for name in MODEL_FILES if name not in files]
-    for name, expected in files.items():
-        if not (folder / name).is_file():
-            faults.append(f"{name} is missing")
-        elif _fingerprint(folder / name) != expected:
-            faults.append(f"{name} is damaged (its sha256 or size differs)")
-    return faults
+    missing = [f"{name} is missing" for name in MODEL_FILES if not (folder / name).is_file()]
+    present = [name for name in MODEL_FILES if (folder / name).is_file()]
+    damaged = [name for name in present if _fingerprint(folder / name) != expected[name]]
+    return [*missing, *(f"{name} is damaged (its sha256 or size differs)" for name in damaged)]
 
 
 def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stderr) -> None:
@@ -202,7 +180,8 @@ def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stde
         widen_columns(dict(model.named_parameters()), recipe.outliers)
     tokenizer.save_pretrained(directory, save_jinja_files=False)  # the template inside tokenizer_config.json
     model.save_pretrained(directory)
-    _write_manifest(directory, recipe)
+    files = {name: _fingerprint(directory / name) for name in MODEL_FILES}
+    (directory / MANIFEST).write_text(json.dumps({"recipe": _recipe_facts(recipe), "files": files}, indent=2) + "\n")
 
 
 def recipe_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
@@ -326,19 +305,6 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _rebuild(recipe: TinyRecipe, folder: Path, progress: Progress) -> None:
-    """Build anew. The caller holds the lock."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with written_aside(folder) as building:
-        build_tiny(recipe, building, progress)
-
-
-def _write_manifest(directory: Path, recipe: TinyRecipe) -> None:
-    files = {name: _fingerprint(directory / name) for name in MODEL_FILES}
-    manifest = {"recipe": _recipe_facts(recipe), "files": files}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -128,13 +128,6 @@ def test_every_quantized_linear_tiles(name) -> None:
             assert module.in_features % 128 == 0 and module.out_features % 32 == 0
 
 
-def test_sizes_that_do_not_tile_are_refused() -> None:
-    with pytest.raises(ValueError, match="96 inputs"):
-        TinyRecipe(intermediate_size=96)
-    with pytest.raises(ValueError, match="k_proj would have 16 outputs"):
-        TinyRecipe(num_attention_heads=8, num_key_value_heads=1, head_dim=16)
-
-
 @given(text=st.text())
 @settings(max_examples=examples(150))
 def test_any_text_survives_the_tokenizer(text, tokenizer) -> None:
@@ -187,43 +180,33 @@ def test_damage_is_named_and_repaired(cache, built) -> None:
     messages: list[str] = []
     assert ensure_recipe("small", SMALL, cache, messages.append) == folder
     assert "model.safetensors is damaged" in messages[0] and "config.json is missing" in messages[0]
-    assert find_faults(folder, SMALL) == []
+    assert find_faults(folder) == []
 
 
-@pytest.mark.parametrize(
-    ("manifest", "fault"),
-    [
-        (None, "unreadable"),
-        ("{", "unreadable"),
-        ('{"recipe": {"version": 0}, "files": {}}', "another recipe"),
-    ],
-)
-def test_faulty_manifests_are_noticed(manifest, fault, cache, built) -> None:
+@pytest.mark.parametrize("manifest", [None, "{", '{"files": {}}'])
+def test_faulty_manifests_are_noticed(manifest, cache, built) -> None:
     folder = cache / built.name
     (folder / MANIFEST).unlink()
     if manifest is not None:
         (folder / MANIFEST).write_text(manifest)
-    (found,) = find_faults(folder, SMALL)
-    assert MANIFEST in found and fault in found
+    (found,) = find_faults(folder)
+    assert MANIFEST in found and "unreadable" in found
 
 
-def test_a_stale_folder_is_rebuilt_and_a_dead_builds_leftover_removed(cache, built) -> None:
+def test_a_dead_builds_leftover_is_removed(cache, built) -> None:
     folder = cache / built.name
-    manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["recipe"]["versions"]["torch"] = "0.1"
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).unlink()
     leftover = folder.with_name(f"{folder.name}.part")
     leftover.mkdir()
     (leftover / "junk").touch()
-    messages: list[str] = []
-    ensure_recipe("small", SMALL, cache, messages.append)
-    assert "another recipe" in messages[0] and find_faults(folder, SMALL) == []
+    ensure_recipe("small", SMALL, cache, silent)
+    assert find_faults(folder) == []
     assert not leftover.exists() and not (folder / "junk").exists()
 
 
 def test_two_recipes_never_share_a_folder(cache, built) -> None:
     other = ensure_recipe("small", replace(SMALL, warm_start_steps=0), cache, silent)
-    assert other != cache / built.name and find_faults(cache / built.name, SMALL) == []
+    assert other != cache / built.name and find_faults(cache / built.name) == []
 
 
 def test_two_at_once_build_once(tmp_path) -> None:
@@ -231,13 +214,13 @@ def test_two_at_once_build_once(tmp_path) -> None:
     messages: list[str] = []
     with ThreadPoolExecutor(2) as racers:
         folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path, messages.append), range(2)))
-    assert folders[0] == folders[1] and find_faults(folders[0], SMALL) == []
+    assert folders[0] == folders[1] and find_faults(folders[0]) == []
     assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
 
 
-def test_unknown_names_are_refused_with_the_known_ones(tmp_path) -> None:
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown embedded policy 'tiny'; known: tiny-qwen3"):
-        ensure_tiny("tiny", tmp_path)
+        ensure_tiny("tiny")
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch) -> None:
