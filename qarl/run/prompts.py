@@ -1,7 +1,7 @@
 """Problems → chat-templated prompts for one tokenizer, and completions → groups with rewards."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -117,17 +117,10 @@ def score_groups(
     a finite number."""
     answered = zip(problems, completions, strict=True)
     responses = [Response(problem, a.text, a.token_ids) for problem, answers in answered for a in answers]
-    rewards = iter(task.rewards(responses))
-    return [_group(prompt, answers, rewards) for prompt, answers in zip(prompts, completions, strict=True)]
-
-
-def _group(prompt: Prompt, completions: Sequence[Completion], rewards: Iterator[float | None]) -> Group:
-    """Takes as many rewards as there are completions."""
-    own = zip(completions, islice(rewards, len(completions)), strict=True)
-    scored = [(completion, reward) for completion, reward in own if reward is not None]
-    return Group(
-        prompt=prompt,
-        completions=tuple(completion for completion, _ in scored),
-        rewards=tuple(reward for _, reward in scored),
-        unscored=len(completions) - len(scored),
-    )
+    rewards, groups = iter(task.rewards(responses)), []
+    for prompt, answers in zip(prompts, completions, strict=True):
+        own = zip(answers, islice(rewards, len(answers)), strict=True)
+        scored = [(completion, reward) for completion, reward in own if reward is not None]
+        kept, numbers = tuple(completion for completion, _ in scored), tuple(reward for _, reward in scored)
+        groups.append(Group(prompt=prompt, completions=kept, rewards=numbers, unscored=len(answers) - len(kept)))
+    return groups
