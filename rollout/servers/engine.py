@@ -20,7 +20,7 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.servers.protocol import Replica, seconds_of
-from qarl.rollout.servers.publish import held_digests, publish_files
+from qarl.rollout.servers.publish import publish_files
 from qarl.rollout.servers.replicas import Replicas, all_of
 from qarl.rollout.servers.sender import VersionSender
 from qarl.rollout.servers.versions import Version
@@ -177,9 +177,10 @@ class ServerEngine:
             self._loop.call_soon_threadsafe(self._replicas.allow_pauses, seconds_of(tensor_bytes))
 
     async def _held(self) -> list[str | None]:
-        """What servers hold, those taken back too."""
+        """The digest of the version that each worker of each server holds, those taken back too; None for nothing."""
         await self._replicas.readmit(self._answering, self._claimed)
-        return await held_digests(self._replicas)
+        held_by_each = await self._replicas.on_all(lambda server: server.held())
+        return [digest for digests in held_by_each.values() for digest in digests]
 
     async def _to_all(self, written: Version) -> LoadReport:
         """What the servers loaded; a delta that some refuse is followed by the whole version."""

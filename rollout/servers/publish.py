@@ -33,9 +33,3 @@ async def publish_files(
         return unfit
     loaded = await replicas.on_all(lambda replica: replica.commit(version, label, in_flight))
     return next(iter(loaded.values()))
-
-
-async def held_digests(replicas: Replicas) -> list[str | None]:
-    """Of the version that each worker of each server holds, and samples by; None where it holds none."""
-    held_by_each = await replicas.on_all(lambda replica: replica.held())
-    return [digest for digests in held_by_each.values() for digest in digests]

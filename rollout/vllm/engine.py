@@ -137,7 +137,7 @@ class VllmEngine:
         """See `Engine.shared_layers`."""
         from qarl.quant.kernels.engine_layers import EngineLayers
 
-        return EngineLayers(self._call("collective_rpc", _loaded_model)[0])
+        return EngineLayers(self._call("collective_rpc", lambda worker: worker.model_runner.get_model())[0])
 
     def close(self) -> None:
         """Free the engine's memory and torch's process group, so that another can start in this process."""
@@ -164,10 +164,6 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}") from error
-
-
-def _loaded_model(worker: Any) -> Any:
-    return worker.model_runner.get_model()
 
 
 def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[str, list[int]]], list[Any]]:

@@ -11,7 +11,7 @@ from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
-from tests.support.runs import qarl
+from tests.support.runs import SMALL, lines, qarl
 
 MIXED = "first:1=bf16,*.down_proj=w8a8"
 
@@ -83,15 +83,12 @@ def test_transformers_loads_a_mixed_export(
 @pytest.mark.slow
 def test_a_run_with_layer_rules(tmp_path: Path):
     run = tmp_path / "run"
-    done = qarl(
-        "train", "--layers", MIXED, "--steps", "2", "--prompts", "8", "--samples", "4", "--eval.problems", "16",
-        "--mini-batches", "2", "--output", run,
-    )  # fmt: skip
+    done = qarl("train", *SMALL, "--layers", MIXED, "--steps", "2", "--output", run)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of the exported checkpoint in a fresh engine" in done.stdout
     for line in ("down_proj", "w8a8", "w4a16", "bf16"):
         assert line in done.stdout
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = lines(run)
     assert [m["weight_version"] for m in metrics] == [1, 2]
     assert all(m["learn/mismatch/mean_abs"] < 0.005 for m in metrics)
     written = json.loads((run / "export" / "config.json").read_text())["quantization_config"]

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qarl.rollout.servers.vllm.start import free_ports
 from qarl.rollout.types import Prompt, Sampling
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.profiles import thorough
@@ -30,7 +31,7 @@ def request(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 @contextmanager
 def server(export: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """The command in a session of its own, and its address; nothing of that session is left at the end."""
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "qarl", "serve", str(export), "--port", str(port), "--", "--max-num-seqs", "4"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -68,19 +69,13 @@ def test_a_served_export_answers_with_the_engines_tokens(random_policy: Callable
 
 def assert_the_example_asks(export: Path) -> None:
     """examples/serve_export.sh serves, gets an answer to its question, and leaves nothing running."""
-    script, port = Path(__file__).parents[2] / "examples/serve_export.sh", free_port()
+    script, port = Path(__file__).parents[2] / "examples/serve_export.sh", free_ports(1)[0]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run([str(script), str(export), str(port)], env=env, capture_output=True, text=True, timeout=300)
     answer = json.loads(done.stdout[done.stdout.index("{") :])
     assert done.returncode == 0 and len(answer["choices"]) == 1, done.stdout + done.stderr
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server is left"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _ends(session: int, patience: float = 10.0) -> bool:
