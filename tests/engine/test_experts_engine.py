@@ -156,9 +156,15 @@ ONE_ALONE = "model.layers.1.mlp.experts.*=w4a16-g32"
     ],
 )
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
-    random_experts: Callable[[bool], Path], tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool, layers: str,
+    random_experts: Callable[[bool], Path],
+    tmp_path: Path,
+    kind: str,
+    scheme: str,
+    dtype: str,
+    tied: bool,
+    layers: str,
     publishes: int,
-):  # fmt: skip
+):
     """Contract: before and after publishes of changing weights the engine holds, expert by expert, the tensors of the
     learner's own product, multiplies to the same bits, and answers as an engine that loaded the last weights from
     disk; so do layers of experts in different schemes, and a router that is quantized by its exact name. oneDNN's

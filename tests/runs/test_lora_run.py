@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs import SMALL, lines, qarl
+from tests.support.runs import SMALL, lines, succeeded
 
 LORA = ["--learner.lora.name", "lora", "--learner.lora.rank", "8", "--lr", "5e-3", "--learner.kl.name", "k3"]
 
@@ -18,19 +18,16 @@ def test_a_lora_run_from_start_to_export(tmp_path: Path):
     adapted layers differ from what the engine started with and everything else is the same bit for bit. The first
     policy is the KL's reference."""
     run = tmp_path / "run"
-    done = qarl("train", *SMALL, *LORA, "--learner.lora.targets", "*_proj", "--steps", "2", "--output", run)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded("train", *SMALL, *LORA, "--learner.lora.targets", "*_proj", "--steps", "2", "--output", run)
     assert "LoRA: rank 8, alpha 32 on 14 of 15 weight matrices; 32,768 parameters are trained" in done.stdout
     state = torch.load(run / "checkpoints" / "step-000002" / "state-00000.pt", weights_only=True)["learner"]
     assert all(name.endswith((".lora_A", ".lora_B")) for name in state["masters"]) and len(state["base"]) == 32
-    resumed = qarl("train", "--resume", run, "--steps", "3")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    succeeded("train", "--resume", run, "--steps", "3")
     metrics = lines(run)
     assert [m["weight_version"] for m in metrics] == [1, 2, 3] and len({m["digest"] for m in metrics}) == 3
     assert all(m["learn/mismatch/mean_abs"] < 0.005 and m["learn/updates"] in (1, 2) for m in metrics)
     assert 0 <= metrics[0]["learn/kl"] < metrics[2]["learn/kl"]
-    exported = qarl("export", run, "-o", tmp_path / "out")
-    assert exported.returncode == 0, exported.stderr
+    succeeded("export", run, "-o", tmp_path / "out")
     ours, theirs = (folder / "model.safetensors" for folder in (tmp_path / "out", run / "export"))
     assert ours.read_bytes() == theirs.read_bytes()
     start, end = load_file(run / "engine-start" / "model.safetensors"), load_file(ours)

@@ -34,7 +34,7 @@ from qarl.sync.export import export_checkpoint
 from tests.support import forks
 from tests.support.moe_models import with_tokenizer
 from tests.support.profiles import thorough
-from tests.support.runs import qarl
+from tests.support.runs import succeeded
 from tests.support.tensors import as_bytes
 
 BF16 = config_from_tree({"scheme": "bf16"})
@@ -252,8 +252,7 @@ def test_another_layout_is_refused(written, spoil: str, message: str):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 run of two steps, where a comparison expects it."""
     folder = tmp_path_factory.mktemp("runs") / "tiny-qwen3-bf16-seed0"
-    done = qarl("train", "--scheme", "bf16", "--output", folder, *SMALL, cwd=folder.parent)
-    assert done.returncode == 0, done.stderr
+    succeeded("train", "--scheme", "bf16", "--output", folder, *SMALL, cwd=folder.parent)
     return folder
 
 
@@ -298,8 +297,7 @@ def test_the_export_command(run: Path, tmp_path: Path):
     """One line, a folder `qarl eval` reads, and nothing else: no log, no progress bar, no file in the way."""
     (tmp_path / "cwd").mkdir()
     arguments = ("export", run, "-o", "out", "--ptq", "gptq", "--scheme", "w4a16", "--calibration", "16")
-    done = qarl(*arguments, cwd=tmp_path / "cwd")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(*arguments, cwd=tmp_path / "cwd")
     assert "by gptq to w4a16 on 16 sequences (" in done.stdout
     assert len(done.stdout.splitlines()) == 1
     assert not [word for word in ("it/s", "GPTQ", "INFO", "WARN") if word in done.stderr], done.stderr
@@ -314,10 +312,9 @@ def test_the_export_command(run: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_a_run_of_a_mixture_of_experts_is_exported(random_experts: Callable[[bool], Path], tmp_path: Path):
     run, model = tmp_path / "run", random_experts(True)
-    done = qarl("train", "--config", "tiny-qwen3-moe", "--model", model, "--scheme", "bf16", "--output", run, *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = qarl("export", run, "-o", tmp_path / "out", "--ptq", "rtn", "--scheme", "w4a16")
-    assert done.returncode == 0 and "by rtn to w4a16" in done.stdout, done.stdout + done.stderr
+    succeeded("train", "--config", "tiny-qwen3-moe", "--model", model, "--scheme", "bf16", "--output", run, *SMALL)
+    done = succeeded("export", run, "-o", tmp_path / "out", "--ptq", "rtn", "--scheme", "w4a16")
+    assert "by rtn to w4a16" in done.stdout
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import SMALL, lines, qarl
+from tests.support.runs import SMALL, lines, succeeded
 
 RECORDED = [*SMALL, "--steps", "2", "--eval.problems", "0", "--export", "false", "--record", "all"]
 MORE = ["--learner.kl.name", "k3", "--objective", "grpo", "--rollout.dynamic_sampling", "1"]
@@ -22,10 +22,8 @@ def test_a_replay_is_the_recorded_run_to_the_last_bit(tmp_path: Path):
     are those of the run with an engine. Blind spot: one process; groups that dynamic sampling dropped are not on
     record, so figures of all that was sampled are left out."""
     run, again = (tmp_path / name for name in ("run", "again"))
-    done = qarl("train", *RECORDED, *MORE, "--output", run)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = qarl("train", "--from-rollouts", run, "--output", again)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded("train", *RECORDED, *MORE, "--output", run)
+    done = succeeded("train", "--from-rollouts", run, "--output", again)
     assert f"equal to {run} to the last bit, in all 2 steps" in done.stdout
     assert not (again / "engine-start").exists() and not (again / "export").exists()
     for before, after in zip(lines(run), lines(again), strict=True):

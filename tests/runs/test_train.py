@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.runs import SMALL, Run, lines, qarl, qarl_alone, wait_for_lines
+from tests.support.runs import SMALL, Run, lines, qarl, qarl_alone, succeeded, wait_for_lines
 
 
 @pytest.mark.slow
@@ -32,8 +32,7 @@ from tests.support.runs import SMALL, Run, lines, qarl, qarl_alone, wait_for_lin
 )
 def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, more: list[str]):
     run = tmp_path / "run"
-    done = qarl("train", "--scheme", scheme, "--dtype", dtype, "--output", run, *SMALL, *more)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded("train", "--scheme", scheme, "--dtype", dtype, "--output", run, *SMALL, *more)
     assert "of the exported checkpoint in a fresh engine" in done.stdout
     metrics = lines(run)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
@@ -73,15 +72,13 @@ def test_kill_and_resume_gives_the_uninterrupted_run(tmp_path: Path):
     run that was never killed."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags = [*SMALL, "--steps", "6", "--export", "false"]
-    done = qarl("train", *flags, "--output", whole)
-    assert done.returncode == 0, done.stderr
+    succeeded("train", *flags, "--output", whole)
     process = Run("train", *flags, "--output", cut)
     wait_for_lines(process, cut / "metrics.jsonl", 3)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert 3 <= len((cut / "metrics.jsonl").read_text().splitlines()) < 6
-    resumed = qarl("train", "--resume", cut)
-    assert resumed.returncode == 0, resumed.stderr
+    succeeded("train", "--resume", cut)
     assert lines(cut) == lines(whole)
     tokens = [{file.name: file.read_bytes() for file in (run / "tokens").iterdir()} for run in (cut, whole)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
@@ -98,8 +95,7 @@ def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
     assert done.returncode == 130, done.stderr
     stopped = len(lines(run))
     assert f"stopped at step {stopped}; continue with: qarl train --resume" in done.stdout
-    resumed = qarl("train", "--resume", run, "--steps", str(stopped + 2))
-    assert resumed.returncode == 0, resumed.stderr
+    succeeded("train", "--resume", run, "--steps", str(stopped + 2))
     assert [m["step"] for m in lines(run)] == list(range(1, stopped + 3))
 
 
@@ -107,11 +103,10 @@ def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
 def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
     (tmp_path / "flat.py").write_text("def reward(problem, text):\n    return 1.0\n")
     run = tmp_path / "run"
-    done = qarl(
+    done = succeeded(
         "train", *SMALL, "--steps", "2", "--reward", "flat:reward", "--output", run, "--export", "false",
         folders=[tmp_path],
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     metrics = lines(run)
     assert "no step taught anything" in done.stdout
     assert [m["skipped_batches"] for m in metrics] == [1, 2]
@@ -152,8 +147,7 @@ def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path):
     assert done.returncode == 1, done.stderr
     assert "vLLM failed in 'generate' at weight version 2: the device fell off" in done.stderr
     assert f"checkpoint step-000002 is intact: qarl train --resume {run}" in done.stdout
-    resumed = qarl("train", "--resume", run)
-    assert resumed.returncode == 0, resumed.stderr
+    succeeded("train", "--resume", run)
     assert [m["step"] for m in lines(run)] == [1, 2, 3, 4]
 
 
@@ -187,24 +181,20 @@ sys.meta_path.insert(0, Break())
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("finished") / "run"
-    done = qarl("train", *SMALL, "--steps", "2", "--output", run)
-    assert done.returncode == 0, done.stderr
+    succeeded("train", *SMALL, "--steps", "2", "--output", run)
     return run
 
 
 @pytest.mark.slow
 def test_export_and_eval_commands(finished: Path, tmp_path: Path):
     """`qarl export` writes the same bytes the run's own export holds, and `qarl eval` reads both."""
-    exported = qarl("export", finished, "-o", tmp_path / "out")
-    assert exported.returncode == 0, exported.stderr
+    exported = succeeded("export", finished, "-o", tmp_path / "out")
     assert "loaded in a fresh engine" in exported.stdout
     ours, theirs = (d / "model.safetensors" for d in (tmp_path / "out", finished / "export"))
     assert ours.read_bytes() == theirs.read_bytes()
     asked, first = ["--problems", "64", "--max-new-tokens", "8"], tmp_path / "eval.json"
-    done = qarl("eval", finished, *asked, "--json", first)
-    assert done.returncode == 0, done.stderr
-    done = qarl("eval", tmp_path / "out", *asked, "--against", first)
-    assert done.returncode == 0, done.stderr
+    succeeded("eval", finished, *asked, "--json", first)
+    done = succeeded("eval", tmp_path / "out", *asked, "--against", first)
     assert "of 64 held-out problems" in done.stdout
     assert f"chain_sum: +0.0 points [+0.0, +0.0] against {finished}, by question" in done.stdout
 
@@ -214,8 +204,7 @@ def test_a_finished_run_can_be_continued(finished: Path, tmp_path: Path):
     """More steps after the end: the run goes on and its export is written anew."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    done = qarl("train", "--resume", run, "--steps", "3")
-    assert done.returncode == 0, done.stderr
+    succeeded("train", "--resume", run, "--steps", "3")
     assert [m["step"] for m in lines(run)] == [1, 2, 3]
     before, after = (d / "export" / "model.safetensors" for d in (finished, run))
     assert before.read_bytes() != after.read_bytes()

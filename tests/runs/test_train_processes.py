@@ -21,15 +21,16 @@ from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
 from qarl.run.session import check_input
 from tests.support.profiles import thorough
-from tests.support.runs import command, environment, lines, qarl
+from tests.support.runs import command, environment, lines, succeeded
 
 SMALL = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
+def started(*arguments: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
     """`qarl ARGUMENTS` going on, without a terminal."""
     return subprocess.Popen(
-        command(*arguments),
+        command(*arguments) if launcher is None else [*launcher, *arguments],
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -65,8 +66,7 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
     seen = read_metrics(two / "metrics.jsonl")
     assert [line["step"] for line in seen] == list(range(1, step + 1))
     assert not any(torch.is_tensor(t) and t.numel() == 0 for t in state["learner"]["masters"].values())
-    done = qarl("train", "--steps", "1", "--output", one, *adamw)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded("train", "--steps", "1", "--output", one, *adamw)
     (alone,) = read_metrics(one / "metrics.jsonl")
     for name in ("prompts", "reward", "response_tokens", "mixed_reward_groups"):
         assert seen[0][name] == alone[name], name
@@ -77,8 +77,7 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
         assert (ours["token_id"], ours["advantage"]) == (theirs["token_id"], theirs["advantage"])
         assert ours["learner_logprob"] == pytest.approx(theirs["learner_logprob"], abs=0.05)
         assert [ratio is None for ratio in ours["log_ratio"]] == [ratio is None for ratio in theirs["log_ratio"]]
-    done = qarl("train", "--resume", two, "--learner.zero_stage", "null", "--steps", str(step + 1))
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded("train", "--resume", two, "--learner.zero_stage", "null", "--steps", str(step + 1))
     assert [line["step"] for line in read_metrics(two / "metrics.jsonl")] == list(range(1, step + 2))
 
 
@@ -105,7 +104,7 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
 @pytest.mark.slow
 def test_torchrun_starts_the_same(tmp_path: Path):
     """The command is launched by torchrun as it is; input that is wrong is told once, and no run folder is made."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qarl"]
+    launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qarl"]
     run = tmp_path / "run"
     given = ["train", "--output", str(run), "--steps", "1", *SMALL[2:], "--rollout.prompts"]
     wrong = subprocess.run([*launch, *given, "15"], env=environment(), capture_output=True, text=True, timeout=300)
@@ -128,17 +127,9 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
     printed, _ = alone.communicate(timeout=400)
     assert alone.returncode == 0, printed
     port = str(free_ports(1)[0])
-    nodes = [
-        subprocess.Popen(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", rank,
-                "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1",
-                "-m", "qarl", "train", "--output", str(tmp_path / "two"), *given,
-            ],
-            env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
+    two = ("train", "--output", str(tmp_path / "two"), *given)
+    launch = [*TORCHRUN, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1"]
+    nodes = [started(*two, launcher=[*launch, "--node-rank", rank, "-m", "qarl"]) for rank in ("0", "1")]
     for node in nodes:
         printed, _ = node.communicate(timeout=400)
         assert node.returncode == 0, printed

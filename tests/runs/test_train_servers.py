@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.profiles import thorough
-from tests.support.runs import SMALL, lines, qarl
+from tests.support.runs import SMALL, lines, succeeded
 
 
 @pytest.mark.slow
@@ -25,8 +25,7 @@ def test_a_run_on_two_servers_is_the_run_in_process(
     ]  # fmt: skip
     served = ("--rollout.servers", "2", "--rollout.server_transfer", transfer)
     for name, servers in (("inside", ()), ("outside", served)):
-        done = qarl("train", *SMALL, *options, *servers, "--output", tmp_path / name)
-        assert done.returncode == 0, done.stdout + done.stderr
+        succeeded("train", *SMALL, *options, *servers, "--output", tmp_path / name)
     inside = lines(tmp_path / "inside")
     assert lines(tmp_path / "outside") == inside
     assert inside[-1]["weight_version"] == 4, "every step learned"

@@ -66,6 +66,15 @@ def qarl(
     return Run(*arguments, cwd=cwd, folders=folders).wait()
 
 
+def succeeded(
+    *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """As `qarl`, asserting that it ends well."""
+    done = qarl(*arguments, cwd=cwd, folders=folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def qarl_alone(
     *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()
 ) -> subprocess.CompletedProcess[str]:
