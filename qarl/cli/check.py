@@ -11,8 +11,8 @@ from rich.console import Console
 from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.mismatch import investigated, mismatch_config
-from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.cli.mismatch import investigated
+from qarl.cli.options import chosen_config, json_file, say, write_json
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
@@ -28,7 +28,6 @@ def add_check(commands: Any) -> None:
         usage="qarl check [CONFIG] [OPTIONS] [--ANY.FIELD VALUE …]\n       qarl check --machine",
         description="Look at everything a run needs, without an engine or training. CONFIG is a YAML file, or the "
         "name of a shipped one; options are those of `qarl train`. Exit status 1 where something looks wrong.",
-        allow_abbrev=False,
     )
     check.add_argument(
         "config",
@@ -48,28 +47,24 @@ def add_check(commands: Any) -> None:
         help="look at the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators, every scheme's "
         "kernel; no model is needed",
     )
-    check.add_argument("--json", metavar="FILE", help="write the findings as JSON too")
+    check.add_argument("--json", type=json_file, metavar="FILE", help="write the findings as JSON too")
     add_flags(check, FLAGS)
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, fields=True)
 
 
-def _check(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    overrides = dotted_overrides(known, rest)
-    if known.machine and (known.config or overrides or known.sample):
-        other = known.config or ("--sample" if known.sample else f"--{next(iter(overrides))}")
+def _check(known: argparse.Namespace, console: Console) -> int:
+    if known.machine and (known.config or known.overrides or known.sample):
+        other = known.config or ("--sample" if known.sample else f"--{next(iter(known.overrides))}")
         raise ConfigError(f"{other} with --machine, which looks at the machine alone; leave one of them out")
-    check_json(known.json)
     if known.machine:
         quiet_libraries()
         from qarl.advice.machine import machine_findings
 
         findings, tested = show(machine_findings(), console), ""
     else:
-        findings, tested = _of_run(mismatch_config(known.config, overrides), known.sample, console)
+        findings, tested = _of_run(chosen_config(known.config, known.overrides), known.sample, console)
     warnings = sum(finding.level == "warning" for finding in findings)
-    console.print(
-        f"{warnings} warning{'s' * (warnings != 1)}{tested}" if warnings else f"all well{tested}", highlight=False
-    )
+    say(console, f"{warnings} warning{'s' * (warnings != 1)}{tested}" if warnings else f"all well{tested}")
     write_json(known.json, [dataclasses.asdict(finding) for finding in findings])
     return 1 if warnings else 0
 
@@ -110,6 +105,6 @@ def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
         mark = "warning: " if finding.level == "warning" else ""
         body = "\n" + textwrap.indent(finding.text, "  | ") if "\n" in finding.text else finding.text
         remedy = f"\n  -> {finding.remedy}" if finding.remedy else ""
-        console.print(f"{mark}{finding.about}: {body}{remedy}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{mark}{finding.about}: {body}{remedy}")
         shown.append(finding)
     return shown

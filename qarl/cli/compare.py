@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import check_json, dotted_overrides, seeds, split, whole, write_json
+from qarl.cli.options import json_file, say, seeds, split, whole, write_json
 from qarl.compare.comparison import Comparison
 from qarl.compare.file import make_comparison, read_comparison, shipped_comparisons, varied
 from qarl.configs.errors import ConfigError
@@ -27,7 +27,6 @@ def add_compare(commands: Any) -> None:
         "stopped. A run that fails is shown, the rest goes on, and the exit status is 1. FILE is a YAML file, or a "
         f"shipped one: {', '.join(shipped_comparisons())}. Options of `qarl train` hold for all variants that do not "
         "set them.",
-        allow_abbrev=False,
     )
     add = compare.add_argument
     add("file", nargs="?", metavar="FILE", help="what is compared: a YAML file, or a shipped name")
@@ -43,8 +42,13 @@ def add_compare(commands: Any) -> None:
     add("--workers", type=whole(1), default=1, metavar="N", help="runs at a time, sharing cores and GPUs (default 1)")
     add("--processes", type=whole(1), metavar="N", help="of each run, as of `qarl train`")
     add("--dry-run", action="store_true", help="check all, show what is left to run, and exit")
-    add("--json", metavar="FILE", help="write every figure as JSON too, with command, commit, machine and versions")
-    compare.set_defaults(run=_compare)
+    add(
+        "--json",
+        type=json_file,
+        metavar="FILE",
+        help="write every figure as JSON too, with command, commit, machine and versions",
+    )
+    compare.set_defaults(run=_compare, fields=True)
 
 
 def _vary(text: str) -> tuple[str, tuple[str, ...]]:
@@ -55,9 +59,8 @@ def _vary(text: str) -> tuple[str, tuple[str, ...]]:
     return FLAGS.get(name, name), split(values)
 
 
-def _compare(options: argparse.Namespace, rest: list[str], console: Console) -> int:
-    comparison = _comparison(options, dotted_overrides(options, rest))
-    check_json(options.json)
+def _compare(options: argparse.Namespace, console: Console) -> int:
+    comparison = _comparison(options, options.overrides)
     quiet_libraries()
     from qarl.compare.check import check
 
@@ -66,7 +69,7 @@ def _compare(options: argparse.Namespace, rest: list[str], console: Console) -> 
     if options.dry_run:
         for cell, commands in left.items():
             words = "; ".join(f"qarl {' '.join(command)}" for command in commands) or "finished"
-            console.print(f"{cell.name}: {words}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"{cell.name}: {words}")
         return 0
     return _measure(comparison, left, options, console)
 
@@ -103,7 +106,7 @@ def _measure(comparison: Comparison, left: Any, options: argparse.Namespace, con
 
     failed = run_cells(comparison, left, options.workers, console)
     for each in failed:
-        console.print(f"failed: {each.cell.name} ({each.log}):\n{each.reason}", markup=False, highlight=False)
+        say(console, f"failed: {each.cell.name} ({each.log}):\n{each.reason}")
     cells = measured_cells(comparison)
     if cells:
         table(cells).show(console)

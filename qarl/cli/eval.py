@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.cli.options import DTYPES, json_file, say, whole, write_json
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import overridden
 from qarl.evaluation.suites import SUITES
@@ -22,13 +22,10 @@ from qarl.tasks.paths import PERFECTIBLE
 if TYPE_CHECKING:  # which imports numpy
     from qarl.evaluation.results import Evaluation
 
-_SHORT = {"problems": int, "samples": int, "temperature": float, "top_p": float, "top_k": int}
-"""Fields of `eval` with an option of their own."""
-
 _SHARES = (0.2, 0.8)
 """Of right answers to a question that a policy solves now and then."""
 
-_SIFTING = {"problems": 512, "samples": 40, "temperature": 1.0}
+_SIFTING = {"eval.problems": "512", "eval.samples": "40", "eval.temperature": "1"}
 """Defaults with --perfectible."""
 
 
@@ -41,33 +38,32 @@ def add_eval(commands: Any) -> None:
         description="Held-out accuracy of a run, an export or any checkpoint, through vLLM: what the task's checker "
         "counts, with a 95 % bootstrap interval over questions. What is not given is the run's, which its export "
         "records. Every field of task and eval is an option by its dotted name, as --task.correct mine.py:correct.",
-        allow_abbrev=False,
     )
     add = evaluate.add_argument
     add("target", metavar="TARGET", help="run folder (its export), checkpoint folder, hub id, or embedded name")
-    add("--task", help="task name or file (default: the run's, else chain_sum)")
+    add("--task", dest="short:task.name", help="task name or file (default: the run's, else chain_sum)")
     add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {_suites()}")
     add("--data", metavar="DIR", help="local copies of the suite's benchmarks (default: from the Hub)")
     add("--against", metavar="OTHER", help="another target, or what --json wrote of one: the difference by question")
-    add("--problems", type=int, metavar="N", help="held-out problems (default: the run's, else 512; of a suite all)")
-    add("--samples", type=int, metavar="N", help="answers to each (default: the run's, else 1)")
-    add("--temperature", type=float, metavar="T", help="of the answers (default: the run's, else 0, greedy)")
-    add("--top-p", type=float, metavar="P", help="from the likeliest tokens of this probability (default 1)")
-    add("--top-k", type=int, metavar="K", help="from so many of the likeliest tokens (default 0, all)")
-    add("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the run's, else 64)")
+    add_sampling(evaluate)
+    for name, metavar, text in (
+        ("problems", "N", "held-out problems (default: the run's, else 512; of a suite all)"),
+        ("samples", "N", "answers to each (default: the run's, else 1)"),
+        ("top-k", "K", "from so many of the likeliest tokens (default 0, all)"),
+    ):
+        add(f"--{name}", dest=f"short:eval.{name.replace('-', '_')}", metavar=metavar, help=text)
     add(
         "--max-prompt-tokens",
         type=int,
         metavar="N",
         help="others are left out (default: the run's, else 448, of a suite 2048)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of problems and sampling (default 0)")
     add(
         "--dtype",
-        choices=("bfloat16", "float16", "float32"),
+        choices=DTYPES,
         help="default: the run's, else the checkpoint's, and bfloat16 for float32",
     )
-    add("--json", metavar="FILE", help="write all figures, and every question's answers, too")
+    add("--json", type=json_file, metavar="FILE", help="write all figures, and every question's answers, too")
     sift = evaluate.add_argument_group("questions to test a set-up with")
     sift.add_argument(
         "--perfectible",
@@ -77,24 +73,37 @@ def add_eval(commands: Any) -> None:
     )
     sift.add_argument("--low", type=float, metavar="X", help=f"least share of right answers (default {_SHARES[0]})")
     sift.add_argument("--high", type=float, metavar="X", help=f"largest share of right answers (default {_SHARES[1]})")
-    evaluate.set_defaults(run=_eval)
+    evaluate.set_defaults(run=_eval, fields=True)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How a policy answers: options of `qarl eval`, `qarl sample` and `qarl chat`."""
+    add = parser.add_argument
+    add("--temperature", dest="short:eval.temperature", metavar="T", help="of the answers (default: the run's, else 0, "
+        "greedy)")  # fmt: skip
+    add(
+        "--top-p",
+        dest="short:eval.top_p",
+        metavar="P",
+        help="from the likeliest tokens of this probability (default 1)",
+    )
+    add("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the run's, else 64)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="of problems and sampling (default 0)")
 
 
 def _suites() -> str:
     return "; ".join(f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items())
 
 
-def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+def _eval(known: argparse.Namespace, console: Console) -> int:
     if known.perfectible is not None:
-        return _perfectible(known, rest, console)
+        return _perfectible(known, console)
     for option in ("low", "high"):
         if getattr(known, option) is not None:
             raise ConfigError(f"--{option} {getattr(known, option):g} goes with --perfectible; leave it out")
-    overrides = _overrides(known, rest)
-    suite = _suite(known, overrides)
-    check_json(known.json)
-    if known.seed < 0:
-        raise ConfigError(f"--seed {known.seed} must be at least 0")
+    overrides = known.overrides
+    _check_overrides(overrides)
+    suite = _suite(known)
     quiet_libraries()
     from qarl.evaluation.results import read_evaluation, require_same_settings, write_evaluation
 
@@ -111,42 +120,32 @@ def _eval(known: argparse.Namespace, rest: list[str], console: Console) -> int:
         write_json(known.json, write_evaluation(evaluation))
         reference = _evaluated(other, known.seed) if isinstance(other, Plan) else other
     for line in (*_lines(evaluation), *(_compared(evaluation, reference) if reference is not None else ())):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(console, line)
     return 0
 
 
-def _overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
-    """Of `task.*` and `eval.*`. Raises `ConfigError` for others, and for values out of range."""
-    overrides = dotted_overrides(argparse.Namespace(), rest)
+def _check_overrides(overrides: dict[str, str]) -> None:
+    """Raise `ConfigError` for others than those of `task.*` and `eval.*`, and for values out of range."""
     for field in overrides:
         if not field.startswith(("task.", "eval.")) or field == "eval.every":
             raise ConfigError(
                 f"unknown option --{field} of qarl eval; it takes --task.FIELD, --eval.FIELD and what --help lists"
             )
-    if known.task is not None:
-        overrides["task.name"] = known.task
-    for field in _SHORT:
-        value = getattr(known, field)
-        if value is not None:
-            if f"eval.{field}" in overrides:
-                raise ConfigError(f"--{field.replace('_', '-')} {value} is also given as --eval.{field}; give it once")
-            overrides[f"eval.{field}"] = str(value)
     if overrides.get("eval.problems") == "0":
         raise ConfigError("--problems 0 must be at least 1")
-    settled = {"eval.temperature": "1"} if "eval.temperature" not in overrides else {}
-    overridden({}, settled | overrides)  # ranges; whether they go together is said when the run's are known
-    return overrides
+    # Ranges alone; whether they go together is said when the run's own are known.
+    overridden({}, {"eval.temperature": "1"} | overrides)
 
 
-def _suite(known: argparse.Namespace, overrides: dict[str, str]) -> Suite | None:
+def _suite(known: argparse.Namespace) -> Suite | None:
     if known.suite is None:
         if known.data is not None:
             raise ConfigError(f"--data {known.data} goes with --suite, whose copies it holds; leave it out")
         return None
-    for field in overrides:
+    for field, value in known.overrides.items():
         if field.startswith("task.") and not field.startswith(("task.system", "task.template")):
             raise ConfigError(
-                f"--{field} {overrides[field]} does not go with --suite {known.suite}, which has its own problems and "
+                f"--{field} {value} does not go with --suite {known.suite}, which has its own problems and "
                 "checker; leave one of them out"
             )
     if known.data is not None and not Path(known.data).is_dir():
@@ -154,7 +153,7 @@ def _suite(known: argparse.Namespace, overrides: dict[str, str]) -> Suite | None
     return Suite(known.suite, None if known.data is None else Path(known.data))
 
 
-def _perfectible(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+def _perfectible(known: argparse.Namespace, console: Console) -> int:
     file = Path(known.perfectible)
     low, high = (limit if own is None else own for own, limit in zip((known.low, known.high), _SHARES, strict=True))
     for option in ("suite", "data", "against", "dtype", "json"):
@@ -167,31 +166,27 @@ def _perfectible(known: argparse.Namespace, rest: list[str], console: Console) -
     check_new_folder(file, "file", "--perfectible")
     if not 0 <= low <= high <= 1:
         raise ConfigError(f"--low {low:g} and --high {high:g} must rise, from 0 to 1")
-    for field, default in _SIFTING.items():
-        if getattr(known, field) is None:
-            setattr(known, field, default)
-    overrides = _overrides(known, rest)
+    overrides = _SIFTING | known.overrides
+    _check_overrides(overrides)
     quiet_libraries()
     with phases_shown_on(Console(stderr=True)):
         plan = plan_evaluation(known.target, overrides, known.max_new_tokens, known.max_prompt_tokens)
         from qarl.run.perfectible import write_perfectible
 
         sifted = write_perfectible(plan, known.seed, low, high, file)
-    console.print(
+    say(
+        console,
         f"wrote {file}: {sifted.kept} of {sifted.questions} questions, of which {low:.0%} to {high:.0%} of the answers "
         f"were right; {sifted.below} were solved less often, {sifted.above} more often",
-        soft_wrap=True, markup=False, highlight=False,
-    )  # fmt: skip
+    )
     if not sifted.kept:
-        console.print(
-            "none is left to train on: ask more (--problems), or move --low and --high apart", highlight=False
-        )
+        say(console, "none is left to train on: ask more (--problems), or move --low and --high apart")
         return 1
     run = (Path(known.target) / "config.yaml").is_file()
     model = RunFolder.open(Path(known.target)).config().model if run else known.target
     check = " --reward math --task.correct math" if plan.task.name == "math" else ""  # not what a file's default is
     command = f"qarl train --model {shlex.quote(model)} --task {shlex.quote(str(file))}{check} --eval.problems 0"
-    console.print(f"train on them: {command}", soft_wrap=True, markup=False, highlight=False)
+    say(console, f"train on them: {command}")
     return 0
 
 

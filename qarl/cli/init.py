@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.cli.options import refuse_rest
+from qarl.cli.options import say
 from qarl.run.check import check_new_folder
 from qarl.starter import FILES, write_starter
 
@@ -23,12 +23,11 @@ def add_init(commands: Any) -> None:
     init.set_defaults(run=_init)
 
 
-def _init(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
+def _init(known: argparse.Namespace, console: Console) -> int:
     folder = Path(known.folder)
     check_new_folder(folder, "folder", "DIR")
     write_starter(folder)
-    console.print(f"wrote {', '.join(FILES)} to {folder}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"cd {shlex.quote(str(folder))}", markup=False, highlight=False, soft_wrap=True)
-    console.print("qarl check run.yaml && qarl train --config run.yaml", markup=False, highlight=False)
+    say(console, f"wrote {', '.join(FILES)} to {folder}")
+    say(console, f"cd {shlex.quote(str(folder))}")
+    say(console, "qarl check run.yaml && qarl train --config run.yaml")
     return 0

@@ -1,4 +1,4 @@
-"""`qarl`: its commands, of which train, export and schemes are here. Heavy imports wait until a command needs them."""
+"""`qarl`: its commands, of which train and export are here. Heavy imports wait until a command needs them."""
 
 import argparse
 import os
@@ -19,19 +19,20 @@ from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.mismatch import add_mismatch
-from qarl.cli.options import check_json, dotted_overrides, refuse_rest, write_json
+from qarl.cli.options import chosen_config, dotted_overrides, refuse_rest, say
 from qarl.cli.parser import Parser, normalized_argv
 from qarl.cli.plan import add_plan, planned
 from qarl.cli.report import add_report
 from qarl.cli.runs import add_runs
 from qarl.cli.sample import add_sample
+from qarl.cli.schemes import add_schemes
 from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
 from qarl.configs.errors import ConfigError, QarlError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import config_file, default_config, load_config
+from qarl.configs.load import default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
@@ -55,9 +56,12 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
     console = Console()
     errors = Console(stderr=True)
     try:
-        known, rest = parser.parse_known_args(normalized_argv(arguments))
-        known.arguments = arguments
-        return known.run(known, rest, console)
+        cut = arguments.index("--") if "--" in arguments else len(arguments)
+        known, rest = parser.parse_known_args(normalized_argv(arguments[:cut]))
+        refuse_rest([*([] if known.fields else rest), *([] if known.engine else arguments[cut:])])
+        known.arguments, known.to_vllm = arguments, arguments[cut + 1 :]
+        known.overrides = dotted_overrides(known, rest)
+        return known.run(known, console)
     except SystemExit as ended:  # argparse's own, after --help and --version
         return ended.code if isinstance(ended.code, int) else 0
     except KeyboardInterrupt:
@@ -92,7 +96,7 @@ def _parser() -> Parser:
     add_bench(commands)
     add_compare(commands)
     add_plan(commands)
-    _add_schemes(commands)
+    add_schemes(commands)
     add_tasks(commands)
     return parser
 
@@ -104,7 +108,6 @@ def _add_train(commands: Any) -> None:
         usage="qarl train [OPTIONS] [--ANY.FIELD VALUE …]",
         description="Train a policy. Without --model and --config: the embedded default, minutes on a CPU.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     train.add_argument(
         "--config", metavar="FILE", help="YAML file, or a shipped name (tiny-qwen3, paper/qwen3-8b-base)"
@@ -119,13 +122,13 @@ def _add_train(commands: Any) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
     add_flags(train, FLAGS)
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, fields=True)
 
 
-def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+def _train(known: argparse.Namespace, console: Console) -> int:
     from qarl.report.run_folder import RunFolder
 
-    config, resumed = _configuration(known, dotted_overrides(known, rest))
+    config, resumed = _configuration(known, known.overrides)
     if known.dry_run:
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
         check_files(config, new=resumed is None, dry=True)
@@ -133,21 +136,18 @@ def _train(known: argparse.Namespace, rest: list[str], console: Console) -> int:
     launching = (known.processes or 1) > 1 and "RANK" not in os.environ
     console.quiet = launching or os.environ.get("RANK", "0") != "0"  # one of several processes speaks
     if resumed is not None and is_finished(resumed, config):
-        console.print(
+        say(
+            console,
             f"run {resumed.path} is finished: {config.steps} of {config.steps} steps are done"
             f"{f', and {resumed.export} holds its export' if config.export else ''}; nothing was left to do. To go on: "
             f"qarl train --resume {resumed.path} --steps N",
-            soft_wrap=True,
         )
         return 0
-    console.print(
-        f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps",
-        soft_wrap=True, markup=False, highlight=False,
-    )  # fmt: skip
+    say(console, f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps")
     if known.config is None and resumed is None and config.from_rollouts is None:
         _say_what_is_the_papers(config, console)
     quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
-    options = dotted_overrides(known, rest) if resumed is None else {"resume": known.resume}
+    options = known.overrides if resumed is None else {"resume": known.resume}
     config = planned(config, known.processes, options, known.config, console)
     with phases_shown_on(console), phase("checking input"):
         check_files(config, new=resumed is None)
@@ -188,10 +188,7 @@ def _say_what_is_the_papers(config: RunConfig, console: Console) -> None:
     if file.parent.name != "paper":
         return
     task = "" if config.task.name != "math" else "; task math, the paper's (another: --task)"
-    console.print(
-        f"settings not given are the paper's: --config paper/{file.stem}{task}",
-        soft_wrap=True, markup=False, highlight=False,
-    )  # fmt: skip
+    say(console, f"settings not given are the paper's: --config paper/{file.stem}{task}")
 
 
 def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, Any]:
@@ -206,8 +203,7 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
             )
         return replay_config(overrides), None
     if known.resume is None:
-        file = config_file(known.config) if known.config is not None else default_config(overrides.get("model"))
-        return load_config(file, overrides), None
+        return chosen_config(known.config, overrides), None
     for option, value in (("config", known.config), ("output", overrides.get("output"))):
         if value is not None:
             raise ConfigError(
@@ -233,7 +229,7 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
     from qarl.run.checkpoint import intact_checkpoint
     from qarl.train import train
 
-    console.print(f"run folder: {folder.path}", soft_wrap=True)
+    say(console, f"run folder: {folder.path}")
     try:
         lock = folder.locked() if processes.first else nullcontext()
         with phases_shown_on(console), lock, Dashboard(config, console) as dashboard:
@@ -241,16 +237,12 @@ def _run(config: RunConfig, folder: Any, resume: bool, console: Console, process
     except QarlError:
         intact = intact_checkpoint(folder.checkpoints) if processes.first else None
         if intact is not None:
-            console.print(
-                f"checkpoint {intact.name} is intact: qarl train --resume {shlex.quote(str(folder.path))}",
-                soft_wrap=True, markup=False,
-            )  # fmt: skip
+            say(console, f"checkpoint {intact.name} is intact: qarl train --resume {shlex.quote(str(folder.path))}")
         raise
     if outcome.steps < config.steps:
-        console.print(
+        say(
+            console,
             f"stopped at step {outcome.steps}; continue with: qarl train --resume {shlex.quote(str(folder.path))}",
-            soft_wrap=True,
-            markup=False,
         )
         return 130
     if processes.first:
@@ -282,9 +274,7 @@ def _add_export(commands: Any) -> None:
     export.set_defaults(run=_export)
 
 
-def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
-
+def _export(known: argparse.Namespace, console: Console) -> int:
     from qarl.report.run_folder import RunFolder
 
     check_new_folder(Path(known.output), "folder", "--output")
@@ -301,7 +291,7 @@ def _export(known: argparse.Namespace, rest: list[str], console: Console) -> int
 
     with phases_shown_on(Console(stderr=True), after=_LONG_PHASE):
         exported = export_run(Path(known.folder), Path(known.output))
-    console.print(f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}", soft_wrap=True)
+    say(console, f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}")
     return 0
 
 
@@ -314,10 +304,10 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
         exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
     sequences = exported.calibration
     data = f" on {len(sequences)} sequences ({sum(map(len, sequences))} tokens)" if sequences else ""
-    console.print(
+    say(
+        console,
         f"quantized step {exported.step} by {known.ptq} to {known.scheme}{data}; wrote {known.output}: "
         f"{_loaded(exported, 'the unquantized policy')}",
-        soft_wrap=True,
     )
     return 0
 
@@ -329,34 +319,6 @@ def _loaded(exported: Any, reference: str) -> str:
         f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB, digest {written.hexdigest()[:16]}…; loaded in a "
         f"fresh engine, mean |Δ log p| against {reference} {exported.moved:.2e} nats"
     )
-
-
-def _add_schemes(commands: Any) -> None:
-    schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
-    schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
-    schemes.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="compute dtype"
-    )
-    schemes.add_argument(
-        "--kernel", choices=("auto", "vllm", "torch", "reference"), default="auto", help="the learner's kernel family"
-    )
-    schemes.add_argument("-v", "--verbose", action="store_true", help="kernels, and vLLM's reasons in full")
-    schemes.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
-    schemes.set_defaults(run=_schemes)
-
-
-def _schemes(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
-
-    quiet_libraries()
-    from qarl.cli.schemes import print_schemes, rows_as_data, scheme_rows
-
-    check_json(known.json)
-    with phases_shown_on(Console(stderr=True)):
-        rows = scheme_rows(known.model, known.dtype, known.kernel)
-    print_schemes(console, rows, known.model, known.verbose)
-    write_json(known.json, rows_as_data(rows))
-    return 0
 
 
 if __name__ == "__main__":

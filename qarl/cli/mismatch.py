@@ -10,9 +10,8 @@ from rich.console import Console
 from qarl.advice.finding import with_remedy
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.cli.options import chosen_config, json_file, say, write_json
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files
@@ -27,24 +26,22 @@ def add_mismatch(commands: Any) -> None:
         description="Sample a configuration's prompts once, score the completions by three learners (unquantized, "
         "codes dequantized, aligned), compare every layer's output, and write what parts them as a page. Nothing is "
         "trained. CONFIG is a YAML file, or the name of a shipped one; options are those of `qarl train`.",
-        allow_abbrev=False,
     )
     mismatch.add_argument(
         "config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped name; default: as `qarl train`"
     )
     mismatch.add_argument("--page", default="mismatch.html", metavar="FILE", help="page to write")
-    mismatch.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    mismatch.add_argument("--json", type=json_file, metavar="FILE", help="write the figures as JSON too")
     add_flags(mismatch, FLAGS)
-    mismatch.set_defaults(run=_mismatch)
+    mismatch.set_defaults(run=_mismatch, fields=True)
 
 
-def _mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+def _mismatch(known: argparse.Namespace, console: Console) -> int:
     from qarl.page.build import check_output
 
-    config = mismatch_config(known.config, dotted_overrides(known, rest))
+    config = chosen_config(known.config, known.overrides)
     page = Path(known.page)
     check_output(page, "--page")
-    check_json(known.json)
     investigation = investigated(config, console)
     from qarl.advice.mismatch import scored_learners
     from qarl.page.mismatch import findings, mismatch_page
@@ -56,19 +53,13 @@ def _mismatch(known: argparse.Namespace, rest: list[str], console: Console) -> i
     page.write_text(mismatch_page(title, lines, learners, investigation.layers), encoding="utf-8")
     for line in lines:
         of = f"{line.about}: " if line.about else ""
-        console.print(f"{of}{with_remedy(line)}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"{of}{with_remedy(line)}")
     layers = [dataclasses.asdict(row) for row in investigation.layers]
     pitfalls = [dataclasses.asdict(each) for each in investigation.pitfalls]
     measured = {each.name: each.measured for each in learners}
     write_json(known.json, {"learners": measured, "layers": layers, "pitfalls": pitfalls})
-    console.print(f"wrote {page}", soft_wrap=True, markup=False, highlight=False)
+    say(console, f"wrote {page}")
     return 0
-
-
-def mismatch_config(config: str | None, overrides: dict[str, str]) -> RunConfig:
-    """The configuration that was named, or the default's, with its overrides."""
-    file = default_config(overrides.get("model")) if config is None else config_file(config)
-    return load_config(file, overrides)
 
 
 def investigated(config: RunConfig, console: Console) -> Any:

@@ -1,4 +1,4 @@
-"""What the commands of `qarl` share: options left over by argparse, and results as JSON."""
+"""What the commands of `qarl` share: fields of the configuration as options, types of options, lines, and JSON."""
 
 import argparse
 import json
@@ -9,11 +9,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, get_args
 
+from rich.console import Console
+
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import field_paths, nearest_option
+from qarl.configs.load import config_file, default_config, field_paths, load_config, nearest_option
 from qarl.configs.schema.base import Dtype
 from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_NAMES
 from qarl.configs.words import did_you_mean
 
@@ -63,12 +66,23 @@ def refuse_rest(rest: list[str]) -> None:
         raise ConfigError(f"unknown argument {rest[0].partition('=')[0]!r}; this command's --help lists what it takes")
 
 
-def check_json(file: str | None) -> None:
-    """Raise `ConfigError` where `write_json` would fail for want of a folder; before the work, not after it."""
-    folder = Path(file or ".").parent
-    if file and (Path(file).is_dir() or not os.access(folder, os.W_OK)):
-        why = "is a folder" if Path(file).is_dir() else f"{str(folder)!r} is no folder that can be written to"
-        raise ConfigError(f"--json {file}: {why}; name a file elsewhere")
+def chosen_config(name: str | None, overrides: dict[str, str]) -> RunConfig:
+    """The configuration of that file or shipped name, or the default's, with its overrides."""
+    return load_config(default_config(overrides.get("model")) if name is None else config_file(name), overrides)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is, on a line as long as it is."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def json_file(text: str) -> str:
+    """The `type` of `--json`: refuses what `write_json` could not write, before the work and not after it."""
+    folder = Path(text).parent
+    if Path(text).is_dir() or not os.access(folder, os.W_OK):
+        why = "is a folder" if Path(text).is_dir() else f"{str(folder)!r} is no folder that can be written to"
+        raise ArgumentTypeError(f"{text}: {why}; name a file elsewhere")
+    return text
 
 
 def write_json(file: str | None, data: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from qarl.cli.options import say
 from qarl.configs.schema.run import RunConfig
 from qarl.page.runs import configurations, read_runs
 from qarl.page.verdict import verdict
@@ -19,30 +20,27 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
     metrics = read_metrics(folder.metrics)
     if config.from_rollouts is not None:
         recorded = RunFolder(Path(config.from_rollouts))
-        console.print(
-            comparison(recorded.path, read_until(recorded.metrics, config.steps), metrics),
-            soft_wrap=True, markup=False, highlight=False,
-        )  # fmt: skip
+        say(console, comparison(recorded.path, read_until(recorded.metrics, config.steps), metrics))
     elif metrics[-1]["weight_version"] == 0:
-        console.print(
+        say(
+            console,
             "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
             f"with; to see what the reward was given: qarl report {shlex.quote(str(folder.path))} -o report.html",
-            soft_wrap=True,
         )
     elif poor := _poor_outcome(folder):
-        console.print(poor, soft_wrap=True, markup=False, highlight=False)
+        say(console, poor)
     if outcome.first_accuracy is not None and outcome.export_accuracy is not None:
         gain = outcome.export_accuracy - outcome.first_accuracy
-        console.print(
+        say(
+            console,
             f"held-out accuracy, {config.scheme}: {outcome.first_accuracy:.1%} before, "
             f"{outcome.export_accuracy:.1%} of the exported checkpoint in a fresh engine ({100 * gain:+.1f} points)",
-            soft_wrap=True,
         )
     if outcome.export is not None:
         run = shlex.quote(str(folder.path))
-        console.print(f"deployable checkpoint: {outcome.export}", soft_wrap=True, markup=False)
-        console.print(f"serve it: qarl serve {run}", soft_wrap=True, markup=False, highlight=False)
-        console.print(f"see how it went: qarl report {run}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"deployable checkpoint: {outcome.export}")
+        say(console, f"serve it: qarl serve {run}")
+        say(console, f"see how it went: qarl report {run}")
 
 
 def _poor_outcome(folder: Any) -> str | None:

@@ -25,11 +25,15 @@ class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse would print its usage and exit, and for an option that is given twice.
 
     What went wrong is taken from the action and its value, not from argparse's sentences, which change with Python's
-    releases.
+    releases. A command says by `set_defaults` what runs it (`run`), whether fields of the configuration are options of
+    it too (`fields`), and whether what follows -- is for vLLM (`engine`).
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **{"formatter_class": _Formatter, "exit_on_error": False, **settings})
+        super().__init__(
+            *arguments, **{"formatter_class": _Formatter, "exit_on_error": False, "allow_abbrev": False, **settings}
+        )
+        self.set_defaults(fields=False, engine=False)
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
 

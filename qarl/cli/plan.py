@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.help import add_flags
-from qarl.cli.options import check_json, dotted_overrides, write_json
+from qarl.cli.options import chosen_config, json_file, say, write_json
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.plan.machine import parse_machine, this_machine
 from qarl.plan.model import sizes_of
@@ -31,31 +30,27 @@ def add_plan(commands: Any) -> None:
         usage="qarl plan [--gpus 8xH100] [OPTIONS] [--ANY.FIELD VALUE …]",
         description="The memory a run would take, part by part, from the model's config.json alone; options are those "
         "of `qarl train`. Exit status 2 where it does not fit, with what would help and a command that works.",
-        allow_abbrev=False,
     )
     plan.add_argument("--config", metavar="FILE", help="YAML file, or a shipped name")
     plan.add_argument(
         "--gpus", help="plan for these instead of this machine: 8xH100 (A100, L40S, H100, H200, B200), or 8x80GB"
     )
     plan.add_argument("--processes", type=int, metavar="N", help="with --gpus as many as GPUs, else 1")
-    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
+    plan.add_argument("--json", type=json_file, metavar="FILE", help="write the plan as JSON too")
     add_flags(plan, FLAGS)
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, fields=True)
 
 
-def _plan(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    check_json(known.json)
-    overrides = dotted_overrides(known, rest)
-    file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
-    config = load_config(file, overrides)
+def _plan(known: argparse.Namespace, console: Console) -> int:
+    config = chosen_config(known.config, known.overrides)
     check_schemes(config)
     machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
     if known.processes is not None and known.processes < 1:
         raise ConfigError(f"--processes {known.processes} must be at least 1")
     processes = known.processes or (machine.count if known.gpus else 1)
     plan = make_plan(config, *sizes_of(config.model), machine, processes)
-    lines = table(plan) if plan.fits else [*table(plan), *remedies(plan, overrides, known.config)]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    lines = table(plan) if plan.fits else [*table(plan), *remedies(plan, known.overrides, known.config)]
+    say(console, "\n".join(lines))
     write_json(known.json, as_data(plan))
     return 0 if plan.fits else DOES_NOT_FIT
 
@@ -75,7 +70,7 @@ def planned(
     except ModelError:
         return config
     except ConfigError as error:
-        console.print(f"memory: not planned: {error}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"memory: not planned: {error}")
         return config
     world = processes or int(os.environ.get("WORLD_SIZE", "1"))
     here = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -83,5 +78,5 @@ def planned(
     if plan.refused and os.environ.get("RANK", "0") == "0":
         lines = [f"{verdict(plan)} on {plan.machine.name}; nothing was loaded", *table(plan)]
         raise MemoryPlanError("\n".join([*lines, *remedies(plan, overrides, file)]))
-    console.print(f"memory, planned: {one_line(plan)}", soft_wrap=True, markup=False, highlight=False)
+    say(console, f"memory, planned: {one_line(plan)}")
     return plan.config

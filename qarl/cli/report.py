@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.cli.options import refuse_rest
+from qarl.cli.options import say
 from qarl.configs.files import written_aside
 
 _SECONDS = 10
@@ -35,8 +35,7 @@ def add_report(commands: Any) -> None:
     report.set_defaults(run=_report)
 
 
-def _report(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
+def _report(known: argparse.Namespace, console: Console) -> int:
     from qarl.page.build import check_output, report_page
     from qarl.page.runs import RecordedRun, read_runs
 
@@ -49,7 +48,7 @@ def _report(known: argparse.Namespace, rest: list[str], console: Console) -> int
             building.write_bytes(page)
         steps = ", ".join(f"{run.name} {run.metrics[-1]['step']} of {run.config.steps} steps" for run in runs)
         size = f"{len(page) / 2**20:.2f} MiB"
-        console.print(f"wrote {output}: {size}; {steps}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"wrote {output}: {size}; {steps}")
 
     runs = read_runs(paths)
     if known.watch:

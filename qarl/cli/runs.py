@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.cli.options import refuse_rest
 from qarl.configs.errors import ConfigError, QarlError
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import read_start
@@ -28,8 +27,7 @@ def add_runs(commands: Any) -> None:
     runs.set_defaults(run=_runs)
 
 
-def _runs(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
+def _runs(known: argparse.Namespace, console: Console) -> int:
     folder = Path(known.folder)
     runs = sorted(file.parent for file in folder.glob("*/config.yaml")) if folder.is_dir() else []
     if not runs:

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import refuse_rest
+from qarl.cli.eval import add_sampling
+from qarl.cli.options import say
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.evaluation_plan import Plan, plan_evaluation, plan_same
 from qarl.tasks.base import Message
@@ -21,37 +22,26 @@ def add_sample(commands: Any) -> None:
         "sample",
         help="what a run, an export or any checkpoint answers to a question",
         description="Answers to one question, behind the run's system prompt and in its chat template and limits.",
-        allow_abbrev=False,
     )
     sample.add_argument(
         "target", metavar="TARGET", help="run folder (its export), checkpoint, hub id, or embedded name"
     )
     sample.add_argument("question", metavar="QUESTION", help="text of the user's turn")
     sample.add_argument("--beside", metavar="OTHER", help="another target, asked the same: where the run started")
-    sample.add_argument("--samples", type=int, default=1, metavar="N", help="answers (default 1)")
-    _add_sampling(sample)
+    sample.add_argument("--samples", dest="short:eval.samples", default="1", metavar="N", help="answers (default 1)")
+    add_sampling(sample)
     sample.set_defaults(run=_sample)
     chat = commands.add_parser(
         "chat",
         help="talk with a run, an export or any checkpoint",
         description="A conversation by lines, until an empty one or Ctrl-D, behind the run's system prompt.",
-        allow_abbrev=False,
     )
     chat.add_argument("target", metavar="TARGET", help="as of `qarl sample`")
-    _add_sampling(chat)
-    chat.set_defaults(run=_chat)
+    add_sampling(chat)
+    chat.set_defaults(run=_chat, **{"short:eval.samples": "1"})
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--temperature", type=float, metavar="T", help="of the answers (default: the run's, else 0, greedy)")
-    add("--top-p", type=float, metavar="P", help="from the likeliest tokens of this probability (default 1)")
-    add("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the run's, else 64)")
-    add("--seed", type=int, default=0, metavar="N", help="of sampling (default 0)")
-
-
-def _sample(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
+def _sample(known: argparse.Namespace, console: Console) -> int:
     turns: list[Message] = [{"role": "user", "content": known.question}]
     plan = _plan(known)
     plans = [plan] if known.beside is None else [plan, plan_same(plan, known.beside)]
@@ -60,20 +50,19 @@ def _sample(known: argparse.Namespace, rest: list[str], console: Console) -> int
             completions = answer(turns, known.seed)
         for completion in completions:
             count = f"{len(completion.token_ids)} tokens, {completion.finish_reason}"
-            console.print(f"— {plan.target} ({count})", soft_wrap=True, markup=False, highlight=False)
-            console.print(completion.text, soft_wrap=True, markup=False, highlight=False)
+            say(console, f"— {plan.target} ({count})")
+            say(console, completion.text)
     return 0
 
 
-def _chat(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
+def _chat(known: argparse.Namespace, console: Console) -> int:
     turns: list[Message] = []
     with _opened(_plan(known)) as answer:
         while question := _line(console):
             turns.append({"role": "user", "content": question})
             (completion,) = answer(turns, known.seed + len(turns))
             turns.append({"role": "assistant", "content": completion.text})
-            console.print(completion.text, soft_wrap=True, markup=False, highlight=False)
+            say(console, completion.text)
     return 0
 
 
@@ -85,11 +74,8 @@ def _line(console: Console) -> str:
 
 
 def _plan(known: argparse.Namespace) -> Plan:
-    samples = getattr(known, "samples", 1)  # a chat has one answer
-    chosen = {"samples": samples, "temperature": known.temperature, "top_p": known.top_p}
-    overrides = {f"eval.{field}": str(value) for field, value in chosen.items() if value is not None}
     quiet_libraries()
-    return plan_evaluation(known.target, overrides, known.max_new_tokens)
+    return plan_evaluation(known.target, known.overrides, known.max_new_tokens)
 
 
 @contextmanager

@@ -1,22 +1,80 @@
-"""`qarl schemes`: every scheme, what it costs in bytes, and what would multiply it on this machine."""
+"""`qarl schemes`: every scheme, what it costs in bytes, and what would multiply it on this machine.
 
+Rows are remembered on disk, so that only the first list imports torch and vLLM and asks its kernels.
+"""
+
+import argparse
 import dataclasses
 import hashlib
 import re
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from qarl.cli.scheme_row import REFERENCE_SHAPE, SchemeRow
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.options import DTYPES, KERNELS, json_file, say, write_json
+from qarl.configs.errors import SchemeError
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.runtime.answers import keep_answer, read_answer
-from qarl.report.startup import phase
+from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from qarl.quant.schemes import Scheme
+
+REFERENCE_SHAPE = (4096, 4096)
+"""Output rows and input columns of the layer that stands for a model where none is given."""
+
+
+@dataclass(frozen=True)
+class SchemeRow:
+    """One scheme. bytes_per_parameter: of the layers it quantizes, scales included; checkpoint_bytes: of all of the
+    model's tensors, None without a model; both None where the model's shapes do not fit, as shape_reason says.
+
+    learner_kernel, engine_kernel: what would multiply, as the audit names it, "" where nothing can, for the reason
+    beside it.
+    """
+
+    name: str
+    weights: str
+    activations: str
+    format: str
+    bytes_per_parameter: float | None
+    checkpoint_bytes: int | None
+    shape_reason: str
+    learner_kernel: str
+    learner_reason: str
+    engine_kernel: str
+    engine_reason: str
+
+
+def add_schemes(commands: Any) -> None:
+    """Add `qarl schemes` to the commands."""
+    schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
+    schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
+    schemes.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype")
+    schemes.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
+    schemes.add_argument("-v", "--verbose", action="store_true", help="kernels, and vLLM's reasons in full")
+    schemes.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as JSON too")
+    schemes.set_defaults(run=_schemes)
+
+
+def _schemes(known: argparse.Namespace, console: Console) -> int:
+    quiet_libraries()
+    with phases_shown_on(Console(stderr=True)):
+        rows = scheme_rows(known.model, known.dtype, known.kernel)
+    _show(console, rows, known.model, known.verbose)
+    write_json(known.json, [dataclasses.asdict(row) for row in rows])
+    return 0
 
 
 def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[SchemeRow]:
-    """A row per scheme; remembered on disk, so that only the first time imports vLLM and asks its kernels.
+    """A row per scheme.
 
     model: folder, hub id or embedded name, of which only config.json is read; None: a layer of `REFERENCE_SHAPE`.
     dtype: compute dtype, a key of COMPUTE_DTYPES. kernel: the learner's kernel family.
@@ -26,11 +84,13 @@ def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[Sch
     kept = read_answer("schemes", question)
     if kept:
         return [SchemeRow(**row) for row in kept]
-    from qarl.cli.scheme_rows import compute_rows
-
     with phase("asking the kernels of this machine"):
-        rows = compute_rows(model, dtype, kernel)
-    keep_answer("schemes", question, rows_as_data(rows))
+        from qarl.quant.checkpoint.load import empty_model
+        from qarl.quant.schemes import SCHEMES
+
+        empty = None if model is None else empty_model(_architecture(model))
+        rows = [_row(scheme, empty, dtype, kernel) for scheme in SCHEMES.values()]
+    keep_answer("schemes", question, [dataclasses.asdict(row) for row in rows])
     return rows
 
 
@@ -40,7 +100,7 @@ def _config_digest(model: str | None) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest() if model and file.is_file() else ""
 
 
-def print_schemes(console: Console, rows: list[SchemeRow], model: str | None, verbose: bool = False) -> None:
+def _show(console: Console, rows: list[SchemeRow], model: str | None, verbose: bool = False) -> None:
     """The table: what a scheme stores and in how many bytes, whether learner and engine run it here, and in short why
     not. verbose: the kernels and, below, the reasons in full."""
     shapes = f"the layers of {model}" if model else "a layer of {}×{}".format(*REFERENCE_SHAPE)
@@ -56,12 +116,12 @@ def print_schemes(console: Console, rows: list[SchemeRow], model: str | None, ve
         total = ["-" if row.checkpoint_bytes is None else _size(row.checkpoint_bytes)] if model else []
         kernels = (row.learner_kernel, row.engine_kernel)
         runs = [kernel or "-" for kernel in kernels] if verbose else ["yes" if kernel else "no" for kernel in kernels]
-        why_not = [] if verbose else [short_reason(row)]
+        why_not = [] if verbose else [_short_reason(row)]
         table.add_row(row.name, row.weights, row.activations, per, *total, *runs, *why_not)
     table.show(console)
     if verbose:
         for reason, names in _reasons(rows).items():
-            console.print(f"{', '.join(names)}: {reason}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"{', '.join(names)}: {reason}")
 
 
 _HINT = "learner, engine: whether it runs on this machine; kernels and reasons in full with -v"
@@ -70,7 +130,7 @@ _SHORT = 60
 """Characters of a reason that the table shows."""
 
 
-def short_reason(row: SchemeRow) -> str:
+def _short_reason(row: SchemeRow) -> str:
     """Why a scheme cannot run here, in a few words; "" where it can. What is known beyond vLLM's own words stands after
     them in brackets ("vLLM has it for …") and is the shorter."""
     reason = row.shape_reason or row.engine_reason or row.learner_reason
@@ -98,6 +158,65 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
-def rows_as_data(rows: list[SchemeRow]) -> list[dict[str, Any]]:
-    """The rows as plain data for JSON."""
-    return [dataclasses.asdict(row) for row in rows]
+def _architecture(name: str) -> Any:
+    from qarl.embedded.recipe import RECIPES, recipe_config, tiny_names
+    from qarl.quant.checkpoint.load import load_config
+
+    return recipe_config(RECIPES[name]) if name in tiny_names() else load_config(name)
+
+
+def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str, kernel: str) -> SchemeRow:
+    from qarl.quant.checkpoint.shapes import expert_modules
+    from qarl.quant.kernels.supported import kept_support
+    from qarl.quant.schemes import COMPUTE_DTYPES, describe_activations, describe_weights
+
+    experts = model is not None and bool(expert_modules(model))
+    learner, engine = (kept_support(scheme.name, COMPUTE_DTYPES[dtype], family, experts) for family in (kernel, "vllm"))
+    per_parameter, total, reason = None, None, ""
+    try:
+        per_parameter, total = checkpoint_bytes(scheme, model, COMPUTE_DTYPES[dtype].itemsize)
+    except SchemeError as error:
+        reason = str(error)
+    return SchemeRow(
+        name=scheme.name,
+        weights=describe_weights(scheme),
+        activations=describe_activations(scheme),
+        format=scheme.format.value if scheme.format else "unquantized",
+        bytes_per_parameter=per_parameter,
+        checkpoint_bytes=total,
+        shape_reason=reason,
+        learner_kernel=learner.kernel,
+        learner_reason=learner.reason,
+        engine_kernel=engine.kernel,
+        engine_reason=engine.reason,
+    )
+
+
+def checkpoint_bytes(scheme: "Scheme", model: "PreTrainedModel | None", itemsize: int) -> tuple[float, int | None]:
+    """Bytes per parameter of the quantized layers, and of the whole checkpoint. itemsize: of the compute dtype. Raises
+    `SchemeError` for shapes."""
+    if model is None:
+        rows, columns = REFERENCE_SHAPE
+        return SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, itemsize) / (rows * columns), None
+    shapes = _quantized_layers(scheme, model)
+    for layer, shape in shapes.items():
+        scheme.check_layer(layer, shape)
+    quantized = sum(SCHEME_SPECS[scheme.name].weight_bytes(shape, itemsize) for shape in shapes.values())
+    parameters = sum(rows * columns for rows, columns in shapes.values())
+    others = sum(p.numel() for p in model.parameters()) - parameters
+    return quantized / parameters, quantized + others * itemsize
+
+
+def _quantized_layers(scheme: "Scheme", model: "PreTrainedModel") -> dict[str, tuple[int, int]]:
+    """Shapes (O, I) of the matrices by checkpoint name; of `bf16`, those any other scheme would quantize."""
+    from qarl.quant.checkpoint.shapes import weight_shapes
+    from qarl.quant.schemes import get_scheme
+
+    selecting = scheme if scheme.quantization else get_scheme("w8a8")
+    weights = weight_shapes(model)
+    shapes = {name: shape for name, shape in weights.items() if not selecting.leaves_alone(name)}
+    for name, shape in shapes.items():
+        scheme.check_layer(name, shape)
+    if not shapes:
+        raise SchemeError(f"scheme {scheme.name!r} quantizes none of the model's {len(weights)} linear layers")
+    return shapes

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import refuse_rest
+from qarl.cli.options import say
 from qarl.configs.errors import InputError
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import server_command
@@ -37,26 +37,22 @@ def add_serve(commands: Any) -> None:
         usage="qarl serve TARGET [--host HOST] [--port N] [-- VLLM OPTIONS]",
         description="Serve a run's export through vLLM's OpenAI-compatible API, until Ctrl-C or SIGTERM.",
         epilog="Whatever follows -- goes to vLLM, and wins: qarl serve runs/NAME -- --max-model-len 4096 --api-key KEY",
-        allow_abbrev=False,
     )
     serve.add_argument("target", metavar="TARGET", help="run folder (its export), or an exported checkpoint")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all, for others to reach it "
                        "(default 127.0.0.1, this machine alone)")  # fmt: skip
     serve.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen at (default 8000)")
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, engine=True)
 
 
-def _serve(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    arguments = known.arguments
-    to_vllm = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
-    refuse_rest([item for item in rest[: len(rest) - len(to_vllm)] if item != "--"])
+def _serve(known: argparse.Namespace, console: Console) -> int:
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
     url = f"http://{f'[{known.host}]' if ':' in known.host else known.host}:{known.port}"
     line = f"starting vLLM on {served.folder}; Ctrl-C ends it"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, line)
     quiet_libraries()
-    command = server_command(served, known.host, known.port, to_vllm)
+    command = server_command(served, known.host, known.port, known.to_vllm)
     sys.stdout.flush()
     if os.fork() == 0:
         _announce(url, served.name, os.getppid())

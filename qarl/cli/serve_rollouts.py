@@ -13,10 +13,9 @@ from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.options import dotted_overrides
+from qarl.cli.options import chosen_config, say, whole
 from qarl.cli.serve import ServeError, require_free
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.rollout.open import serve_rollouts
@@ -33,27 +32,19 @@ def add_serve_rollouts(commands: Any) -> None:
         "Ctrl-C or SIGTERM. Runs publish their weights to them (docs/guide/servers.md).",
         epilog="Whatever follows -- goes to vLLM, and wins: qarl serve-rollouts --replicas 4 --devices 2 -- "
         "--tensor-parallel-size 2",
-        allow_abbrev=False,
     )
     serve.add_argument("--config", metavar="FILE", help="YAML file, or a shipped name; default: as `qarl train`")
-    serve.add_argument("--replicas", type=int, default=1, metavar="N", help="servers to start (default 1)")
-    serve.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs of each server (default 1)")
+    serve.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="servers to start (default 1)")
+    serve.add_argument("--devices", type=whole(1), default=1, metavar="N", help="GPUs of each server (default 1)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8100, metavar="N", help="the first's; others follow (default 8100)")
     serve.add_argument("--key-file", metavar="FILE", help=f"holds the API key they ask for (default {KEY_VARIABLE})")
     add_flags(serve, FLAGS)
-    serve.set_defaults(run=_serve_rollouts)
+    serve.set_defaults(run=_serve_rollouts, fields=True, engine=True)
 
 
-def _serve_rollouts(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    arguments = known.arguments
-    to_vllm = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
-    overrides = dotted_overrides(known, [item for item in rest[: len(rest) - len(to_vllm)] if item != "--"])
-    file = default_config(overrides.get("model")) if known.config is None else config_file(known.config)
-    config = load_config(file, overrides)
-    for name in ("replicas", "devices"):
-        if getattr(known, name) < 1:
-            raise ServeError(f"--{name} {getattr(known, name)} is too few; give 1 or more")
+def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
+    config = chosen_config(known.config, known.overrides)
     key = server_key(known.key_file or config.rollout.server_key_file)
     require_key(known.host, key)
     ports = range(known.port, known.port + known.replicas)
@@ -65,16 +56,16 @@ def _serve_rollouts(known: argparse.Namespace, rest: list[str], console: Console
         _write_checkpoint(config, checkpoint)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         line = f"starting {known.replicas} of vLLM's servers; what they print is in {folder}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
         with serve_rollouts(
-            checkpoint, config.rollout, config.dtype, ports, known.host, key, to_vllm, known.devices
+            checkpoint, config.rollout, config.dtype, ports, known.host, key, known.to_vllm, known.devices
         ) as replicas:
             _say_where([replica.url for replica in replicas], key, console)
             while all(replica.process.poll() is None for replica in replicas):
                 time.sleep(0.5)
             ended = next(replica for replica in replicas if replica.process.poll() is not None)
             last = "\n".join(ended.log.read_text(errors="replace").splitlines()[-8:])
-            console.print(f"the server at {ended.url} ended, so do all; its log ends:\n{last}", markup=False)
+            say(console, f"the server at {ended.url} ended, so do all; its log ends:\n{last}")
             return 1
 
 
@@ -104,4 +95,4 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
 def _say_where(urls: Sequence[str], key: str | None, console: Console) -> None:
     with_key = "" if key is None else " (with the key)"
     line = f"ready{with_key}: qarl train … --rollout.servers {','.join(urls)}; Ctrl-C ends them"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, line)

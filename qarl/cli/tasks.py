@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.cli.options import refuse_rest
+from qarl.cli.options import say
 from qarl.tasks import DEFAULT_OPTIONS, ReasoningGymTask, TaskError
 from qarl.tasks.load import MATH
 from qarl.tasks.procedural import OWN_OPTIONS, dataset_of, reasoning_gym_datasets
@@ -54,11 +54,10 @@ def add_tasks(commands: Any) -> None:
     tasks.set_defaults(run=_tasks)
 
 
-def _tasks(known: argparse.Namespace, rest: list[str], console: Console) -> int:
-    refuse_rest(rest)
+def _tasks(known: argparse.Namespace, console: Console) -> int:
     width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
     for line in _one(known.name, width) if known.name else _all(width):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
     return 0
 
 

@@ -78,7 +78,7 @@ def test_answers_for_eyes(
     assert main(["chat", str(run.path), "--max-new-tokens", "3"]) == 0
     assert len(prompts) == 2 and prompts[1] > prompts[0] + 3, "the second turn follows the first and its answer"
     assert main(["sample", str(run.path), "x", "--temperature", "-1"]) == 2
-    assert "eval.temperature -1.0 must be a number, at least 0" in capsys.readouterr().err
+    assert "eval.temperature -1 must be a number, at least 0" in capsys.readouterr().err
     assert main(["sample", str(run.path), "x", "--samples", "0"]) == 2
     assert "eval.samples 0 must be a whole number, at least 1" in capsys.readouterr().err
 

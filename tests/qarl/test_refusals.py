@@ -141,7 +141,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("eval taken --samples 0", "eval.samples 0 must be a whole number, at least 1"),
         ("eval taken --samples 4 --temperature 0", "eval.samples 4 with eval.temperature 0: greedy answers are all"),
         ("eval taken --top-p 1.5", "eval.top_p 1.5 must be a number, above 0, at most 1"),
-        ("eval taken --top-k 5 --eval.top_k 5", "--top-k 5 is also given as --eval.top_k; give it once"),
+        ("eval taken --top-k 5 --eval.top_k 5", "--eval.top_k 5 is also given by its short flag, with '5'"),
         ("eval taken --eval.every 5", "unknown option --eval.every of qarl eval"),
         ("eval taken --suite maths", "--suite 'maths' must be one of math; did you mean 'math'?"),
         ("eval taken --suite math --task gcd", "--task.name gcd does not go with --suite math"),

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PhimoeConfig, Qwen3NextConfig
 
-from qarl.cli.scheme_rows import _bytes
+from qarl.cli.schemes import checkpoint_bytes
 from qarl.quant.checkpoint.families import FAMILIES
 from qarl.quant.checkpoint.folder import check_rotary
 from qarl.quant.checkpoint.load import ModelError, load_masters, model_skeleton
@@ -92,7 +92,7 @@ def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: s
 def test_qarl_schemes_counts_the_bytes_that_are_streamed(kind: str, scheme: str, tmp_path: Path):
     random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
     model = wrap(tmp_path, scheme)
-    _, total = _bytes(get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16)
+    _, total = checkpoint_bytes(get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16.itemsize)
     assert total == sum(tensor.nbytes for tensor in streamed(model).values())
 
 
