@@ -72,47 +72,33 @@ def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int
         return None
 
 
-@dataclass(frozen=True)
-class Help:
-    """options: to add to the command. saves: bytes a process takes less of its device."""
-
-    options: str
-    saves: int
-
-
-def helping(plan: Plan) -> list[Help]:
-    """Every single change that would make it smaller on its machine, and what it would save."""
-    helps = []
+def helping(plan: Plan) -> dict[str, int]:
+    """Every single change that would make it smaller on its machine, as options → bytes a process takes less."""
+    saved = {}
     for change in _changes(plan.config, plan.machine, plan.processes):
         changed = _changed(plan, [change], plan.machine, plan.processes)
         if changed is not None and changed.memory.total < plan.memory.total:
-            helps.append(Help(change.words(changed.processes), plan.memory.total - changed.memory.total))
-    return helps
+            saved[change.words(changed.processes)] = plan.memory.total - changed.memory.total
+    return saved
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """A plan that fits and leaves `SPARE`, and the fields that make it one."""
-
-    plan: Plan
-    fields: dict[str, object]
+Fitting = tuple[Plan, dict[str, object]]
+"""A plan that fits and leaves `SPARE`, and the fields that make it one."""
 
 
 def fitting(plan: Plan) -> list[Fitting]:
     """The least changes that make the run fit its own machine, else the smallest of `_LISTED` that it fits with some;
     where they change what is trained, also the smallest that it fits without. Nothing where there is none."""
-    machines = [plan.machine, *(m for m in map(parse_machine, _LISTED) if _beyond(m, plan.machine))]
-    cheapest = next(filter(None, (_fitting_on(plan, machine, lora=True) for machine in machines)), None)
-    if cheapest is None or "learner.lora.name" not in cheapest.fields:
-        return [cheapest] if cheapest else []
-    whole = next(filter(None, (_fitting_on(plan, machine, lora=False) for machine in machines)), None)
-    return [cheapest, whole] if whole else [cheapest]
-
-
-def _beyond(machine: Machine, other: Machine) -> bool:
-    if other.device == "cpu":
-        return True
-    return machine.count * machine.memory > other.count * other.memory
+    there = 0 if plan.machine.device == "cpu" else plan.machine.count * plan.machine.memory
+    larger = [machine for machine in map(parse_machine, _LISTED) if machine.count * machine.memory > there]
+    proposed = []
+    for lora in (True, False):
+        candidates = (_fitting_on(plan, machine, lora) for machine in (plan.machine, *larger))
+        if works := next(filter(None, candidates), None):
+            proposed.append(works)
+            if "learner.lora.name" not in works[1]:
+                break
+    return proposed
 
 
 def _fitting_on(plan: Plan, machine: Machine, lora: bool) -> Fitting | None:
@@ -123,5 +109,5 @@ def _fitting_on(plan: Plan, machine: Machine, lora: bool) -> Fitting | None:
     for subset in sorted(subsets, key=lambda subset: sum(change.cost for change in subset)):
         candidate = _changed(plan, subset, machine, processes)
         if candidate is not None and candidate.share <= 1 - SPARE and not candidate.lacks_host:
-            return Fitting(candidate, {path: value for change in subset for path, value in change.fields.items()})
+            return candidate, {path: value for change in subset for path, value in change.fields.items()}
     return None

@@ -3,13 +3,20 @@
 Axes of a weight: O output rows, I input columns.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.quant.checkpoint.patterns import matching
 
+Matrix = tuple[int, int]
+"""(O, I)"""
+
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -30,13 +37,13 @@ class Shapes:
     experts_a_token: int = 0
 
     @property
-    def attention_matrices(self) -> tuple[tuple[int, int], ...]:
+    def attention_matrices(self) -> tuple[Matrix, ...]:
         """(O, I) of q, k, v and o of one layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (queries, self.hidden), (keys, self.hidden), (keys, self.hidden), (self.hidden, queries)
 
     @property
-    def mlp_matrices(self) -> tuple[tuple[int, int], ...]:
+    def mlp_matrices(self) -> tuple[Matrix, ...]:
         """(O, I) of gate, up and down of one layer, or of one expert."""
         return (self.intermediate, self.hidden), (self.intermediate, self.hidden), (self.hidden, self.intermediate)
 
@@ -70,8 +77,40 @@ class Shapes:
         mlp = self._stored(self.mlp_matrices, scheme, itemsize) * max(self.experts, 1)
         return self.layers * (self._stored(self.attention_matrices, scheme, itemsize) + mlp)
 
-    def _stored(self, matrices: tuple[tuple[int, int], ...], scheme: str, itemsize: int) -> int:
+    def _stored(self, matrices: tuple[Matrix, ...], scheme: str, itemsize: int) -> int:
         return sum(SCHEME_SPECS[scheme].weight_bytes(shape, itemsize) for shape in matrices)
+
+
+def matrices(shapes: Shapes) -> Iterator[tuple[str, Matrix]]:
+    """(checkpoint name, (O, I)) of every matrix that can be quantized. Names are those of Llama, Qwen and their
+    mixtures; a rule that names others (Mixtral's `w1`) counts as none."""
+    for layer in range(shapes.layers):
+        place = f"model.layers.{layer}"
+        for leaf, shape in zip(_ATTENTION, shapes.attention_matrices, strict=True):
+            yield f"{place}.self_attn.{leaf}", shape
+        modules = [f"mlp.experts.{expert}" for expert in range(shapes.experts)] or ["mlp"]
+        for module in modules:
+            for leaf, shape in zip(_MLP, shapes.mlp_matrices, strict=True):
+                yield f"{place}.{module}.{leaf}", shape
+
+
+def schemes_of(shapes: Shapes, scheme: str, rules: Sequence[LayerRule]) -> Iterator[tuple[str, Matrix]]:
+    """(scheme's name, (O, I)) of every matrix; the first rule that matches wins."""
+    sizes = dict(matrices(shapes))
+    taken = dict.fromkeys(sizes, scheme)
+    for rule in reversed(rules):
+        taken |= dict.fromkeys(matching(rule.match, list(sizes)), rule.scheme)
+    return ((taken[name], shape) for name, shape in sizes.items())
+
+
+def targeted(shapes: Shapes, patterns: Sequence[str]) -> Iterator[Matrix]:
+    """(O, I) of the matrices that get an adapter, all where no pattern is given; an expert's gate and up as one."""
+    sizes = dict(matrices(shapes))
+    chosen = set(sizes) if not patterns else {name for pattern in patterns for name in matching(pattern, list(sizes))}
+    for name, (rows, columns) in sizes.items():
+        if name in chosen and not (shapes.experts and name.endswith(".up_proj")):
+            merged = shapes.experts and name.endswith(".gate_proj")
+            yield (2 * rows if merged else rows), columns
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
@@ -117,40 +156,22 @@ def _unusual(config: Mapping[str, Any]) -> Iterator[str]:
         yield "some of its layers have experts and some have none"
 
 
-def _elements(matrices: tuple[tuple[int, int], ...]) -> int:
+def _elements(matrices: tuple[Matrix, ...]) -> int:
     return sum(rows * columns for rows, columns in matrices)
 
 
-def _named(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int = 151936,
-    tied: bool = False, experts: int = 0,
-) -> Shapes:  # fmt: skip
-    """Qwen2.5 and Qwen3: heads of 128, and 8 experts a token where there are any."""
-    return Shapes(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        intermediate=intermediate,
-        vocabulary=vocabulary,
-        tied=tied,
-        experts=experts,
-        experts_a_token=8 if experts else 0,
-    )
-
-
+_qwen = partial(Shapes, head_dim=128, vocabulary=151936, tied=False)
 NAMED = {
-    "qwen2.5-1.5b": _named(1536, 28, 12, 2, 8960, tied=True),
-    "qwen2.5-7b": _named(3584, 28, 28, 4, 18944, vocabulary=152064),
-    "qwen3-0.6b": _named(1024, 28, 16, 8, 3072, tied=True),
-    "qwen3-1.7b": _named(2048, 28, 16, 8, 6144, tied=True),
-    "qwen3-4b": _named(2560, 36, 32, 8, 9728, tied=True),
-    "qwen3-8b": _named(4096, 36, 32, 8, 12288),
-    "qwen3-14b": _named(5120, 40, 40, 8, 17408),
-    "qwen3-32b": _named(5120, 64, 64, 8, 25600),
-    "qwen3-30b-a3b": _named(2048, 48, 32, 4, 768, experts=128),
-    "qwen3-235b-a22b": _named(4096, 94, 64, 4, 1536, experts=128),
+    "qwen2.5-1.5b": _qwen(1536, 28, 12, 2, intermediate=8960, tied=True),
+    "qwen2.5-7b": _qwen(3584, 28, 28, 4, intermediate=18944, vocabulary=152064),
+    "qwen3-0.6b": _qwen(1024, 28, 16, 8, intermediate=3072, tied=True),
+    "qwen3-1.7b": _qwen(2048, 28, 16, 8, intermediate=6144, tied=True),
+    "qwen3-4b": _qwen(2560, 36, 32, 8, intermediate=9728, tied=True),
+    "qwen3-8b": _qwen(4096, 36, 32, 8, intermediate=12288),
+    "qwen3-14b": _qwen(5120, 40, 40, 8, intermediate=17408),
+    "qwen3-32b": _qwen(5120, 64, 64, 8, intermediate=25600),
+    "qwen3-30b-a3b": _qwen(2048, 48, 32, 4, intermediate=768, experts=128, experts_a_token=8),
+    "qwen3-235b-a22b": _qwen(4096, 94, 64, 4, intermediate=1536, experts=128, experts_a_token=8),
 }
 """Published sizes by name, for predictions without a checkpoint at hand."""
 

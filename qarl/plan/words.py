@@ -62,14 +62,13 @@ def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list
     """Of a plan that does not fit: what would help and how much, and the command that works. overrides, file: of the
     command that was planned."""
     lines = ["", "what would help, GiB less a process:"]
-    lines += [f"{helps.saves / GIB:>7.1f}  {helps.options}" for helps in helping(plan)]
-    helps = fitting(plan)
-    if not any(works.plan.machine == plan.machine for works in helps):
+    lines += [f"{saved / GIB:>7.1f}  {options}" for options, saved in helping(plan).items()]
+    proposed = fitting(plan)
+    if not any(works.machine == plan.machine for works, _ in proposed):
         lines += ["", f"no combination of these fits {plan.machine.name}"]
-    for works in helps:
-        sums = f"{works.plan.memory.total / GIB:.1f} of {works.plan.there / GIB:.1f} GiB"
-        lines += ["", f"fits {works.plan.machine.name}, {sums}:"]
-        lines += _command(works.plan.processes, {**overrides, **_texts(works.fields)}, file)
+    for works, fields in proposed:
+        lines += ["", f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of {works.there / GIB:.1f} GiB:"]
+        lines += _command(works.processes, {**overrides, **_texts(fields)}, file)
     return lines
 
 

@@ -143,10 +143,10 @@ def test_every_help_saves_and_the_command_fits(tmp_path: Path):
     for gpus in ("1xH100", "4x80GB", "8x80GB", "8xH200"):
         machine = parse_machine(gpus)
         plan = make_plan(config(model="m"), NAMED["qwen3-30b-a3b"], "", machine, machine.count)
-        assert not plan.fits and all(found.saves > 0 for found in helping(plan))
+        assert not plan.fits and all(saved > 0 for saved in helping(plan).values())
         works = fitting(plan)
-        assert works and all(found.plan.fits and found.plan.share <= 0.9 for found in works)
-        assert works[-1].plan.config.learner.lora.name == "none"
+        assert works and all(fits.fits and fits.share <= 0.9 for fits, _ in works)
+        assert works[-1][0].config.learner.lora.name == "none"
 
 
 def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
