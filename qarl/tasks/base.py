@@ -1,5 +1,6 @@
 """What tasks are made of: problems, responses to them, and where problems come from."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -50,6 +51,10 @@ class Problem:
     def chat(self) -> list[Message]:
         """The conversation as a chat template takes it."""
         return list(self.messages) or [{"role": "user", "content": self.question}]
+
+    def behind(self, system: str) -> "Problem":
+        """With a system prompt before the conversation."""
+        return dataclasses.replace(self, messages=({"role": "system", "content": system}, *self.chat))
 
 
 @dataclass(frozen=True)

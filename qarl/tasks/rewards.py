@@ -40,13 +40,14 @@ def last_box(text: str) -> str | None:
     return None if last is None else last.strip()
 
 
+def attempt(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a function returns, or a `Failure` with what it raised."""
+    try:
+        return function(*arguments, **named)
+    except (Exception, SystemExit) as error:
+        return Failure(f"raised {in_words(error)}")
+
+
 def each(function: Callable[[Problem, str], Any]) -> Scorer:
     """A scorer that asks `function` about one response at a time, in this process."""
-
-    def outcome(problem: Problem, text: str) -> Any:
-        try:
-            return function(problem, text)
-        except (Exception, SystemExit) as error:
-            return Failure(f"raised {in_words(error)}")
-
-    return lambda responses: [outcome(response.problem, response.text) for response in responses]
+    return lambda responses: [attempt(function, response.problem, response.text) for response in responses]

@@ -3,15 +3,13 @@
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.words import did_you_mean
-from qarl.tasks.base import Failure, Response, Scorer, TaskError
+from qarl.tasks.base import Failure, Scorer, TaskError
 from qarl.tasks.math import math_checker, math_scorer
 from qarl.tasks.rewards import each, exact_answer
-from qarl.tasks.signatures import TAKES, SignatureError, kind_of, outcomes
+from qarl.tasks.signatures import TAKES, load_judge, outcomes
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Workers
 
@@ -20,24 +18,14 @@ _CHECKERS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_ans
 _TERM = re.compile(r"(?P<spec>.*?)(?:=(?P<weight>[^=:/]*))?")
 
 
-@dataclass(frozen=True)
-class Weighted:
-    """The sum of several rewards times their weights; one that gives no signal (None) adds nothing, and where none
-    gives any, there is none."""
-
-    terms: tuple[tuple[Scorer, float], ...]
-
-    def __call__(self, responses: Sequence[Response]) -> list[Any]:
-        """A `Scorer`."""
-        columns = [scorer(responses) for scorer, _ in self.terms]
-        return [self._sum(row) for row in zip(*columns, strict=True)]
-
-    def _sum(self, row: tuple[Any, ...]) -> Any:
-        for outcome in row:
-            if isinstance(outcome, Failure) or not isinstance(outcome, int | float | None):
-                return outcome  # for the task to complain about
-        parts = [weight * outcome for outcome, (_, weight) in zip(row, self.terms, strict=True) if outcome is not None]
-        return sum(parts) if parts else None
+def _weighted(outcomes: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The sum of several rewards of one response; one that gives no signal (None) adds nothing, and where none gives
+    any, there is none."""
+    for outcome in outcomes:
+        if isinstance(outcome, Failure) or not isinstance(outcome, int | float | None):
+            return outcome  # for the task to complain about
+    parts = [weight * outcome for outcome, weight in zip(outcomes, weights, strict=True) if outcome is not None]
+    return sum(parts) if parts else None
 
 
 def reward_of(words: str, task: str, time_limit: float) -> Scorer:
@@ -48,11 +36,13 @@ def reward_of(words: str, task: str, time_limit: float) -> Scorer:
     Raises:
         TaskError: unknown, not importable, of no known signature, or a weight that is no number.
     """
-    terms = [_term(part.strip()) for part in words.split(",")]
-    scorers = [(_scorer("reward", spec, _REWARDS, task, time_limit), weight) for spec, weight in terms]
-    if len(scorers) == 1 and scorers[0][1] == 1.0:
-        return scorers[0][0]
-    return Weighted(tuple(scorers))
+    specs, weights = zip(*(_term(part.strip()) for part in words.split(",")), strict=True)
+    scorers = [_scorer("reward", spec, _REWARDS, task, time_limit) for spec in specs]
+    if weights == (1.0,):
+        return scorers[0]
+    return lambda responses: [
+        _weighted(row, weights) for row in zip(*(scorer(responses) for scorer in scorers), strict=True)
+    ]
 
 
 def checker_of(words: str, task: str, time_limit: float) -> Scorer:
@@ -92,9 +82,5 @@ def _scorer(word: str, spec: str, shipped: Mapping[str, Callable[[], Scorer]], t
 
 def in_this_process(word: str, spec: str, task: str, time_limit: float) -> Scorer:
     """A function that needs no process of its own, as ours do not. time_limit: of async ones alone."""
-    function = load_function(FunctionKind(word, TAKES, TaskError), spec)
-    try:
-        kind = kind_of(function)
-    except SignatureError as error:
-        raise TaskError(f"{word} {spec!r}: {error}") from error
+    kind, function = load_judge(word, spec)
     return lambda responses: list(outcomes(kind, function, task, responses, time_limit))

@@ -12,8 +12,9 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from qarl.configs.functions import in_words
-from qarl.tasks.base import Failure, Response
+from qarl.configs.functions import FunctionKind, in_words, load_function
+from qarl.tasks.base import Failure, Response, TaskError
+from qarl.tasks.rewards import attempt
 
 Kind = Literal["qarl", "trl", "verl"]
 
@@ -22,12 +23,23 @@ _MARKS: dict[Kind, str] = {"qarl": "text", "trl": "completions", "verl": "soluti
 _OWN = ("problem", "text", "token_ids")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = ("prompts", "completions", "completion_ids")
+_ANSWERS = ("solution", "ground_truth")
+"""What TRL's documentation and its own rewards call the reference answer."""
 
 TAKES = "taking (problem, text), TRL's (completions, **columns) or verl's (data_source, solution_str, ground_truth)"
 
 
 class SignatureError(Exception):
     """A function whose kind cannot be told; the message follows its name."""
+
+
+def load_judge(word: str, spec: str) -> tuple[Kind, Callable[..., Any]]:
+    """The function that `spec` names, with its kind. word: "reward" or "checker", for messages. Raises `TaskError`."""
+    function = load_function(FunctionKind(word, TAKES, TaskError), spec)
+    try:
+        return kind_of(function), function
+    except SignatureError as error:
+        raise TaskError(f"{word} {spec!r}: {error}") from error
 
 
 def too_long(seconds: float) -> str:
@@ -78,19 +90,12 @@ def outcomes(
         )
     else:
         for response in responses:
-            yield _judged(kind, _attempt(function, **_arguments(kind, function, task, response)))
+            yield _judged(kind, attempt(function, **_arguments(kind, function, task, response)))
 
 
 def _judged(kind: Kind, outcome: Any) -> Any:
     """verl's may return a mapping with the score in it."""
     return outcome["score"] if kind == "verl" and isinstance(outcome, dict) and "score" in outcome else outcome
-
-
-def _attempt(function: Callable[..., Any], **arguments: Any) -> Any:
-    try:
-        return function(**arguments)
-    except (Exception, SystemExit) as error:
-        return Failure(f"raised {in_words(error)}")
 
 
 async def _together(calls: Sequence[dict[str, Any]], function: Callable[..., Any], time_limit: float) -> list[Any]:
@@ -114,7 +119,7 @@ def _batch(function: Callable[..., Any], responses: Sequence[Response], time_lim
     if inspect.iscoroutinefunction(function):
         outcome = asyncio.run(_together([arguments], function, time_limit))[0]
     else:
-        outcome = _attempt(function, **arguments)
+        outcome = attempt(function, **arguments)
     if isinstance(outcome, Failure):
         return [outcome] * len(responses)
     if not isinstance(outcome, list | tuple) or len(outcome) != len(responses):
@@ -152,19 +157,14 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
         ],
         "completion_ids": [list(response.token_ids) for response in responses],
     }
-    for name in _answer_names(function):
+    parameters = _parameters(function)
+    for name in ("answer", *(name for name in _ANSWERS if name in parameters)):
         columns.setdefault(name, [problem.answer for problem in problems])
-    columns.setdefault("answer", [problem.answer for problem in problems])
-    missing = [name for name, p in _parameters(function).items() if _needed(p) and name not in columns]
+    missing = [name for name, parameter in parameters.items() if _needed(parameter) and name not in columns]
     if missing:
         there = ", ".join(name for name in columns if name not in _TRL)
         raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}")
     return _accepted(function, columns)
-
-
-def _answer_names(function: Callable[..., Any]) -> list[str]:
-    """What TRL's documentation and its own rewards call the reference answer."""
-    return [name for name in ("solution", "ground_truth") if name in _parameters(function)]
 
 
 def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -80,12 +80,10 @@ class Table:
 
     def behind(self, system: str) -> "Table":
         """With a system prompt before the problems that are text; those that are chats stay as they are."""
-
-        def told(problem: Problem) -> Problem:
-            messages = problem.messages or ({"role": "system", "content": system}, *problem.chat)
-            return dataclasses.replace(problem, messages=messages)
-
-        by_split = {split: [told(problem) for problem in rows] for split, rows in self.by_split.items()}
+        by_split = {
+            split: [problem if problem.messages else problem.behind(system) for problem in rows]
+            for split, rows in self.by_split.items()
+        }
         return dataclasses.replace(self, by_split=by_split)
 
     def describe(self) -> str:

@@ -80,7 +80,7 @@ class Task:
                 f"task.system {system[:80]!r} is given, but problem {problem.id!r} begins with a system message of its "
                 f"own ({first['content'][:80]!r}); leave one of them out"
             )
-        return dataclasses.replace(problem, messages=({"role": "system", "content": system}, *problem.chat))
+        return problem.behind(system)
 
     def _number(self, response: Response, outcome: Any) -> float | None:
         if outcome is None:

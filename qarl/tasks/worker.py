@@ -2,8 +2,8 @@
 
     python -c "from qarl.tasks.worker import serve; serve(FD)"          (see `qarl.tasks.workers`)
 
-Over the pipe come one `Job`, answered by a `Ready` or a `Refusal`, and then lists of responses, each answered by an
-outcome a response.
+Over the pipe comes one `Job`, answered by whether outcomes are sent as they come, so that each is timed on its own, or
+in words by why the function cannot be used; and then lists of responses, each answered by an outcome a response.
 """
 
 import os
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from qarl.configs.functions import FunctionKind, load_function
 from qarl.tasks.base import Failure, TaskError
-from qarl.tasks.signatures import TAKES, SignatureError, call_one_by_one, kind_of, outcomes
+from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,6 @@ class Job:
     path: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Ready:
-    """one_by_one: whether outcomes are sent as they come, so that each is timed on its own."""
-
-    one_by_one: bool
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why the function cannot be used."""
-
-    words: str
-
-
 def serve(fd: int) -> None:
     """The child's whole life: until the parent closes the pipe, or is gone."""
     connection = Connection(fd)
@@ -57,13 +42,10 @@ def serve(fd: int) -> None:
         job: Job = connection.recv()
         sys.path[:] = job.path
         try:
-            function = load_function(FunctionKind(job.word, TAKES, TaskError), job.spec)
-            kind = kind_of(function)
+            kind, function = load_judge(job.word, job.spec)
         except TaskError as error:
-            return connection.send(Refusal(str(error)))
-        except SignatureError as error:
-            return connection.send(Refusal(f"{job.word} {job.spec!r}: {error}"))
-        connection.send(Ready(call_one_by_one(kind, function)))
+            return connection.send(str(error))
+        connection.send(call_one_by_one(kind, function))
         while True:
             for outcome in outcomes(kind, function, job.task, connection.recv(), job.time_limit):
                 connection.send(_sendable(outcome))

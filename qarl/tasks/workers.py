@@ -12,7 +12,7 @@ from typing import Any
 
 from qarl.tasks.base import Failure, Response, TaskError
 from qarl.tasks.signatures import too_long
-from qarl.tasks.worker import Job, Ready, Refusal
+from qarl.tasks.worker import Job
 
 _STARTUP = 300.0
 """Seconds for a reward's own imports, which may be large libraries."""
@@ -60,11 +60,10 @@ class Worker:
         if reply is None:
             self.stop()
             raise TaskError(f"{what}: importing it took longer than {_STARTUP:g} s; import less, or lazily")
-        if isinstance(reply, Refusal):
+        if isinstance(reply, str):
             self.stop()
-            raise TaskError(reply.words)
-        assert isinstance(reply, Ready)
-        self._one_by_one = reply.one_by_one
+            raise TaskError(reply)
+        self._one_by_one = reply
 
     def outcomes(self, responses: Sequence[Response]) -> list[Any]:
         """What the function says of each, in order. What it is not done with in time, and what it ends its process at,
