@@ -1,7 +1,6 @@
 """What a command does to the process it runs in: libraries' start-up chatter is kept off a person's terminal (their
 errors still come through), and text can be written in any encoding."""
 
-import codecs
 import io
 import logging
 import os
@@ -20,24 +19,12 @@ _ENVIRONMENT = {
     "TORCH_LOGS": "-all",
 }
 
-_IN_ASCII = {
-    "…": "...", "×": "x", "→": "->", "–": "-", "—": "-", "─": "-", "━": "=", "│": "|", "·": "*", "≤": "<=", "≥": ">=",
-    "Δ": "d", "β": "beta", "π": "pi", "¹": "1", "²": "2", "\u00a0": " ",
-}  # fmt: skip
-
 
 def write_in_any_encoding() -> None:
-    """Let stdout and stderr write what their encoding has no character for, in ASCII ("x" for "×"), or as "?"."""
-    codecs.register_error("qarl", _in_ascii)
+    """Let stdout and stderr write what their encoding has no character for, as "?"."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="qarl")
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_IN_ASCII.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+            stream.reconfigure(errors="replace")
 
 
 def quiet_libraries(compiles: bool = False) -> None:

@@ -7,14 +7,14 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from qarl.configs.load import choice_sections, default_config, field_paths, load_config
-from qarl.configs.schema.base import Choice, Section, alternatives
+from qarl.configs.schema.base import Section, alternatives
 from qarl.configs.schema.run import RunConfig
 
 GROUPS = {
@@ -120,49 +120,36 @@ def metavar(path: str, info: Any) -> str:
 def all_fields(columns: int) -> str:
     """Every field by section, with default and description, wrapped to `columns`."""
     width = min(max(columns, _NARROWEST), _WIDEST)
-    lines = [*textwrap.wrap(EPILOG, width), *_section(RunConfig, "", width)]
+    fields, defaults, lines = field_paths(), default_values(), textwrap.wrap(EPILOG, width)
+    for section, parts in {"": (RunConfig,), **dict(_sections(RunConfig, ""))}.items():
+        lines += _heading(section or "run", parts, width)
+        for leaf in dict.fromkeys(leaf for part in parts for leaf in part.model_fields):
+            path = f"{section}.{leaf}".lstrip(".")
+            if path in fields:
+                default = [written(defaults[path])] if path in defaults else []
+                default += [_alternatives(parts, leaf)] if len(parts) > 1 and leaf != "name" else []
+                lines += _field(path, metavar(path, fields[path]), "; ".join(default), fields[path].description, width)
     return "\n".join(lines)
 
 
-def _section(section: type[Section], prefix: str, width: int) -> Iterator[str]:
-    """Its own fields, then the sections in it."""
-    inner = {name: alternatives(info.annotation) for name, info in section.model_fields.items()}
-    yield from _heading(prefix.rstrip(".") or "run", [section], width)
-    defaults = default_values()
+def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, tuple[type[Section], ...]]]:
+    """Dotted path → the section's class, or the alternatives of one that is chosen by its name."""
     for name, info in section.model_fields.items():
-        if not inner[name]:
-            yield from _field(
-                prefix + name, metavar(prefix + name, info), written(defaults[prefix + name]), info.description, width
-            )
-    for name, parts in inner.items():
-        if all(issubclass(part, Choice) for part in parts) and parts:
-            yield from _choice(f"{prefix}{name}", width)
-        elif parts:
-            yield from _section(parts[0], f"{prefix}{name}.", width)
+        parts = alternatives(info.annotation)
+        if parts:
+            yield f"{prefix}{name}", parts
+        for part in parts:
+            yield from _sections(part, f"{prefix}{name}.")
 
 
-def _choice(path: str, width: int) -> Iterator[str]:
-    """A section chosen by its name: the alternatives, then the options that any of them has."""
-    parts, fields, defaults = choice_sections()[path], field_paths(), default_values()
-    yield from _heading(path, parts, width)
-    chosen = defaults[f"{path}.name"]
-    for leaf in dict.fromkeys(leaf for part in parts for leaf in part.model_fields):
-        info = fields[f"{path}.{leaf}"]
-        if leaf == "name":
-            default = f"{chosen}"
-        else:
-            having = [part for part in parts if leaf in part.model_fields]
-            default = ", ".join(f"{'/'.join(p.names())} {_written(p, leaf)}" for p in having)
-            if chosen in (name for part in having for name in part.names()):
-                default = f"{written(defaults[f'{path}.{leaf}'])}; {default}"
-        option = f"{path}.{leaf}"
-        yield from _field(option, metavar(option, info), default, info.description, width)
-
-
-def _written(part: type[Choice], leaf: str) -> str:
-    """A field's default."""
-    field = part.model_fields[leaf]
-    return "required" if field.is_required() else written(field.get_default(call_default_factory=True)) or "none"
+def _alternatives(parts: Sequence[Any], leaf: str) -> str:
+    """A field's default in each alternative of its section that has it."""
+    fields = {part: part.model_fields[leaf] for part in parts if leaf in part.model_fields}
+    return ", ".join(
+        f"{'/'.join(part.names())} "
+        f"{'required' if field.is_required() else written(field.get_default(call_default_factory=True)) or 'none'}"
+        for part, field in fields.items()
+    )
 
 
 def _heading(path: str, sections: Any, width: int) -> Iterator[str]:

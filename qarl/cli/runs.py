@@ -44,18 +44,19 @@ def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
     """State, step, scheme, accuracy. A run that cannot be read has its reason for a state."""
     try:
         config = folder.config()
-        steps, accuracy = _progress(folder.metrics)
+        metrics = _complete_lines(folder.metrics)
         start, note = read_start(folder), read_note(folder.export)
-    except QarlError as error:
+    except (QarlError, ValueError) as error:
         return f"unreadable: {' '.join(str(error).split())[:80]}", "", "", ""
-    first = start and start.accuracy
-    last = note.get("heldout_accuracy", accuracy)
-    measured = [value for value in (first, last) if value is not None]
+    steps = metrics[-1]["step"] if metrics else 0
+    measured = [line["accuracy"] for line in metrics if line.get("accuracy") is not None]
+    last = note.get("heldout_accuracy", measured[-1] if measured else None)
+    shown = [value for value in (start and start.accuracy, last) if value is not None]
     return (
         _state(folder, steps, config.steps),
         f"{steps}/{config.steps}",
         config.scheme if config.learner.aligned else f"{config.scheme}, plain learner",
-        " → ".join(f"{value:.1%}" for value in measured),
+        " → ".join(f"{value:.1%}" for value in shown),
     )
 
 
@@ -67,16 +68,10 @@ def _state(folder: RunFolder, steps: int, planned: int) -> str:
     return "exported" if folder.export.is_dir() else "finished"
 
 
-def _progress(metrics: Path) -> tuple[int, float | None]:
-    """Steps done and the last accuracy. A last line may be cut short, by a run that is going on or was killed."""
-    steps, accuracy = 0, None
-    for line in metrics.read_text(encoding="utf-8").split("\n")[:-1] if metrics.is_file() else ():
-        try:
-            step = json.loads(line)
-            steps, accuracy = int(step["step"]), step.get("accuracy", accuracy)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{str(metrics)!r} has a damaged line ({error})") from error
-    return steps, accuracy
+def _complete_lines(metrics: Path) -> list[dict[str, Any]]:
+    """Steps done. A last line may be cut short, by a run that is going on or was killed."""
+    lines = metrics.read_text(encoding="utf-8").split("\n")[:-1] if metrics.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def _written(run: Path) -> float:

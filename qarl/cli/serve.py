@@ -1,7 +1,6 @@
 """`qarl serve`: vLLM's OpenAI-compatible server on a run's export, with the settings of the engine that proved it."""
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -17,6 +16,7 @@ from rich.console import Console
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import say
 from qarl.configs.errors import InputError
+from qarl.quant.checkpoint.folder import read_config, weight_files
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import server_command
 from qarl.rollout.types import ServerSpec
@@ -86,7 +86,10 @@ def find_served(target: Path) -> ServerSpec:
             f"run {str(target)!r} has no export yet; finish it (qarl train --resume {quoted}), or write one of its "
             f"newest checkpoint (qarl export {quoted} -o DIR) and serve that"
         )
-    dtype, name = _dtype(folder), target.resolve().name
+    dtype, name = read_config(folder).get("dtype"), target.resolve().name
+    if dtype is None or not weight_files(folder):
+        lacks = "names no dtype in its config.json" if dtype is None else "has no weights (*.safetensors)"
+        raise ServeError(f"{str(folder)!r} {lacks}; give a run folder, or a checkpoint `qarl export` wrote")
     note = read_note(folder)
     if not note:
         return ServerSpec(folder=folder, name=name, dtype=dtype)
@@ -94,23 +97,6 @@ def find_served(target: Path) -> ServerSpec:
     return ServerSpec(
         folder=folder, name=name, dtype=note["dtype"], max_model_len=length, kv_cache_gib=note["kv_cache_gib"] or 1
     )
-
-
-def _dtype(folder: Path) -> str:
-    """The compute dtype a checkpoint was exported for. Raises `ServeError` for a folder that is no checkpoint."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        dtype = config["dtype"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ServeError(
-            f"{str(folder)!r} is no exported checkpoint: its config.json cannot be read or names no dtype "
-            f"({type(error).__name__}: {error}); give a run folder, or a checkpoint `qarl export` wrote"
-        ) from error
-    if not any(folder.glob("*.safetensors")):
-        raise ServeError(
-            f"{str(folder)!r} has no weights (*.safetensors); export the run again: qarl export RUN -o DIR"
-        )
-    return dtype
 
 
 def require_free(host: str, port: int) -> None:

@@ -18,27 +18,7 @@ from qarl.tasks.procedural import OWN_OPTIONS, dataset_of, reasoning_gym_dataset
 
 _NARROWEST, _WIDEST = 50, 120
 
-_SUMMARIES = {
-    "acre": "Which objects set off a detector, from a few trials (abstract causal reasoning)",
-    "arc_agi": "ARC-AGI grids: find the rule from examples and apply it",
-    "boxnet": "Plan the moves of robot arms that bring boxes to their targets",
-    "calendar_arithmetic": "Weekdays, dates and intervals of a calendar",
-    "emoji_mystery": "Decode a sentence hidden in an emoji's variation selectors",
-    "gsm_symbolic": "Grade-school word problems from GSM-Symbolic templates",
-    "list_functions": "Find the function on lists from examples and apply it",
-    "puzzle24": "Make 24 of four numbers",
-    "rearc": "Re-ARC: ARC grids from procedural generators",
-    "survo": "Fill a table so that rows and columns have the given sums",
-}
-"""Of the datasets without a docstring of their own."""
-
 _MATH = "math: answers in a box, judged by math-verify; the paper's data, or --task.data"
-
-_FILLER = re.compile(
-    r"^(?:Procedurally |Dataset that |A dataset for )?(?:[Gg]enerates )?(?:an? )?"
-    r"|,? with configurable [a-z ]*$|\[([^]]*)\]\([^)]*\)"
-)
-"""Words the docstrings begin and end with, and Markdown's links."""
 
 
 def add_tasks(commands: Any) -> None:
@@ -62,17 +42,12 @@ def _tasks(known: argparse.Namespace, console: Console) -> int:
 
 
 def _all(width: int) -> Iterator[str]:
-    """Names with a line each, by the family reasoning-gym files them under; ours are one."""
+    """Names with a line each."""
     datasets = reasoning_gym_datasets()
-    families: dict[str, list[str]] = {}
-    for name, (dataset, _) in datasets.items():
-        package, family, *_ = dataset.__module__.split(".")
-        families.setdefault(family if package == "reasoning_gym" else package, []).append(name)
     column = 2 + max(map(len, datasets))
-    for family, names in sorted(families.items()):
-        yield f"{family}:"
-        for name in sorted(names):
-            yield f"  {name:<{column}}{textwrap.shorten(_summary(name), width - column - 2, placeholder=' …')}"
+    for name, (dataset, _) in sorted(datasets.items()):
+        summary = textwrap.shorten(_summary(dataset), width - column - 2, placeholder=" …")
+        yield f"  {name:<{column}}{summary}".rstrip()
     yield f"{len(datasets)} tasks; options and an example of one: qarl tasks NAME"
     yield _MATH
 
@@ -82,8 +57,8 @@ def _one(name: str, width: int) -> Iterator[str]:
     if name == MATH:
         yield f"{_MATH} (docs/guide/tasks.md); it has no other options, and its questions are not read here"
         return
-    _, config = dataset_of(name)
-    yield f"{name}: {_summary(name)}"
+    dataset, config = dataset_of(name)
+    yield f"{name}: {_summary(dataset)}"
     yield ""
     yield "options, as --task.options.NAME VALUE:"
     comments = _comments(config)
@@ -113,12 +88,9 @@ def _example(name: str) -> Iterator[str]:
     yield f"train on it: qarl train --task {name}"
 
 
-def _summary(name: str) -> str:
-    """One line on what a task asks."""
-    dataset, _ = dataset_of(name)
-    line = _SUMMARIES.get(name) or (dataset.__doc__ or "").strip().split("\n")[0]
-    line = _FILLER.sub(r"\1", line.rstrip(" ."))
-    return line[:1].upper() + line[1:]
+def _summary(dataset: type) -> str:
+    """One line on what a task asks, where reasoning-gym has one."""
+    return (dataset.__doc__ or "").strip().split("\n")[0]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

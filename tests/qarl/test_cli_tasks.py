@@ -15,9 +15,8 @@ def test_every_task_has_a_name_and_a_line(columns: int, monkeypatch, capsys):
     assert main(["tasks"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
-    described = dict(line.strip().split(maxsplit=1) for line in lines if line.startswith("  "))
-    assert described.keys() == reasoning_gym_datasets().keys()
-    assert all("Config(" not in text and "](" not in text for text in described.values())
+    named = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert named == sorted(reasoning_gym_datasets())
 
 
 def test_one_task_shows_options_defaults_and_an_example(capsys):
@@ -33,11 +32,6 @@ def test_a_task_that_needs_options_says_so(capsys):
     assert "no example without options" in capsys.readouterr().out
     assert main(["tasks", "math"]) == 0
     assert "the paper's data, or --task.data" in capsys.readouterr().out
-
-
-def test_an_unknown_task_is_refused_with_the_nearest(capsys):
-    assert main(["tasks", "countdwon"]) == 2
-    assert "did you mean countdown" in capsys.readouterr().err
 
 
 def test_the_command_loads_neither_torch_nor_vllm():

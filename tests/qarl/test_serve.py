@@ -49,7 +49,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, run: Path, capsys):
     assert "there is no folder" in refusal([str(tmp_path / "nope")], capsys)
-    assert "is no exported checkpoint" in refusal([str(tmp_path)], capsys)
+    assert "has no config.json" in refusal([str(tmp_path)], capsys)
     (run / "export" / "model.safetensors").unlink()
     assert "has no weights" in refusal([str(run)], capsys)
     (run / "export").rename(tmp_path / "elsewhere")
@@ -58,7 +58,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, run: Path, capsys):
     (run / "checkpoints" / "step-000001" / "manifest.json").touch()
     assert f"qarl train --resume {run}" in refusal([str(run)], capsys)
     (tmp_path / "elsewhere" / "config.json").write_text("[]")
-    assert "is no exported checkpoint" in refusal([str(tmp_path / "elsewhere")], capsys)
+    assert "config.json" in refusal([str(tmp_path / "elsewhere")], capsys)
     assert "unknown argument '--max-model-len'" in refusal(
         ["x", "--max-model-len", "5", "--", "--api-key", "k"], capsys
     )
