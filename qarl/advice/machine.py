@@ -38,10 +38,8 @@ def machine_findings() -> Iterator[Finding]:
     yield _memory()
     yield from _disks()
     yield _compiler(on_gpus)
-    yield _nvcc(on_gpus)
-    for check in (_torch, _triton, _group, _operators, _attention, _runner):
+    for check in (_torch, _triton, _group, _operators):
         yield _guarded(check, on_gpus)
-    yield from _kernels()
 
 
 def _guarded(check: Callable[[bool], Finding], on_gpus: bool) -> Finding:
@@ -127,11 +125,6 @@ def _compiler(on_gpus: bool) -> Finding:
     return _line("compiler", f"{compiler}, with Python.h; {needed}")
 
 
-def _nvcc(on_gpus: bool) -> Finding:
-    path = shutil.which("nvcc")
-    return _line("nvcc", f"{path or 'none'}; only kernels FlashInfer builds for itself would need it")
-
-
 def _torch(on_gpus: bool) -> Finding:
     import torch
 
@@ -170,9 +163,10 @@ def _group(on_gpus: bool) -> Finding:
 
 
 def _operators(on_gpus: bool) -> Finding:
-    """vLLM's compiled operators are there and multiply."""
+    """vLLM's compiled operators are there and multiply; what it would compute attention and run models with."""
     import torch
     from vllm import _custom_ops as ops
+    from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
     x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
@@ -180,43 +174,11 @@ def _operators(on_gpus: bool) -> Finding:
         x, weight = x.cuda(), weight.cuda()
     out = torch.empty_like(x)
     ops.rms_norm(out, x, weight, 1e-6)
-    text = f"its compiled operators on {current_platform.device_name}"
+    attention = "its CPU kernel"
+    if current_platform.is_cuda():
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+        attention = f"FlashAttention {get_flash_attn_version()}"
+    runner = "V2" if VllmConfig().use_v2_model_runner else "V1"
+    text = f"its compiled operators on {current_platform.device_name}, attention {attention}, model runner {runner}"
     return _line("vLLM", text, "" if bool((out == 1).all()) else "a norm of ones is wrong: make env")
-
-
-def _attention(on_gpus: bool) -> Finding:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return _line("attention", "vLLM's CPU kernel")
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-    return _line("attention", f"FlashAttention {get_flash_attn_version()}")
-
-
-def _runner(on_gpus: bool) -> Finding:
-    from vllm.config import VllmConfig
-
-    return _line("model runner", "V2" if VllmConfig().use_v2_model_runner else "V1")
-
-
-def _kernels() -> Iterator[Finding]:
-    """What vLLM multiplies each scheme with, dense layers and experts; remembered on disk as runs remember it."""
-    import torch
-
-    from qarl.quant.kernels.supported import kept_support
-    from qarl.quant.schemes import SCHEMES
-
-    refused = []
-    for name in SCHEMES:
-        try:
-            dense, experts = (kept_support(name, torch.bfloat16, "vllm", of) for of in (False, True))
-        except Exception as error:
-            yield _line(f"kernel {name}", f"{type(error).__name__}: {str(error)[:160]}", "report this, with the line")
-            continue
-        if dense.kernel or experts.kernel:
-            yield _line(f"kernel {name}", f"{dense.kernel or 'none'}; experts: {experts.kernel or 'none'}")
-        else:
-            refused.append(name)
-    if refused:
-        yield _line("not here", f"{', '.join(refused)}: `qarl schemes -v` says why")

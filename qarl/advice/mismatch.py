@@ -92,10 +92,8 @@ class Investigation:
 def investigate(config: RunConfig) -> Investigation:
     """Sample `rollout.prompts` prompts of the configuration's task, `rollout.samples` completions each, and score
     them."""
-    folder, prompter = (
-        model_folder(config.model),
-        open_prompter(model_folder(config.model), config.rollout, config.task),
-    )
+    folder = model_folder(config.model)
+    prompter = open_prompter(folder, config.rollout, config.task)
     masters = load_masters(folder, torch.float32, Processes().device)
     models = {name: _learner(config, masters, kind) for name, kind in LEARNERS.items()}
     task = load_task(config.task).shortened(prompter.fits)
@@ -234,20 +232,15 @@ def _ratio(error: float, size: float) -> float:
 
 def scored_learners(investigation: Investigation) -> list[ScoredLearner]:
     """As the page takes them."""
-    mask, sampler, ended = (
-        investigation.batch.response_mask,
-        investigation.batch.sampler_logprobs,
-        investigation.batch.ended,
-    )
+    batch = investigation.batch
+    mask, sampler = batch.response_mask, batch.sampler_logprobs
     return [
         ScoredLearner(
             name=name,
             sampler=sampler[mask].numpy(),
             learner=logprobs[mask].numpy(),
             lengths=mask.sum(-1).numpy(),
-            measured=dataclasses.asdict(
-                measure_mismatch(logprobs, sampler, mask, investigation.batch.advantages, ended)
-            ),
+            measured=dataclasses.asdict(measure_mismatch(logprobs, sampler, mask, batch.advantages, batch.ended)),
         )
         for name, logprobs in investigation.learners.items()
     ]

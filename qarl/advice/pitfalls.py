@@ -55,9 +55,19 @@ class Evidence:
     config: LearnerConfig
 
 
+def _pitfall(about: str, text: str, remedy: str) -> Finding:
+    return Finding("warning", about, text, remedy)
+
+
 def _difference(evidence: Evidence) -> torch.Tensor:
     batch = evidence.batch
     return (evidence.learner - batch.sampler_logprobs)[batch.response_mask].double()
+
+
+def _apart(evidence: Evidence, logprobs: torch.Tensor) -> torch.Tensor:
+    """|Δ log p| of the learner's, and of other log-probs of all or of its first rows; one value a token."""
+    rows = len(logprobs)
+    return (logprobs - evidence.learner[:rows])[evidence.batch.response_mask[:rows]].abs()
 
 
 def _ratio_mean(evidence: Evidence) -> Iterator[Finding]:
@@ -65,8 +75,7 @@ def _ratio_mean(evidence: Evidence) -> Iterator[Finding]:
     off = float(weight.mean()) - 1
     error = float(weight.std()) / math.sqrt(len(weight)) if len(weight) > 1 else 0.0
     if abs(off) > max(1e-5, ERRORS * error):
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "ratio mean before any update",
             f"mean π_learner/π_sampler is {1 + off:.5f}, {abs(off) / max(error, 1e-12):.0f} standard errors from 1",
             "a bias that rounding both ways does not make: compare dtypes of logits, log-softmax and stored values of "
@@ -80,8 +89,7 @@ def _one_sided(evidence: Evidence) -> Iterator[Finding]:
     above = float((outside > 0).double().mean()) if len(outside) else 0.5
     if len(outside) >= FEW and max(above, 1 - above) >= ONE_SIDE:
         side = "above" if above > 0.5 else "below"
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "one-sided clipping",
             f"{max(above, 1 - above):.0%} of the {len(outside)} tokens whose ratio is off by more than 10 % are {side} "
             "1, before anything was learned",
@@ -95,8 +103,7 @@ def _stored_precision(evidence: Evidence) -> Iterator[Finding]:
     for dtype in (torch.bfloat16, torch.float16):
         if len(values) >= FEW and bool((values.to(dtype).to(values.dtype) == values).all()):
             step = float(torch.finfo(dtype).eps) / 2
-            yield Finding(
-                "warning",
+            yield _pitfall(
                 "stored log-probs' dtype",
                 f"all {len(values)} values of the sampler's log-probs are {str(dtype).removeprefix('torch.')} numbers, "
                 f"off by up to {step:.1e} of themselves",
@@ -116,8 +123,7 @@ def _temperature(evidence: Evidence) -> Iterator[Finding]:
     distances = {temperature: apart(evidence.tempered(temperature)) for temperature in TEMPERATURES}
     best = min(distances, key=lambda temperature: distances[temperature])
     if plain > APART and distances[best] < 0.2 * plain:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "temperature in log-probs",
             f"the sampler's log-probs are those of temperature {best:g}: {distances[best]:.2g} nats a token from the "
             f"learner's, {plain:.2g} at temperature 1",
@@ -128,10 +134,9 @@ def _temperature(evidence: Evidence) -> Iterator[Finding]:
 def _positions(evidence: Evidence) -> Iterator[Finding]:
     if evidence.packed is None:
         return
-    apart = (evidence.packed - evidence.learner)[evidence.batch.response_mask].abs()
+    apart = _apart(evidence, evidence.packed)
     if float(apart.mean()) > APART:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "positions, packed against padded",
             f"a sequence's log-probs are {float(apart.mean()):.2g} nats a token apart ({float(apart.max()):.2g} at "
             "most) between packed and padded batches",
@@ -141,11 +146,9 @@ def _positions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _company(evidence: Evidence) -> Iterator[Finding]:
-    rows = len(evidence.alone)
-    apart = (evidence.alone - evidence.learner[:rows])[evidence.batch.response_mask[:rows]].abs()
+    apart = _apart(evidence, evidence.alone)
     if float(apart.mean()) > APART:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "log-probs that depend on the batch",
             f"a sequence alone and the same among others are {float(apart.mean()):.2g} nats a token apart "
             f"({float(apart.max()):.2g} at most)",
@@ -157,8 +160,7 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
     prompts = [group.prompt.token_ids for group in evidence.groups]
     changed = sum(list(evidence.encode(ids)) != list(ids) for ids in prompts)
     if changed:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "template round trip",
             f"{changed} of {len(prompts)} prompts are other tokens when their text is tokenized again",
             "train on the ids that were sampled from, never on text that is tokenized again",
@@ -166,8 +168,7 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
     begin = evidence.begin_token
     doubled = sum(begin is not None and tuple(ids[:2]) == (begin, begin) for ids in prompts)
     if doubled:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "begin token twice",
             f"{doubled} of {len(prompts)} prompts begin with the begin token twice",
             "the chat template writes it already: tokenize its text without special tokens",
@@ -182,8 +183,7 @@ def _end_tokens(evidence: Evidence) -> Iterator[Finding]:
         ends = sum(token in evidence.end_tokens for token in completion.token_ids)
         wrong += count != len(completion.token_ids) or ends != (completion.finish_reason == "stop")
     if wrong:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "end token not counted once",
             f"{wrong} of {len(completions)} responses have an end token too many or too few among the tokens that are "
             "learned",
@@ -199,7 +199,7 @@ def _tied_embeddings(evidence: Evidence) -> Iterator[Finding]:
             if evidence.own_head
             else "the checkpoint has no output head, and tie_word_embeddings is false: the head is made up"
         )
-        yield Finding("warning", "tied embeddings", why, "correct tie_word_embeddings in the model's config.json")
+        yield _pitfall("tied embeddings", why, "correct tie_word_embeddings in the model's config.json")
 
 
 def _seeds(evidence: Evidence) -> Iterator[Finding]:
@@ -211,8 +211,7 @@ def _seeds(evidence: Evidence) -> Iterator[Finding]:
                 seen[key] = seen.get(key, 0) + 1
     repeated = sum(count - 1 for count in seen.values())
     if repeated:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "seeds shared",
             f"{repeated} completions of one prompt are another's repetition, though each is as unlikely as "
             f"{math.exp(COINCIDENCE):.0e}",
@@ -230,8 +229,7 @@ def _resolution(evidence: Evidence) -> Iterator[Finding]:
         lost += int((weights.detach().abs().float() * step > optimizer.lr).sum())
         total += weights.numel()
     if lost > total / 2:
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "learning rate below the masters' resolution",
             f"an update of {optimizer.lr:g} is rounded away in {lost / total:.0%} of the {master} masters",
             "learner.optimizer.rounding stochastic, or learner.master_dtype float32",
@@ -243,16 +241,14 @@ def _deviation(evidence: Evidence) -> Iterator[Finding]:
     sizes = [max(map(abs, group.rewards)) for group in evidence.groups if len(group.rewards) > 1]
     idle = sum(deviation == 0 for deviation in deviations)
     if deviations and idle > 0.9 * len(deviations):
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "group deviation",
             f"in {idle} of {len(deviations)} groups all rewards are equal, so they teach nothing",
             "an easier or a harder task, more samples a prompt, or rollout.dynamic_sampling",
         )
     small = [d / size for d, size in zip(deviations, sizes, strict=True) if d and d < 1e-4 * size]
     if evidence.config.advantage == "grpo" and len(small) > 0.5 * len(deviations):
-        yield Finding(
-            "warning",
+        yield _pitfall(
             "group deviation",
             f"rewards within {len(small)} of {len(deviations)} groups differ by {fmean(small):.0e} of their size, and "
             "advantages divide by that",

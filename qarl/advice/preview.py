@@ -11,6 +11,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.plan.machine import this_machine
+from qarl.plan.memory import ITEMSIZE
 from qarl.plan.model import sizes_of
 from qarl.plan.plan import make_plan
 from qarl.plan.words import one_line
@@ -26,8 +27,6 @@ _LOOKED_AT = 512
 _LONGEST_SHOWN = 2000
 """Characters of the prompt that is shown."""
 _JUDGED = ("reference answer", "the same in a box", "a wrong answer", "that in a box")
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a master weight. Moments are fp32."""
 
 
 def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
@@ -119,9 +118,9 @@ def _memory(config: RunConfig) -> Finding:
 
 
 def _disk(config: RunConfig, folder: Path) -> Finding:
-    """A checkpoint holds masters and moments; the one that is written is there beside those that are kept."""
+    """A checkpoint holds masters and moments in fp32; the one that is written is there beside those that are kept."""
     moments = 1 if config.learner.optimizer.name == "muon" else 2
-    checkpoint = _parameters(folder) * (_BYTES[config.learner.master_dtype] + 4 * moments)
+    checkpoint = _parameters(folder) * (ITEMSIZE[config.learner.master_dtype] + 4 * moments)
     needed = checkpoint * (config.checkpoint.keep + 1) + 2 * _parameters(folder) * 2
     place = next(path for path in (new_path(config).absolute(), *new_path(config).absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free

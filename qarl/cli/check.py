@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import textwrap
-from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +9,7 @@ from rich.console import Console
 from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.mismatch import investigated
+from qarl.cli.mismatch import investigated, show
 from qarl.cli.options import chosen_config, json_file, say, write_json
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
@@ -44,8 +42,8 @@ def add_check(commands: Any) -> None:
     check.add_argument(
         "--machine",
         action="store_true",
-        help="look at the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators, every scheme's "
-        "kernel; no model is needed",
+        help="look at the machine instead: driver, GPUs, memory, disk, compiler, vLLM's operators; no model is needed "
+        "(`qarl schemes` has every scheme's kernel)",
     )
     check.add_argument("--json", type=json_file, metavar="FILE", help="write the findings as JSON too")
     add_flags(check, FLAGS)
@@ -96,15 +94,3 @@ def _previewed(config: RunConfig, console: Console, new: bool) -> list[Finding]:
             require_schemes(config)
         with phase("checking tokenizer, prompts and reward"):
             return list(preview(config, task, model_folder(config.model)))
-
-
-def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
-    """Print each as it comes; returns all."""
-    shown = []
-    for finding in findings:
-        mark = "warning: " if finding.level == "warning" else ""
-        body = "\n" + textwrap.indent(finding.text, "  | ") if "\n" in finding.text else finding.text
-        remedy = f"\n  -> {finding.remedy}" if finding.remedy else ""
-        say(console, f"{mark}{finding.about}: {body}{remedy}")
-        shown.append(finding)
-    return shown

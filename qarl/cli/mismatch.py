@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from qarl.advice.finding import with_remedy
+from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import chosen_config, json_file, say, write_json
@@ -51,9 +53,7 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     lines = findings(learners, investigation.layers, investigation.multiplies)
     lines += investigation.pitfalls
     page.write_text(mismatch_page(title, lines, learners, investigation.layers), encoding="utf-8")
-    for line in lines:
-        of = f"{line.about}: " if line.about else ""
-        say(console, f"{of}{with_remedy(line)}")
+    show(lines, console)
     layers = [dataclasses.asdict(row) for row in investigation.layers]
     pitfalls = [dataclasses.asdict(each) for each in investigation.pitfalls]
     measured = {each.name: each.measured for each in learners}
@@ -74,3 +74,15 @@ def investigated(config: RunConfig, console: Console) -> Any:
         check_input(config)
         with phase("sampling, and scoring by three learners"):
             return investigate(config)
+
+
+def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
+    """Print each as it comes; returns all."""
+    shown = []
+    for finding in findings:
+        mark = ("warning: " if finding.level == "warning" else "") + (f"{finding.about}: " if finding.about else "")
+        body = "\n" + textwrap.indent(finding.text, "  | ") if "\n" in finding.text else finding.text
+        remedy = f"\n  -> {finding.remedy}" if finding.remedy else ""
+        say(console, f"{mark}{body}{remedy}")
+        shown.append(finding)
+    return shown
