@@ -67,3 +67,9 @@ def random_recipe(name: str) -> Callable[[bool], Path]:
         return ensure_recipe("tied" if tied else "untied", recipe, cache_folder(), progress=lambda message: None)
 
     return build
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data sets of a test are prepared in its own folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

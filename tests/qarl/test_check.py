@@ -1,7 +1,6 @@
 """`qarl init` and `qarl check`: what is written is healthy, and what would spoil a run is named before it begins."""
 
 import ast
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,28 +50,18 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
         assert part in text, part
 
 
-SPOILT: dict[str, tuple[Callable[[dict], object], str]] = {
-    "a reward that is the same for all": (
-        lambda tree: Path("reward.py").write_text("def reward(problem, text):\n    return 1.0\n"),
-        "warning: reward: gives the reference answer no more than a wrong one",
-    ),
-    "a checker that never is content": (
-        lambda tree: tree["task"].update(correct="nothing.py:right"),
-        "warning: accuracy: does not tell the reference answer from a wrong one",
-    ),
-    "answers longer than a completion may be": (
-        lambda tree: tree["rollout"].update(max_new_tokens=1),
-        "warning: reference answers: 2 to 3 tokens, ",
-    ),
-}
-
-
-@pytest.mark.parametrize(("spoil", "said"), SPOILT.values(), ids=SPOILT)
-def test_what_would_spoil_a_run_is_a_warning(starter: Path, capsys, spoil: Callable[[dict], object], said: str):
-    (starter / "nothing.py").write_text("def right(problem, text):\n    return False\n")
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("reward", "warning: reward: gives the reference answer no more than a wrong one"),
+        ("correct", "warning: accuracy: does not tell the reference answer from a wrong one"),
+    ],
+)
+def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: str, said: str):
+    """What else would spoil a run: tests/qarl/test_planted_faults.py."""
+    (starter / "same.py").write_text("def same(problem, text):\n    return 0\n")
     tree = yaml.safe_load((starter / "run.yaml").read_text())
-    tree["task"]["correct"] = "exact"
-    spoil(tree)
+    tree["task"] |= {"correct": "exact", field: "same.py:same"}
     (starter / "run.yaml").write_text(yaml.safe_dump(tree))
     assert main(["check", "run.yaml"]) == 1
     text = capsys.readouterr().out
@@ -87,13 +76,3 @@ def test_the_starters_reward_is_what_it_says(starter: Path):
     near = str(int(problem.answer) + 1)
     responses = [Response(problem, text) for text in (problem.answer, near, "many")]
     assert task.rewards(responses) == [1.0, 0.5, 0.0] and task.correct(responses) == [True, False, False]
-
-
-@pytest.mark.parametrize("command", ["check", "mismatch"])
-@pytest.mark.parametrize(("field", "value"), [("rollout.prompts", "few"), ("bitwise", "few")])
-def test_a_fields_value_is_not_taken_for_the_configuration(
-    command: str, field: str, value: str, capsys: pytest.CaptureFixture[str]
-):
-    """Argparse knows no fields, and would take what follows one for CONFIG where there is none."""
-    assert main([command, f"--{field}", value]) == 2
-    assert f"{field} " in (text := capsys.readouterr().err) and repr(value) in text

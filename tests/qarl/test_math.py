@@ -81,12 +81,6 @@ def test_references_may_come_in_a_box_or_between_dollars():
         assert math_checker()([response(reference, r"\boxed{7}"), response(reference, "7")]) == [True, False]
 
 
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data sets of a test are prepared in its own folder."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 @pytest.mark.usefixtures("hub_cache")
 def test_a_suite_is_read_from_copies_and_judged_as_mathematics(tmp_path: Path):
     tasks = suite_tasks("math", write_copies(tmp_path / "copies"), TaskConfig())

@@ -52,10 +52,8 @@ def test_a_wrong_layer_is_found_and_named():
         assert row.scheme == before[layer].scheme
         assert row.scheme == 0 if layer == "lm_head" else 0.02 < row.scheme < 0.3
         assert layer == WRONG or row.kernel < 0.01
-    named = [
-        each for each in findings(scored_learners(investigation(models, batch)), rows, "") if each.level == "warning"
-    ]
-    assert len(named) == 1 and named[0].text.startswith(f"{WRONG} multiplies otherwise than its codes say")
+    (named,) = (f for f in findings(scored_learners(investigation(models, batch)), rows, "") if f.level == "warning")
+    assert named.text.startswith(f"{WRONG} multiplies otherwise than its codes say")
 
 
 def test_experts_are_compared_as_layers():
@@ -87,13 +85,8 @@ def test_the_page_holds_what_was_measured():
     layers = [LayerDeviation(f"layer.{n}", 0.1, 1e-4 * (1 + FAULTY * (n == 7))) for n in range(20)]
     page = mismatch_page("model <script>", findings(learners, layers, "kernels & more"), learners, layers)
     data = data_of(page)
-    assert [figure["id"] for figure in data["figures"]] == [
-        "probabilities",
-        "by-position",
-        "by-probability",
-        "tail",
-        "by-length",
-    ]
+    figures = ["probabilities", "by-position", "by-probability", "tail", "by-length"]
+    assert [figure["id"] for figure in data["figures"]] == figures
     assert all(len(line["x"]) == POINTS for line in data["figures"][0]["lines"])
     assert data["figures"][-1]["lines"][0]["y"] == pytest.approx([0.2 * POINTS] * 3)
     assert data["worst"][0] == ["layer.7", 0.1, 6e-4] and len(data["layers"][0]["lines"]) == 2

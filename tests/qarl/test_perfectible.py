@@ -28,17 +28,9 @@ def test_questions_solved_now_and_then_are_kept(
     rows.append({"question": "held out", "answer": "1", "split": "heldout"})
     Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("r.py").write_text(ODD)
-    asked = [
-        "eval",
-        str(random_policy(True)),
-        "--perfectible",
-        "perfectible.jsonl",
-        "--task",
-        "q.jsonl",
-        "--task.correct",
-        "r.py:odd",
-    ]
-    asked += ["--task.system", "Be brief.", "--samples", "6", "--max-new-tokens", "3", "--low", "0.1", "--high", "0.9"]
+    options = "--perfectible perfectible.jsonl --task q.jsonl --task.correct r.py:odd --samples 6 --max-new-tokens 3"
+    options += " --low 0.1 --high 0.9 --task.system Brief."
+    asked = ["eval", str(random_policy(True)), *options.split()]
     assert main(asked) == 0
     lines = [json.loads(line) for line in Path("perfectible.jsonl").read_text().splitlines()]
     out = capsys.readouterr().out
@@ -46,28 +38,9 @@ def test_questions_solved_now_and_then_are_kept(
     assert lines and all(0.1 <= line["solved"] <= 0.9 and line["n"] >= 3 for line in lines)
     task = load_task(load_config(None, {"task.name": "perfectible.jsonl"}).task)
     (problem,) = task.problems("train", 0, 1, 0)
-    assert problem.messages[0] == {"role": "system", "content": "Be brief."} and task.size("heldout") == 0
+    assert problem.messages[0] == {"role": "system", "content": "Brief."} and task.size("heldout") == 0
     assert main(asked) == 2
     assert "'perfectible.jsonl' exists" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--perfectible some.jsonl", "--perfectible some.jsonl: the name must end in perfectible.jsonl"),
-        ("--low 0.9", "--low 0.9 goes with --perfectible"),
-        ("--perfectible perfectible.jsonl --suite math", "--suite math does not go with --perfectible"),
-        ("--perfectible perfectible.jsonl --low 0.9", "--low 0.9 and --high 0.8 must rise, from 0 to 1"),
-        ("--perfectible perfectible.jsonl --problems 0", "--problems 0 must be at least 1"),
-        ("--perfectible perfectible.jsonl --samples 0", "eval.samples 0 must be a whole number, at least 1"),
-        ("--perfectible perfectible.jsonl --temperature 0", "greedy answers are all the same"),
-        ("--perfectible perfectible.jsonl --learner.lora.name lora", "unknown option --learner.lora.name of qarl eval"),
-    ],
-)
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, arguments: str, said: str):
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", "tiny-qwen3", *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

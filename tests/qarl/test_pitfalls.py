@@ -75,22 +75,13 @@ def with_sampler(evidence: Evidence, change: Callable[[torch.Tensor], torch.Tens
     return dataclasses.replace(evidence, batch=dataclasses.replace(batch, sampler_logprobs=changed))
 
 
-def with_completions(evidence: Evidence, change: Callable[[int, Completion], Completion]) -> Evidence:
-    groups = [
-        dataclasses.replace(group, completions=tuple(change(n, c) for n, c in enumerate(group.completions)))
-        for group in evidence.groups
-    ]
-    return dataclasses.replace(evidence, groups=groups)
+def with_groups(evidence: Evidence, change: Callable[[Group], dict[str, Any]], **others: Any) -> Evidence:
+    groups = [dataclasses.replace(group, **change(group)) for group in evidence.groups]
+    return dataclasses.replace(evidence, groups=groups, **others)
 
 
-def with_rewards(evidence: Evidence, *rewards: float) -> Evidence:
-    groups = [dataclasses.replace(group, rewards=rewards) for group in evidence.groups]
-    return dataclasses.replace(evidence, groups=groups)
-
-
-def with_prompts(evidence: Evidence, ids: tuple[int, ...]) -> Evidence:
-    groups = [dataclasses.replace(group, prompt=Prompt("", "", ids)) for group in evidence.groups]
-    return dataclasses.replace(evidence, groups=groups, begin_token=2)
+def ended_twice(group: Group) -> dict[str, Any]:
+    return {"completions": tuple(dataclasses.replace(c, token_ids=(*c.token_ids, END)) for c in group.completions)}
 
 
 def mostly_above(values: torch.Tensor) -> torch.Tensor:
@@ -106,10 +97,8 @@ PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "positions, packed against padded": lambda e: dataclasses.replace(e, packed=e.learner.roll(1, 0)),
     "log-probs that depend on the batch": lambda e: dataclasses.replace(e, alone=e.alone * 1.02),
     "template round trip": lambda e: dataclasses.replace(e, encode=lambda ids: [9, *ids]),
-    "begin token twice": lambda e: with_prompts(e, (2, 2, 5)),
-    "end token not counted once": lambda e: with_completions(
-        e, lambda n, c: dataclasses.replace(c, token_ids=(*c.token_ids, END))
-    ),
+    "begin token twice": lambda e: with_groups(e, lambda _: {"prompt": Prompt("", "", (2, 2, 5))}, begin_token=2),
+    "end token not counted once": lambda e: with_groups(e, ended_twice),
     "tied embeddings": lambda e: dataclasses.replace(e, tied=not e.tied),
     "seeds shared": lambda e: dataclasses.replace(e, groups=[e.groups[0], *e.groups[:-1]]),
     "learning rate below the masters' resolution": lambda e: dataclasses.replace(
@@ -118,7 +107,7 @@ PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
             {"master_dtype": "bfloat16", "optimizer": {"lr": 1e-6, "rounding": "nearest"}}
         ),
     ),
-    "group deviation": lambda e: with_rewards(e, *[1.0] * 8),
+    "group deviation": lambda e: with_groups(e, lambda _: {"rewards": (1.0,) * 8}),
 }
 
 
@@ -138,7 +127,7 @@ def test_a_planted_pitfall_is_found(name: str):
 
 
 def test_rewards_that_differ_by_rounding_alone():
-    evidence = with_rewards(healthy(0), *[100 + 1e-5 * n for n in range(8)])
+    evidence = with_groups(healthy(0), lambda _: {"rewards": tuple(100 + 1e-5 * n for n in range(8))})
     (pitfall,) = find_pitfalls(evidence)
     assert pitfall.about == "group deviation" and "advantages divide by that" in pitfall.text
     unscaled = dataclasses.replace(evidence, config=LearnerConfig.model_validate({"advantage": "dr_grpo"}))

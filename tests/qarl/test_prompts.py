@@ -57,9 +57,7 @@ def test_a_chat_needs_a_template(model: Path):
     set_template(model, None)
     prompter = Prompter(model, 64)
     assert prompter.text(PLAIN) == "1 + 1 ="
-    with pytest.raises(
-        ConfigError, match="problem 'c' is a chat of 2 messages, but the tokenizer has no chat template"
-    ):
+    with pytest.raises(ConfigError, match="problem 'c' is a chat of 2 messages"):
         prompter.prompt(CHAT)
     with pytest.raises(ConfigError, match="the tokenizer has no chat template; leave it out"):
         Prompter(model, 64, {"enable_thinking": False})
@@ -68,7 +66,5 @@ def test_a_chat_needs_a_template(model: Path):
 def test_lengths_are_held_to_the_limit(model: Path):
     long = Problem("l", "1 + " * 40, "2")
     assert Prompter(model, 20).fits([PLAIN, long, CHAT]) == [True, False, True]
-    with pytest.raises(
-        ConfigError, match=r"the prompt of problem 'l' has \d+ tokens, above rollout.max_prompt_tokens 20"
-    ):
+    with pytest.raises(ConfigError, match=r"problem 'l' has \d+ tokens, above rollout.max_prompt_tokens 20"):
         Prompter(model, 20).prompt(long)

@@ -127,14 +127,10 @@ def test_several_rewards_with_weights(questions: Path):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("def f(a, b):\n    return 1.0", r"its parameters \(a, b\) are of no kind of reward that is known; name them"),
         ("def f(text, completions):\n    return 1.0", "are of 2 kinds of reward at once"),
-        ("def f(problem, text, judge):\n    return 1.0", "have 'judge', which a reward of qarl's kind is not given"),
         ("f = 3", "has no function 'f'"),
         ("import sys\nsys.exit(4)", r"sys\.exit\(4\) \(.*mine\.py, line 2, in <module>\)"),
-        ("def f(:", r"SyntaxError: invalid syntax \(.*mine\.py, line 1\)"),
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
-        ("import no_such_thing", r"ModuleNotFoundError: No module named 'no_such_thing' \(.*line 1"),
     ],
 )
 def test_functions_that_cannot_be_used_are_refused(code: str, said: str, questions: Path):
@@ -145,7 +141,6 @@ def test_functions_that_cannot_be_used_are_refused(code: str, said: str, questio
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("def f(a, b):\n    return 1.0", r"reward 'mine\.py:f': its parameters \(a, b\) are of no kind"),
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
         ("import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", r"importing it ended its process \(signal 9\)"),
@@ -159,11 +154,8 @@ def test_another_process_refuses_in_the_same_words(code: str, said: str, questio
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("no_colon", "must read file.py:function or package.module:function, or be one of exact, math"),
         ("exakt", "did you mean 'exact'"),
-        ("no_such_module:f", "there is no module 'no_such_module', neither in the working folder.*PYTHONPATH"),
         ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
-        ("qarl.tasks:exact_rewrad", "no function 'exact_rewrad'; did you mean 'exact_reward'"),
         ("qarl.tasks:nothing", "'qarl.tasks' has no function 'nothing'"),
         ("mine.py:f=much", "the weight 'much' must be a number, as in mine.py:reward=0.5"),
     ],
@@ -177,13 +169,10 @@ def test_words_that_name_no_reward(spec: str, said: str, questions: Path):
     ("code", "said"),
     [
         ("def f(problem, text):\n    return {}['oops']", r"raised KeyError: 'oops' \(.*mine\.py, line 2, in f\)"),
-        ("def f(problem, text):\n    raise SystemExit(3)", r"raised sys\.exit\(3\)"),
-        ("def f(completions, **kwargs):\n    return [1.0]", "returned a list of 1 for 2 completions; give a list"),
         ("def f(completions, **kwargs):\n    return 1.0", "returned a float for 2 completions; give a list"),
         ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
         ("def f(completions, style2, **kwargs):\n    return []", "asks for a column 'style2', and the task has style"),
         ("async def f(problem, text):\n    import asyncio\n    await asyncio.sleep(99)", "took longer than"),
-        ("def f(problem, text):\n    return float('nan')", "returned nan"),
     ],
 )
 def test_whatever_a_reward_does_is_an_error(code: str, said: str, questions: Path):

@@ -43,12 +43,6 @@ def load(path: Path | str, **fields: Any) -> Task:
     return load_task(TaskConfig(name=str(path), **fields))
 
 
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data sets of a test are prepared in its own folder."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".tsv", ".parquet"])
 def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
     """Contract: stateless, disjoint, repeating every question in a new order; other columns are metadata."""
@@ -80,16 +74,10 @@ def test_a_local_data_set(tmp_path: Path):
     splits: Any = {"train": datasets.Dataset.from_list(rows[:60]), "test": datasets.Dataset.from_list(rows[60:])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "disk")
     task = load(f"hf:{tmp_path / 'disk'}", heldout="test", **columns)
-    assert (
-        task.describe()
-        == f"hf:{tmp_path / 'disk'}: 100 rows, left out 1 without an answer; 59 to train on, 40 held out"
-    )
+    told = f"hf:{tmp_path / 'disk'}: 100 rows, left out 1 without an answer; 59 to train on, 40 held out"
+    assert task.describe() == told
     for name, fields, said in [
-        (
-            f"hf:{folder}",
-            {"split": "dev", **columns},
-            r"ValueError: Unknown split \"dev\".*--task\.split",
-        ),
+        (f"hf:{folder}", {"split": "dev", **columns}, r"Unknown split \"dev\".*--task\.split"),
         (f"hf:{tmp_path / 'disk'}", {"split": "dev", **columns}, "no split 'dev'; it has train, test"),
         (f"hf:{folder}", {}, r"no column 'answer'; there are: problem, reward_model \(name it by --task\.answer\)"),
         (f"hf:{tmp_path / 'none'}", {}, "there is no folder"),
@@ -146,13 +134,9 @@ def test_an_explicit_split_is_obeyed(tmp_path: Path):
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path):
-    rows = [
-        {"question": "a", "answer": "1", "split": "train"},
-        {"question": "a", "answer": "1", "split": "train"},
-        {"question": "a", "answer": "2", "split": "train"},
-        {"question": "longer", "answer": "1", "split": "train"},
-        {"question": "b", "answer": "1", "split": "heldout"},
-    ]
+    questions = [("a", "1", "train"), ("a", "1", "train"), ("a", "2", "train"), ("longer", "1", "train")]
+    questions.append(("b", "1", "heldout"))
+    rows = [dict(zip(("question", "answer", "split"), question, strict=True)) for question in questions]
     task = load(write(tmp_path / "t.jsonl", rows)).shortened(lambda problems: [len(p.question) < 3 for p in problems])
     left = "left out 2 repeated (1 with another answer) and 1 longer than rollout.max_prompt_tokens"
     assert task.describe() == f"{tmp_path / 't.jsonl'}: 5 rows, {left}; 1 to train on, 1 held out"
@@ -165,34 +149,13 @@ def test_what_is_left_out_is_counted(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is empty"),
-        ('{"question": "a", "answer": "b"}\n{oops\n', r"t\.jsonl:2: not valid JSON"),
-        ("[1]\n", r"t\.jsonl:1: expected a JSON object, got list"),
         ('\n{"question": "a"}\n', r"t\.jsonl:2: no column 'answer'; there are: question \(name it by --task\.answer\)"),
-        (
-            '{"questoin": "a", "answer": "1"}\n',
-            "no column 'question'; there are: questoin, answer; did you mean 'questoin'",
-        ),
-        ('{"question": "a", "answer": 0.5}\n', r"'answer' must be text .* or a whole number; got 0\.5"),
-        ('{"question": "a", "answer": ["1", "2"]}\n', r"'answer' must be text .*; got \['1', '2'\]"),
         ('{"question": "a", "answer": true}\n', "'answer' must be text .*; got true"),
         ('{"question": "a", "answer": null}\n', "'answer' must be text .*; got null"),
-        ('{"question": "a", "answer": " "}\n', "'answer' must be text that is not empty"),
-        ('{"question": 7, "answer": "b"}\n', r"'question' must be text, or a list of messages.*; got 7"),
-        ('{"question": " ", "answer": "b"}\n', "'question' is empty; write the question, or drop the row"),
-        ('{"question": [{"role": "bot", "content": "a"}], "answer": "b"}\n', "of role system, user, assistant; got"),
-        (
-            '{"question": [{"role": "system", "content": "a"}], "answer": "b"}\n',
-            "the last message of 'question' must",
-        ),
-        ('{"question": "a", "answer": "b", "split": "dev"}\n', "unknown split 'dev'; allowed: train"),
-        (
-            '{"question": "a", "answer": "b", "split": "train"}\n{"question": "a", "answer": "b", "split": "heldout"}',
-            r"t\.jsonl:2: question 'a' is in both splits \(also t\.jsonl:1, train\); drop one",
-        ),
     ],
 )
 def test_bad_rows_are_named_by_line(content: str, message: str, tmp_path: Path):
+    """More of them, and whole files: tests/qarl/test_planted_faults.py."""
     (tmp_path / "t.jsonl").write_text(content)
     with pytest.raises(TaskError, match=message):
         load(tmp_path / "t.jsonl")
@@ -212,18 +175,6 @@ def test_bad_files_are_named(name: str, content: bytes, message: str, tmp_path: 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TaskError, match=message):
         load(tmp_path / name)
-
-
-def test_missing_files_and_splits(tmp_path: Path):
-    with pytest.raises(TaskError, match="does not exist"):
-        load(tmp_path / "none.jsonl")
-    path = write(tmp_path / "t.jsonl", [{"question": "a", "answer": "1", "split": "train"}])
-    with pytest.raises(TaskError, match="has no heldout questions; add lines"):
-        load(path).problems("heldout", 0, 1, 0)
-    with pytest.raises(TaskError, match="takes no options, got: max_terms"):
-        load(path, options={"max_terms": 2})
-    with pytest.raises(TaskError, match=r"task\.heldout 'test' names part of a Hugging Face data set"):
-        load(path, heldout="test")
 
 
 def test_whole_numbers_are_answers_and_a_byte_order_mark_is_none(tmp_path: Path):

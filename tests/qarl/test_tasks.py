@@ -28,10 +28,6 @@ def test_problem_k_does_not_depend_on_what_else_was_asked(split, start, count, s
     ]
 
 
-def test_a_later_window_is_a_slice_of_an_earlier_one(chain_sum) -> None:
-    assert chain_sum.problems("train", 5, 3, 0) == chain_sum.problems("train", 0, 8, 0)[5:8]
-
-
 def test_problems_are_the_same_in_another_process(chain_sum) -> None:
     script = (
         "from qarl.tasks import ReasoningGymTask; "
@@ -59,11 +55,6 @@ def test_chain_sum_defaults_to_two_terms_of_at_most_two_digits(chain_sum) -> Non
         assert int(problem.answer) == int(left) + (int(right) if operator == "+" else -int(right))
 
 
-def test_given_options_replace_the_defaults() -> None:
-    task = ReasoningGymTask("chain_sum", {"min_terms": 3, "max_terms": 3})
-    assert all(len(p.metadata["expression"].split()) == 5 for p in task.problems("train", 0, 20, 0))
-
-
 @pytest.mark.parametrize(
     ("text", "score", "correct"),
     [("7", 1.0, True), (" 7\n", 1.0, True), ("77", 0.5, False), ("8", 0.0, False)],
@@ -80,24 +71,13 @@ def test_any_completion_scores_within_0_and_1(text, chain_sum) -> None:
     assert 0.0 <= chain_sum.score(Problem("p", "3 + 4 =", "7"), text) <= 1.0
 
 
-def test_unknown_task_names_near_matches_and_how_to_list() -> None:
-    with pytest.raises(TaskError, match=r"unknown task 'chain_sums'; did you mean chain_sum.*`qarl tasks`.*\.jsonl"):
-        ReasoningGymTask("chain_sums")
-
-
-def test_unknown_option_quotes_the_allowed_ones() -> None:
-    with pytest.raises(TaskError, match=r"option 'max_term' of task 'chain_sum'; allowed: min_terms, max"):
-        ReasoningGymTask("chain_sum", {"max_term": 2})
-
-
-def test_seed_and_size_are_not_options() -> None:
-    with pytest.raises(TaskError, match="'seed' is chosen by QaRL"):
-        ReasoningGymTask("chain_sum", {"seed": 2})
-
-
-def test_refused_option_values_are_quoted() -> None:
-    with pytest.raises(TaskError, match=r"refuses the options.*max_terms must be >= min_terms"):
-        ReasoningGymTask("chain_sum", {"min_terms": 3, "max_terms": 2})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"seed": 2}, "'seed' is chosen"), ({"min_terms": 3, "max_terms": 2}, "max_terms must be >= min_terms")],
+)
+def test_options_that_a_task_has_not_or_refuses(options, message) -> None:
+    with pytest.raises(TaskError, match=message):
+        ReasoningGymTask("chain_sum", options)
 
 
 def test_a_task_too_small_to_set_questions_aside_says_so(chain_sum, monkeypatch) -> None:
@@ -113,11 +93,6 @@ def test_a_task_too_small_to_set_questions_aside_says_so(chain_sum, monkeypatch)
 def test_bad_requests(split, start, count, message, chain_sum) -> None:
     with pytest.raises(TaskError, match=message):
         chain_sum.problems(split, start, count, 0)
-
-
-def test_a_json_list_is_no_table_and_names_a_converter() -> None:
-    with pytest.raises(TaskError, match=r"jq -c '\.\[\]' q\.json > q\.jsonl"):
-        load_task(TaskConfig(name="q.json"))
 
 
 @pytest.mark.parametrize("field", ["prompt", "answer", "subset", "split", "heldout"])
@@ -147,11 +122,8 @@ def raising(problem: Problem, text: str) -> float:
     ("reward", "message"),
     [
         (raising, r"raised KeyError: 'oops' \(.*line \d+, in raising\)"),
-        (lambda problem, text: sys.exit(3), r"raised sys\.exit\(3\)"),
         (lambda problem, text: 1e300, r"returned 1e\+300 \(float\); .*at most 1e\+15 in magnitude"),
-        (lambda problem, text: float("nan"), "returned nan"),
         (lambda problem, text: float("inf"), "returned inf"),
-        (lambda problem, text: "1", "must be a finite number"),
     ],
 )
 def test_a_bad_reward_names_problem_and_completion(reward, message) -> None:
