@@ -12,8 +12,8 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.plan.machine import this_machine
 from qarl.plan.memory import ITEMSIZE
-from qarl.plan.model import sizes_of
 from qarl.plan.plan import make_plan
+from qarl.plan.shapes import sizes_of
 from qarl.plan.words import one_line
 from qarl.quant.checkpoint.folder import read_config, tensor_shapes
 from qarl.quant.kernels.supported import kept_support

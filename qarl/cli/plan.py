@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 
 from qarl.cli.help import add_flags
-from qarl.cli.options import chosen_config, json_file, say, write_json
+from qarl.cli.options import chosen_config, json_file, say, whole, write_json
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
 from qarl.plan.machine import parse_machine, this_machine
-from qarl.plan.model import sizes_of
 from qarl.plan.plan import MemoryPlanError, make_plan
+from qarl.plan.shapes import sizes_of
 from qarl.plan.words import as_data, one_line, remedies, table, verdict
 from qarl.run.check import check_schemes
 
@@ -35,7 +35,7 @@ def add_plan(commands: Any) -> None:
     plan.add_argument(
         "--gpus", help="plan for these instead of this machine: 8xH100 (A100, L40S, H100, H200, B200), or 8x80GB"
     )
-    plan.add_argument("--processes", type=int, metavar="N", help="with --gpus as many as GPUs, else 1")
+    plan.add_argument("--processes", type=whole(1), metavar="N", help="with --gpus as many as GPUs, else 1")
     plan.add_argument("--json", type=json_file, metavar="FILE", help="write the plan as JSON too")
     add_flags(plan, FLAGS)
     plan.set_defaults(run=_plan, fields=True)
@@ -45,8 +45,6 @@ def _plan(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
     check_schemes(config)
     machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
-    if known.processes is not None and known.processes < 1:
-        raise ConfigError(f"--processes {known.processes} must be at least 1")
     processes = known.processes or (machine.count if known.gpus else 1)
     plan = make_plan(config, *sizes_of(config.model), machine, processes)
     lines = table(plan) if plan.fits else [*table(plan), *remedies(plan, known.overrides, known.config)]

@@ -176,28 +176,23 @@ def _by_question(result: Result) -> dict[tuple[str, int], float]:
 
 
 def write_evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    """As JSON: every figure in `benchmarks`, and each question's answers and verdicts."""
+    """As JSON, but for NaN: every figure in `benchmarks`, and each question's answers and verdicts."""
     return {
         "target": evaluation.target,
         "dtype": evaluation.dtype,
         "settings": evaluation.settings,
-        "mean": _figures(evaluation.mean()),
+        "mean": asdict(evaluation.mean()),
         "benchmarks": [_written(result) for result in evaluation.results],
     }
-
-
-def _figures(figure: Estimate) -> dict[str, Any]:
-    """JSON has no NaN."""
-    return {name: None if math.isnan(value) else value for name, value in asdict(figure).items()}
 
 
 def _written(result: Result) -> dict[str, Any]:
     return {
         "name": result.name,
         "samples": result.samples,
-        "accuracy": _figures(result.average()),
-        "pass_at": {str(k): _figures(value) for k, value in result.passes().items()},
-        "majority": _figures(result.majority()),
+        "accuracy": asdict(result.average()),
+        "pass_at": {str(k): asdict(value) for k, value in result.passes().items()},
+        "majority": asdict(result.majority()),
         "tokens": result.tokens,
         "truncated": result.truncated,
         "questions": [asdict(question) for question in result.questions],

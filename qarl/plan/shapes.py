@@ -1,4 +1,5 @@
-"""A decoder's sizes, as its config.json has them, and the bytes of its weights. Imports neither torch nor transformers.
+"""A decoder's sizes, of its config.json or as published, and the bytes of its weights. Imports neither torch nor
+transformers.
 
 Axes of a weight: O output rows, I input columns.
 """
@@ -11,12 +12,14 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.quant.checkpoint.folder import check_model, hub_file, local_folder, read_config
 from qarl.quant.checkpoint.patterns import matching
 
 Matrix = tuple[int, int]
 """(O, I)"""
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_PUBLISHER = "Qwen/"
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -184,3 +187,29 @@ EMBEDDED = {
     "tiny-qwen3-moe-long": _TINY_MOE,
 }
 """The embedded policies', whose recipes (`qarl.embedded.recipe`) take torch to read."""
+
+
+def sizes_of(model: str) -> tuple[Shapes, str]:
+    """Sizes, and where they come from in words. model: as `RunConfig.model`, or a name of `NAMED`.
+
+    A hub id's config.json is taken from the hub's cache or downloaded; the published sizes of Qwen's models are known.
+    Raises `ModelError` where there is no config.json, and `ConfigError` for one that is not counted (`shapes_of`).
+    """
+    if model.lower() in NAMED:
+        return NAMED[model.lower()], "published sizes"
+    if model in EMBEDDED:
+        return EMBEDDED[model], "its recipe"
+    folder = local_folder(model)
+    if folder is not None:
+        check_model(folder)
+        return shapes_of(read_config(folder), model), "its config.json"
+    published = _published(model)
+    return published or (shapes_of(read_config(hub_file(model).parent), model), "its config.json on the hub")
+
+
+def _published(model: str) -> tuple[Shapes, str] | None:
+    """Base, instruct and math models of a size are alike."""
+    size = model.removeprefix(_PUBLISHER).lower()
+    for part in ("-base", "-instruct", "-math"):
+        size = size.replace(part, "")
+    return (NAMED[size], "published sizes") if model.startswith(_PUBLISHER) and size in NAMED else None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from qarl.cli.main import main
+from qarl.cli.options import write_json
 from qarl.evaluation.results import (
     Evaluation,
     EvaluationError,
@@ -107,7 +108,7 @@ def test_pairs_are_of_the_same_questions_asked_alike():
 
 def test_an_evaluation_is_read_back(tmp_path: Path):
     written = evaluation(result("11", "10"), result("0", name="alone"))
-    (tmp_path / "e.json").write_text(json.dumps(write_evaluation(written), allow_nan=False))
+    write_json(str(tmp_path / "e.json"), write_evaluation(written))
     assert read_evaluation(tmp_path / "e.json") == written
     for text in ("[]", "{", '{"benchmarks": []}', '{"benchmarks": [{"name": "a"}]}'):
         (tmp_path / "e.json").write_text(text)

@@ -68,7 +68,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --aligned", "option --aligned needs a value"),
         ("train run.yaml", "options read --name VALUE; a configuration is --config run.yaml"),
         ("check --config tiny-qwen3", "takes a configuration without --config: give the file or name alone"),
-        ("plan --processes 0", "--processes 0 must be at least 1"),
+        ("plan --processes 0", "--processes '0' must be a whole number from 1 up"),
         ("train --steps 5 --steps 6", "option --steps is given twice"),
         ("train --config a --config b", "option --config is given twice"),
         ("train --learner.optimizer.betas [2,3]", "betas [2, 3] must be a list of 2 values, each a number, at least 0"),

@@ -4,20 +4,21 @@ import json
 import shutil
 import string
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
 from qarl.embedded.recipe import (
     IGNORED,
     MANIFEST,
+    RECIPES,
     TinyRecipe,
     build_tiny,
     encode_problems,
@@ -108,7 +109,7 @@ def test_warm_start_lowers_the_loss(tmp_path) -> None:
     assert last < first - 1.0
 
 
-@pytest.mark.parametrize("name", tiny_names())
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_quantized_linear_tiles(name) -> None:
     """Inputs in multiples of 128, outputs of 32; checked on the meta device, without building."""
     config = AutoConfig.for_model("qwen3", **asdict(RECIPES[name]))
