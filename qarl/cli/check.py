@@ -12,7 +12,6 @@ from qarl.cli.help import add_flags
 from qarl.cli.mismatch import investigated, show
 from qarl.cli.options import chosen_config, json_file, say, write_json
 from qarl.configs.errors import ConfigError
-from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files
@@ -46,8 +45,8 @@ def add_check(commands: Any) -> None:
         "(`qarl schemes` has every scheme's kernel)",
     )
     check.add_argument("--json", type=json_file, metavar="FILE", help="write the findings as JSON too")
-    add_flags(check, FLAGS)
-    check.set_defaults(run=_check, fields=True)
+    add_flags(check)
+    check.set_defaults(run=_check)
 
 
 def _check(known: argparse.Namespace, console: Console) -> int:

@@ -7,12 +7,13 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from qarl.configs.flags import FLAGS
 from qarl.configs.load import choice_sections, default_config, field_paths, load_config
 from qarl.configs.schema.base import Section, alternatives
 from qarl.configs.schema.run import RunConfig
@@ -38,14 +39,15 @@ _FEW = 4
 """Values an option may have to be listed in place of a metavariable."""
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
-    """Add the short flags, grouped, and `--help-all`. flags: without dashes → the dotted path of their field."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Make every field of the configuration an option of a command: short flags by group, and `--help-all`."""
+    parser.set_defaults(fields=True)
     fields, defaults = field_paths(), default_values()
     parser.add_argument("--help-all", action=_HelpAll, help="every field of the configuration, with its default")
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title)
         for name in names:
-            path = flags[name]
+            path = FLAGS[name]
             default = written(defaults[path])
             text = f"{describe(path, fields[path])}{f' [{default}]' if default else ''}"
             group.add_argument(

@@ -31,7 +31,6 @@ from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
 from qarl.configs.errors import ConfigError, QarlError
-from qarl.configs.flags import FLAGS
 from qarl.configs.load import default_config, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import require_llmcompressor
@@ -121,8 +120,8 @@ def _add_train(commands: Any) -> None:
         "torchrun or deepspeed instead",
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and exit")
-    add_flags(train, FLAGS)
-    train.set_defaults(run=_train, fields=True)
+    add_flags(train)
+    train.set_defaults(run=_train)
 
 
 def _train(known: argparse.Namespace, console: Console) -> int:

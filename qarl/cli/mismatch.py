@@ -13,7 +13,6 @@ from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import chosen_config, json_file, say, write_json
-from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files
@@ -34,8 +33,8 @@ def add_mismatch(commands: Any) -> None:
     )
     mismatch.add_argument("--page", default="mismatch.html", metavar="FILE", help="page to write")
     mismatch.add_argument("--json", type=json_file, metavar="FILE", help="write the figures as JSON too")
-    add_flags(mismatch, FLAGS)
-    mismatch.set_defaults(run=_mismatch, fields=True)
+    add_flags(mismatch)
+    mismatch.set_defaults(run=_mismatch)
 
 
 def _mismatch(known: argparse.Namespace, console: Console) -> int:

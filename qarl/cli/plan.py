@@ -10,7 +10,6 @@ from rich.console import Console
 from qarl.cli.help import add_flags
 from qarl.cli.options import chosen_config, json_file, say, whole, write_json
 from qarl.configs.errors import ConfigError, ModelError
-from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
 from qarl.plan.machine import parse_machine, this_machine
 from qarl.plan.plan import MemoryPlanError, make_plan
@@ -37,8 +36,8 @@ def add_plan(commands: Any) -> None:
     )
     plan.add_argument("--processes", type=whole(1), metavar="N", help="with --gpus as many as GPUs, else 1")
     plan.add_argument("--json", type=json_file, metavar="FILE", help="write the plan as JSON too")
-    add_flags(plan, FLAGS)
-    plan.set_defaults(run=_plan, fields=True)
+    add_flags(plan)
+    plan.set_defaults(run=_plan)
 
 
 def _plan(known: argparse.Namespace, console: Console) -> int:

@@ -15,7 +15,6 @@ from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
 from qarl.cli.options import chosen_config, say, whole
 from qarl.cli.serve import ServeError, require_free
-from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.rollout.open import serve_rollouts
@@ -39,8 +38,8 @@ def add_serve_rollouts(commands: Any) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8100, metavar="N", help="the first's; others follow (default 8100)")
     serve.add_argument("--key-file", metavar="FILE", help=f"holds the API key they ask for (default {KEY_VARIABLE})")
-    add_flags(serve, FLAGS)
-    serve.set_defaults(run=_serve_rollouts, fields=True, engine=True)
+    add_flags(serve)
+    serve.set_defaults(run=_serve_rollouts, engine=True)
 
 
 def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
