@@ -27,8 +27,8 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
             "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
             f"with; to see what the reward was given: qarl report {shlex.quote(str(folder.path))} -o report.html",
         )
-    elif poor := _poor_outcome(folder):
-        say(console, poor)
+    elif (headline := verdict(configurations(read_runs([folder.path])))[0]).level != "good":
+        say(console, headline.text)
     if outcome.first_accuracy is not None and outcome.export_accuracy is not None:
         gain = outcome.export_accuracy - outcome.first_accuracy
         say(
@@ -41,9 +41,3 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
         say(console, f"deployable checkpoint: {outcome.export}")
         say(console, f"serve it: qarl serve {run}")
         say(console, f"see how it went: qarl report {run}")
-
-
-def _poor_outcome(folder: Any) -> str | None:
-    """What a report's first line says of a run that did not get better; None for one that did."""
-    headline = verdict(configurations(read_runs([folder.path])))[0]
-    return None if headline.level == "good" else headline.text

@@ -93,11 +93,6 @@ class _Formatter(argparse.HelpFormatter):
 class _Once(argparse.Action):
     """Stores one value; a second one is an error, where argparse lets the last win."""
 
-    def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **settings)
-        if self.nargs == 0:
-            raise ValueError("an option that stores takes a value")
-
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None):
         """See the class."""
         seen = vars(namespace).setdefault("_given", set())
