@@ -10,17 +10,14 @@ from typing import Any
 
 from qarl.advice.finding import Finding, with_remedy
 from qarl.configs.errors import ConfigError
-from qarl.page.figures import age_figures, curve_figures, digits, layer_figures, mismatch_figures, time_split
-from qarl.page.ratios import ratio_figures, treatment
+from qarl.page.figures import curve_figures, digits, mismatch_figures, profile_figures, time_split
 from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
-from qarl.page.tokens import mismatch_columns, packed_tokens
+from qarl.page.tokens import mismatch_columns, packed_tokens, treatment
 from qarl.page.verdict import verdict
 from qarl.report.token_files import read_step
 
 MARK = "<!doctype html><!-- qarl report -->"
 """What a report begins with, and nothing else is overwritten for."""
-
-_SCRIPTS = ("elements.js", "charts.js", "tokens.js", "page.js")
 
 
 def check_output(file: Path, option: str = "-o") -> None:
@@ -43,20 +40,24 @@ def report_page(runs: Sequence[RecordedRun], refresh: int = 0) -> str:
     findings = verdict(kinds)
     title = "QaRL: " + ", ".join(run.name for kind in kinds for run in kind.runs)
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(title), "heading": "",
         "refresh": f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "",
         "verdict": verdict_html(findings, len(kinds)),
         "data": page_json(_data(kinds)),
-    }
-    return filled("page.html", _SCRIPTS, parts)
+    }  # fmt: skip
+    return filled("report.html", ("tokens.js", "page.js"), parts)
 
 
-def filled(template: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
-    """A page in one file: the template with its parts, styles and scripts put in."""
-    assets = files("qarl.page")
-    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts)
-    parts = {**parts, "style": (assets / "page.css").read_text(encoding="utf-8"), "script": script}
-    text = (assets / template).read_text(encoding="utf-8")
+def filled(sections: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
+    """A page in one file: page.html with its parts and sections, and the styles and scripts of all pages and its
+    own."""
+
+    def asset(name: str) -> str:
+        return (files("qarl.page") / name).read_text(encoding="utf-8")
+
+    script = "\n".join(map(asset, ("elements.js", "charts.js", *scripts)))
+    parts = {**parts, "sections": asset(sections), "style": asset("page.css"), "script": script}
+    text = asset("page.html")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], text)  # once: what is put in is not looked through
 
 
@@ -74,9 +75,7 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
         "curves": curve_figures(kinds),
         "time": time_split(kinds),
         "where": mismatch_figures(columns, which),
-        "ages": age_figures(kinds),
-        "layers": layer_figures(kinds),
-        "ratios": ratio_figures(steps),
+        "profiles": profile_figures(kinds),
         "treatment": treatment(steps),
         "settings": [[name, *(values.get(name) for values in settings)] for name in differing(settings)],
         "tokens": packed_tokens([of_run for of_kind in tokens for of_run in of_kind]),

@@ -274,3 +274,27 @@ function drawAll() {
   const widths = charts.map((chart) => Math.max(260, Math.round(chart.area.clientWidth || 400))); // all before any is changed
   charts.forEach((chart, index) => chart.draw(widths[index]));
 }
+
+function figuresInto(section, figures) {
+  for (const figure of figures) {
+    const host = el("figure");
+    within(section, ".figures").append(host);
+    charts.push(new LineChart(figure, host));
+  }
+}
+
+let whenHidden = () => {}, whenResized = () => {}; // what a page does besides drawing its figures again
+function toggle(kind, button) {
+  if (hidden.has(kind)) hidden.delete(kind);
+  else if (hidden.size < KINDS.length - 1) hidden.add(kind);
+  button.setAttribute("aria-pressed", String(!hidden.has(kind)));
+  drawAll();
+  whenHidden();
+}
+const legend = (name) => el("div", { class: "legend", role: "group", "aria-label": name }, ...KINDS.map((kind, number) =>
+  el("button", { type: "button", "aria-pressed": "true", title: "Show or hide", onclick: (event) => toggle(number, event.currentTarget) }, swatch(number), kind)));
+
+let width = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); whenResized(); } });
+addEventListener("beforeprint", drawAll);
+addEventListener("scroll", hideTip, { passive: true });

@@ -61,3 +61,27 @@ function showTip(title, pairs, x, y) {
   tip.style.top = `${top}px`;
 }
 const hideTip = () => { tip.hidden = true; };
+
+const within = (section, part) => document.querySelector(`#${section} ${part}`);
+
+const root = document.documentElement;
+const THEMES = ["auto", "light", "dark"];
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+let theme = "auto";
+try { theme = localStorage.getItem("qarl-theme") ?? "auto"; } catch { /* a file without storage keeps none */ }
+const themeButton = el("button", { type: "button", title: "Theme (t)", onclick: () => turnTheme() });
+within("top", ".tools").append(themeButton);
+within("top", "nav").append(...[...document.querySelectorAll("section")].map((section) => el("a", { href: `#${section.id}` }, section.dataset.name)));
+function applyTheme() {
+  const dark = theme === "dark" || (theme === "auto" && prefersDark.matches);
+  root.dataset.theme = dark ? "dark" : "light";
+  themeButton.setAttribute("aria-label", `Theme: ${theme}`);
+  themeButton.textContent = { auto: "◐", light: "○", dark: "●" }[theme];
+}
+function turnTheme() {
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % 3];
+  try { localStorage.setItem("qarl-theme", theme); } catch { /* as above */ }
+  applyTheme();
+}
+prefersDark.addEventListener("change", applyTheme);
+applyTheme();

@@ -22,15 +22,13 @@ Value = Callable[[Metrics], float | None]
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure over steps. lines: name → what it shows of a step. band: fields whose span is drawn around the first
-    line, of each run."""
+    """A figure over steps. lines: name → what it shows of a step."""
 
     id: str
     title: str
     unit: str
     help: str
     lines: dict[str, str]
-    band: tuple[str, str] | None = None
     logarithmic: bool = False
 
 
@@ -49,37 +47,15 @@ CURVES = (
         lines={"mean": f"{_MISMATCH}mean_abs", "largest": f"{_MISMATCH}max_abs"}, logarithmic=True,
     ),
     Curve(
-        id="weights", title="Sequence weights, log w", unit="nats a token",
-        help="Mean over a sequence of log π_learner/π_sampler: mean of the sequences, and span from lowest to highest.",
-        lines={"mean": f"{_MISMATCH}mean_log_w"}, band=(f"{_MISMATCH}log_w_low", f"{_MISMATCH}log_w_high"),
-    ),
-    Curve(
         id="clipped", title="Clipped and corrected tokens", unit="share",
         help="Ratio beyond a bound; those that precision alone put there (phantom); mismatch weight capped or masked.",
         lines={"clipped": "learn/clipped", "phantom": "learn/phantom_clipped", "corrected": "learn/corrected"},
-    ),
-    Curve(
-        id="sides", title="Clipped tokens by side", unit="share",
-        help="Not for precision alone: by the sign of the advantage A, and the side of the bound.",
-        lines={
-            "A > 0 above": "learn/clipped_positive_above", "A < 0 above": "learn/clipped_negative_above",
-            "A < 0 below": "learn/clipped_negative_below",
-        },
     ),
     Curve(
         id="parts", title="Where the log-ratio comes from", unit="nats a token",
         help="Mean |part| of log π_learner − log π_sampler at the weights stepped last.",
         lines={name: f"learn/log_ratio/{name}" for name in ("dtype", "scheme", "staleness", "kernel")},
         logarithmic=True,
-    ),
-    Curve(
-        id="deployed", title="Deployed efficiency", unit="",
-        help="1 where an update moves every token of the low-bit policy as its advantage asks, 0 where at random.",
-        lines={"efficiency": "learn/log_ratio/deployed_efficiency"},
-    ),
-    Curve(
-        id="deviation", title="Deviation of rewards", unit="", help="Within a group, mean over groups.",
-        lines={"deviation": "reward_deviation"},
     ),
     Curve(
         id="entropy", title="Entropy", unit="nats a token", help="Of the policy, before the update.",
@@ -98,10 +74,6 @@ CURVES = (
         id="groups", title="Groups that teach, truncated completions", unit="share",
         help="Groups whose rewards differ; completions cut off at rollout.max_new_tokens.",
         lines={"groups that teach": "mixed_reward_groups", "truncated": "truncated"},
-    ),
-    Curve(
-        id="update", title="Size of the update", unit="nats a token",
-        help="Mean |log π/π_old| of sequences at the last mini-batch.", lines={"update": "learn/update_log_ratio"},
     ),
     Curve(
         id="start", title="Distance from the start", unit="nats a token",
@@ -131,8 +103,8 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
         lines = [
             line
             for number, kind in enumerate(kinds)
-            for place, (name, field) in enumerate(curve.lines.items())
-            if (line := _line(number, kind, curve, place, name, field))
+            for name, field in curve.lines.items()
+            if (line := _line(number, kind, name, field))
         ]
         lines = [thinned(line, most) for line in lines]
         if lines:
@@ -145,79 +117,66 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
     return figures
 
 
-def age_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Mismatch by age (`diagnostics.ages`): means over all steps, and bands from the lowest to the highest; nothing
-    where every token is learned by the weights that sampled it."""
-    lines = []
-    for number, kind in enumerate(kinds):
-        of_age: dict[int, list[float]] = {}
-        for metrics in (m for run in kind.runs for m in run.metrics):
-            pairs = zip(metrics.get("learn/ages/age") or (), metrics.get("learn/ages/mean_abs") or (), strict=True)
-            for age, value in pairs:
-                of_age.setdefault(age, []).append(value)
-        rows = sorted(of_age.items())
-        if rows:
-            line = {"of": number, "name": "mean", "x": [float(age) for age, _ in rows]}
-            lines.append(thinned(line | _spans([values for _, values in rows])))
-    return [
+def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
+    """What steps measure as lists, means over all that did: the mismatch by age (`diagnostics.ages`), where tokens are
+    learned by other weights than sampled them, and what updates change in each layer. labels: the layers' names, where
+    all have the same."""
+    measured = [[m for run in kind.runs for m in run.metrics] for kind in kinds]
+    named = [m["learn/layers/layer"] for of_kind in measured for m in of_kind if m.get("learn/layers/layer")]
+    ages, layers = [], []
+    for number, metrics in enumerate(measured):
+        ages += _profile(number, metrics, "mean", "learn/ages/mean_abs", "learn/ages/age")
+        layers += _profile(number, metrics, "flipped codes", "learn/layers/flipped_codes")
+        layers += _profile(number, metrics, "crossed bfloat16", "learn/layers/crossed_bfloat16")
+    figures = [
         {
             "id": "by-age", "title": "Mismatch by age", "x": "updates since the weights that sampled", "unit": "nats",
-            "log": False, "lines": lines,
+            "log": False, "lines": ages if any(max(line["x"]) > 0 for line in ages) else [],
             "help": "Mean |log π_learner − log π_sampler| of all tokens at the weights that their update moves, over "
             "steps; bands reach from the lowest to the highest. At 0 it is precision and kernels, what it grows by is "
             "staleness.",
-        }
-    ] if any(max(line["x"]) > 0 for line in lines) else []  # fmt: skip
-
-
-def layer_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """What updates change in each layer, of the runs that measured it: means over their measured steps, and bands from
-    the lowest to the highest. labels: the layers' names, where all have the same."""
-    lines, labels = [], []
-    for number, kind in enumerate(kinds):
-        steps = [m for run in kind.runs for m in run.metrics if m.get("learn/layers/layer")]
-        for name, field in (("flipped codes", "flipped_codes"), ("crossed bfloat16", "crossed_bfloat16")):
-            columns = list(zip(*(m[f"learn/layers/{field}"] for m in steps), strict=True))
-            rows = [(x, [v for v in column if v is not None]) for x, column in enumerate(columns, 1)]
-            rows = [(x, values) for x, values in rows if values]
-            if rows:
-                line = {"of": number, "name": name, "x": [float(x) for x, _ in rows]}
-                lines.append(thinned(line | _spans([v for _, v in rows])))
-        labels += [m["learn/layers/layer"] for m in steps[:1]]
-    if not lines:
-        return []
-    same = all(names == labels[0] for names in labels)
-    return [
+        },
         {
             "id": "layers", "title": "What updates change, layer by layer", "x": "layer, in the model's order",
-            "unit": "share", "log": True, "lines": lines, "labels": labels[0] if same else None,
+            "unit": "share", "log": True, "lines": layers,
+            "labels": named[0] if named and all(names == named[0] for names in named) else None,
             "help": "Low-bit codes that an update changed, and masters that it took to another bfloat16: mean over the "
             "measured steps; bands reach from the lowest to the highest.",
-        }
+        },
     ]  # fmt: skip
+    return [figure for figure in figures if figure["lines"]]
 
 
-def _spans(values: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """A line's values and band: mean, lowest and highest of each point's."""
+def _profile(
+    number: int, metrics: Sequence[Metrics], name: str, field: str, x_field: str | None = None
+) -> list[dict[str, Any]]:
+    """The line of a metric that is a list: at each x the mean over steps, with a band from the lowest to the highest;
+    none where no step has it. x_field: the metric that holds the places; without one they are counted from 1."""
+    values: dict[float, list[float]] = {}
+    for of_step in metrics:
+        y = of_step.get(field) or ()
+        for place, value in zip(of_step[x_field] if x_field and y else range(1, len(y) + 1), y, strict=True):
+            if value is not None:
+                values.setdefault(float(place), []).append(value)
+    if not values:
+        return []
+    rows = sorted(values.items())
     spans: dict[str, Callable[[Sequence[float]], float]] = {"y": _mean, "low": min, "high": max}
-    return {name: [span(each) for each in values] for name, span in spans.items()}
+    line = {"of": number, "name": name, "x": [x for x, _ in rows]}
+    return [thinned(line | {part: [span(each) for _, each in rows] for part, span in spans.items()})]
 
 
-def _line(number: int, kind: Configuration, curve: Curve, place: int, name: str, field: str) -> dict[str, Any] | None:
+def _line(number: int, kind: Configuration, name: str, field: str) -> dict[str, Any] | None:
     values = [_series(run.metrics, field) for run in kind.runs]
     if field == "accuracy":
         values = [dict(run.accuracies()) for run in kind.runs]
     steps = sorted({step for series in values for step in series})
     if not steps:
         return None
-    low = high = values
-    banded = curve.band is not None and place == 0
-    if curve.band is not None and banded:
-        low, high = ([_series(run.metrics, side) for run in kind.runs] for side in curve.band)
-    line = {"of": number, "name": name, "x": steps, "y": [_mean([s[t] for s in values if t in s]) for t in steps]}
-    if banded or len(kind.runs) > 1:
-        line["low"] = [min(s[t] for s in low if t in s) for t in steps]
-        line["high"] = [max(s[t] for s in high if t in s) for t in steps]
+    at_steps = [[series[t] for series in values if t in series] for t in steps]
+    line = {"of": number, "name": name, "x": steps, "y": [_mean(each) for each in at_steps]}
+    if len(kind.runs) > 1:
+        line |= {"low": [min(each) for each in at_steps], "high": [max(each) for each in at_steps]}
     return line
 
 
@@ -289,11 +248,6 @@ def mismatch_figures(
             "id": "by-probability", "title": "Mismatch by token probability", "x": "sampler's probability",
             "unit": "nats", "help": spread, "log": True, "log_x": True, "lines": [],
         },
-        {
-            "id": "tail", "title": "How many tokens are far apart", "x": "|Δ log p|, nats", "unit": "share",
-            "help": f"Share of tokens whose |Δ log p| is larger than x, of {recorded}.", "log": True, "log_x": True,
-            "lines": [],
-        },
     ]  # fmt: skip
     for number, of_kind in enumerate(columns):
         if of_kind is None:
@@ -302,7 +256,6 @@ def mismatch_figures(
         apart = np.abs(mismatch)
         figures[0]["lines"] += _binned(number, position + 1.0, apart, _position_edges(int(position.max()) + 1))
         figures[1]["lines"] += _binned(number, np.exp(logprob), apart, 10.0 ** np.arange(-4, 0.01, 1 / 3), True)
-        figures[2]["lines"] += _tail(number, apart)
     return [figure for figure in figures if figure["lines"]]
 
 
@@ -323,12 +276,3 @@ def _binned(
     high = [max(float(np.quantile(apart[place == b], 0.95)), mean) for b, mean in zip(bins, means, strict=True)]
     x_values = [float(middles[b]) for b in bins]
     return [thinned({"of": number, "name": "mean", "x": x_values, "y": means, "low": means, "high": high})]
-
-
-def _tail(number: int, apart: np.ndarray) -> list[dict[str, Any]]:
-    thresholds = 10.0 ** np.arange(-6, 2.01, 0.125)
-    shares = [float((apart > t).mean()) for t in thresholds]
-    kept = [(float(t), share) for t, share in zip(thresholds, shares, strict=True) if share > 0]
-    if not kept:
-        return []
-    return [thinned({"of": number, "name": "share", "x": [t for t, _ in kept], "y": [share for _, share in kept]})]

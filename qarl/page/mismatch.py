@@ -1,7 +1,5 @@
-"""`qarl mismatch`'s page: probabilities, where they part, what a response's length does to its weight, layers.
-
-Axes: n response tokens of all sequences, B sequences.
-"""
+"""`qarl mismatch`'s page: probabilities, where they part, layers. Axes: n response tokens of all sequences, B
+sequences."""
 
 import html
 from collections.abc import Sequence
@@ -33,14 +31,13 @@ def mismatch_page(
     spread = mismatch_figures(columns, "all completions")
     data = {
         "kinds": [each.name for each in learners],
-        "figures": [_probabilities(learners), *spread, _lengths(learners)],
+        "figures": [_probabilities(learners), *spread],
         "layers": _layer_figures(layers),
-        "worst": [[row.layer, digits(row.scheme), digits(row.kernel)] for row in _worst(layers)],
         "measured": _table(learners),
     }
     title = html.escape(f"QaRL mismatch: {title}")
-    parts = {"title": title, "verdict": verdict_html(lines), "data": page_json(data)}
-    return filled("mismatch.html", ("elements.js", "charts.js", "mismatch.js"), parts)
+    parts = {"title": title, "heading": f"<h2>{title}</h2>", "refresh": ""}
+    return filled("mismatch.html", ["mismatch.js"], {**parts, "verdict": verdict_html(lines), "data": page_json(data)})
 
 
 def findings(learners: Sequence[ScoredLearner], layers: Sequence[LayerDeviation], multiplies: str) -> list[Finding]:
@@ -82,12 +79,6 @@ def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:
     return sorted((row for row in layers if row.kernel > bound), key=lambda row: -row.kernel)
 
 
-def _worst(layers: Sequence[LayerDeviation], count: int = 12) -> list[LayerDeviation]:
-    by_kernel = sorted(layers, key=lambda row: (-row.kernel, -row.scheme))
-    by_scheme = sorted(layers, key=lambda row: -row.scheme)
-    return list(dict.fromkeys([*by_kernel[: count // 2], *by_scheme]))[:count]
-
-
 def _positions(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([np.arange(length) for length in lengths])
 
@@ -96,25 +87,12 @@ def _probabilities(learners: Sequence[ScoredLearner]) -> dict[str, Any]:
     lines = []
     for number, each in enumerate(learners):
         every = -(-len(each.sampler) // POINTS)
-        x, y = (np.exp(values[::every].astype(np.float64)) for values in (each.sampler, each.learner))
-        lines.append({"of": number, "name": each.name, "x": _rounded(x), "y": _rounded(y)})
+        x, y = (np.exp(values[::every].astype(np.float64)).tolist() for values in (each.sampler, each.learner))
+        lines.append({"of": number, "name": each.name, "x": [*map(digits, x)], "y": [*map(digits, y)]})
     return {
         "id": "probabilities", "title": "Probabilities", "x": "sampler's probability", "unit": "", "points": True,
         "help": "Each sampled token: the learner's probability over the sampler's. On the diagonal they agree.",
         "log": False, "lines": lines,
-    }  # fmt: skip
-
-
-def _lengths(learners: Sequence[ScoredLearner]) -> dict[str, Any]:
-    lines = []
-    for number, each in enumerate(learners):
-        ends = np.cumsum(each.lengths)
-        sums = np.array([part.sum() for part in np.split(each.learner - each.sampler, ends[:-1])])
-        lines.append({"of": number, "name": each.name, "x": each.lengths.tolist(), "y": _rounded(sums)})
-    return {
-        "id": "by-length", "title": "Weight of whole responses by length", "x": "tokens", "unit": "nats",
-        "points": True, "help": "Σ (log π_learner − log π_sampler) of each response: its log weight in a sequence "
-        "correction. The slope is in the table above.", "log": False, "lines": lines,
     }  # fmt: skip
 
 
@@ -126,7 +104,7 @@ def _layer_figures(layers: Sequence[LayerDeviation]) -> list[dict[str, Any]]:
     ]
     figure = {
         "id": "layers", "title": "Relative error of each layer's output", "x": "layer, in the model's order",
-        "unit": "share", "log": True, "lines": lines, "fixed": True,
+        "unit": "share", "log": True, "lines": lines, "labels": [row.layer for row in layers], "fixed": True,
         "help": "On the inputs of an unquantized forward. scheme: the codes' values against the master; kernel: the "
         "aligned product against those values.",
     }  # fmt: skip
@@ -140,7 +118,3 @@ def _table(learners: Sequence[ScoredLearner]) -> list[list[Any]]:
         [name, *(None if value is None else digits(value) for value in values)]
         for name, values in zip(names, rounded, strict=True)
     ]
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    return [digits(float(value)) for value in values]

@@ -1,26 +1,5 @@
 // Puts the page together: summary, figures, browser, setup, theme and keys.
 
-const root = document.documentElement;
-const THEMES = ["auto", "light", "dark"];
-const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-let theme = "auto";
-try { theme = localStorage.getItem("qarl-theme") ?? "auto"; } catch { /* a file without storage keeps none */ }
-function applyTheme() {
-  const dark = theme === "dark" || (theme === "auto" && prefersDark.matches);
-  root.dataset.theme = dark ? "dark" : "light";
-  document.getElementById("theme").setAttribute("aria-label", `Theme: ${theme}`);
-  document.getElementById("theme").textContent = { auto: "◐", light: "○", dark: "●" }[theme];
-}
-function turnTheme() {
-  theme = THEMES[(THEMES.indexOf(theme) + 1) % 3];
-  try { localStorage.setItem("qarl-theme", theme); } catch { /* as above */ }
-  applyTheme();
-}
-prefersDark.addEventListener("change", applyTheme);
-applyTheme();
-
-const within = (section, part) => document.querySelector(`#${section} ${part}`);
-
 function summary() {
   const accuracy = (run) => (run.accuracy ? `${accuracyOf(run.accuracy[0])} → ${accuracyOf(run.accuracy[1])}` : "–");
   const rows = DATA.runs.map((run) => [
@@ -30,21 +9,10 @@ function summary() {
   document.getElementById("summary").append(table(["run", "configuration", "seed", "steps", "last reward", "held-out accuracy", "deployed", "publishes"], rows, [2, 3, 4, 5, 6, 7]));
 }
 
-function figuresInto(section, figures) {
-  for (const figure of figures) {
-    const host = el("figure");
-    within(section, ".figures").append(host);
-    charts.push(new LineChart(figure, host));
-  }
-}
-
 function curves() {
   figuresInto("curves", DATA.curves);
   const head = within("curves", ".head");
-  if (KINDS.length > 1) {
-    head.append(el("div", { class: "legend", role: "group", "aria-label": "Configurations" }, ...KINDS.map((kind, number) =>
-      el("button", { type: "button", "aria-pressed": "true", title: "Show or hide", onclick: (event) => toggle(number, event.currentTarget) }, swatch(number), kind))));
-  }
+  if (KINDS.length > 1) head.append(legend("Configurations"));
   const longest = Math.max(...DATA.curves.flatMap((figure) => figure.lines.map((line) => line.x.length)));
   if (longest > 12) {
     smoothing = longest > 60 ? 9 : 1;
@@ -54,26 +22,16 @@ function curves() {
   if (DATA.runs.length > KINDS.length) head.append(el("span", { class: "small" }, "Lines are means over seeds, bands reach from the lowest to the highest."));
 }
 
-function toggle(kind, button) {
-  if (hidden.has(kind)) hidden.delete(kind);
-  else if (hidden.size < KINDS.length - 1) hidden.add(kind);
-  button.setAttribute("aria-pressed", String(!hidden.has(kind)));
-  drawAll();
-  browser?.filter();
-}
-
 function where() {
   if (DATA.where.length) figuresInto("where", DATA.where);
   else within("where", ".figures").append(el("p", { class: "empty" }, "No tokens with both log-probs are on record. The curve of the mismatch above is over all tokens."));
-  figuresInto("where", [...DATA.ages, ...DATA.layers]);
+  figuresInto("where", DATA.profiles);
 }
 
-function ratios() {
-  figuresInto("ratios", DATA.ratios);
-  if (!DATA.treatment.length) return within("ratios", ".figures").append(el("p", { class: "empty" }, "No tokens that were learned from are on record."));
+function treatment() {
+  if (!DATA.treatment.length) return within("treatment", ".setup").append(el("p", { class: "empty" }, "No tokens that were learned from are on record."));
   const rows = DATA.treatment.map(([of, sign, kind, count, ...shares]) => [el("span", {}, swatch(of), KINDS[of]), sign, kind, number(count), ...shares.map(percent)]);
-  within("ratios", ".setup").append(el("div", {}, el("h3", {}, "What the objective did with error tokens, of those on record"),
-    table(["configuration", "advantage", "token", "tokens", "clipped", "weight cut", "learned as it is"], rows, [3, 4, 5, 6])));
+  within("treatment", ".setup").append(el("div", {}, table(["configuration", "advantage", "token", "tokens", "clipped", "weight cut", "learned as it is"], rows, [3, 4, 5, 6])));
 }
 
 function time() {
@@ -118,10 +76,13 @@ function help() {
 summary();
 curves();
 where();
-ratios();
+treatment();
 time();
 setup();
 const browser = new Browser(within("tokens", ".browser"));
+whenHidden = () => browser.filter();
+whenResized = () => browser.paintRows();
+within("top", ".tools").append(el("button", { type: "button", title: "Keys (?)", "aria-label": "Keyboard keys", onclick: help }, "?"));
 drawAll();
 
 if (document.querySelector('meta[http-equiv="refresh"]')) {
@@ -133,12 +94,6 @@ if (document.querySelector('meta[http-equiv="refresh"]')) {
   } catch { /* a file without storage begins anew */ }
 }
 
-let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); browser.paintRows(); } });
-addEventListener("beforeprint", drawAll);
-addEventListener("scroll", hideTip, { passive: true });
-document.getElementById("theme").addEventListener("click", turnTheme);
-document.getElementById("keys").addEventListener("click", help);
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || document.querySelector("dialog")) {
     if (event.key === "Escape" && event.target.blur) event.target.blur();

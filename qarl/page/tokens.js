@@ -31,18 +31,11 @@ const COUNT = made.step.length;
 const starts = new Uint32Array(COUNT + 1);
 for (let i = 0; i < COUNT; i++) starts[i + 1] = starts[i] + made.length[i];
 // Of a learner that is not aligned its own log-prob is the unquantized policy's; of others some completions have one.
-const unquantized = (() => {
-  const values = new Float32Array(tokens.word.length).fill(NaN), asked = halves(packed.unquantized_logprob);
-  let next = 0;
-  for (let completion = 0; completion < COUNT; completion++) {
-    const aligned = DATA.runs[made.run[completion]].aligned;
-    for (let i = starts[completion]; i < starts[completion + 1]; i++) {
-      if (made.asked[completion]) values[i] = asked[next++];
-      else if (!aligned) values[i] = tokens.sampler[i] + tokens.mismatch[i];
-    }
-  }
-  return values;
-})();
+const unquantized = halves(packed.unquantized_logprob);
+for (let completion = 0; completion < COUNT; completion++) {
+  if (DATA.runs[made.run[completion]].aligned) continue;
+  for (let i = starts[completion]; i < starts[completion + 1]; i++) if (Number.isNaN(unquantized[i])) unquantized[i] = tokens.sampler[i] + tokens.mismatch[i];
+}
 const rounding = (i) => tokens.sampler[i] - unquantized[i];
 const worstOf = Float32Array.from(made.worst, (place, i) => (place < 0 ? NaN : Math.abs(tokens.mismatch[starts[i] + place])));
 const REPEATED = 32, IMPROBABLE = 16, UNKNOWN = 15;

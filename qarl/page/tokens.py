@@ -1,5 +1,5 @@
-"""Recorded completions as a page carries them: as many as its size allows, token columns packed to nine bytes a token,
-and two more where the unquantized policy was asked.
+"""Recorded completions as a page carries them: as many as its size allows, token columns packed to eleven bytes a
+token; and what became of their error tokens.
 
 Axes: n tokens of all completions laid end to end.
 """
@@ -15,17 +15,22 @@ from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.page.figures import digits
 from qarl.report.token_files import TokenRows
 
-BUDGET = 1_500_000
+BUDGET = 1_600_000
 """Bytes of the page that completions may take: 100,000 tokens, and less of short completions."""
 
-_A_TOKEN, _A_COMPLETION = 12, 50
+_A_TOKEN, _A_COMPLETION = 15, 50
 """Bytes of the page, about; words not counted."""
 
-_SHOWN = {"step": "step", "group": "group", "sample": "sample", "age": "age"}
-"""Columns of completions shown as they are: the page's name → the file's."""
+_SHOWN = ("step", "group", "sample", "age")
+"""Columns of completions shown as they are."""
+
+_HALVES = ("sampler_logprob", "mismatch", "log_ratio", "unquantized_logprob")
 
 _UNKNOWN = 15
 """In place of a reason's number."""
+
+_SIGNS = {"A > 0": 1.0, "A < 0": -1.0}
+_KINDS = ("sound", "improbable", "in a loop")
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -36,11 +41,29 @@ def mismatch_columns(steps: Sequence[TokenRows]) -> Columns | None:
     if not steps:
         return None
     position = np.concatenate([np.arange(length) for rows in steps for length in rows.lengths])
-    logprob, mismatch = (
-        np.concatenate([rows.tokens[name] for rows in steps]) for name in ("sampler_logprob", "mismatch")
-    )
+    logprob, mismatch = _column(steps, "sampler_logprob"), _column(steps, "mismatch")
     known = np.isfinite(mismatch)
     return (position[known], logprob[known], mismatch[known]) if known.any() else None
+
+
+def treatment(kinds: Sequence[Sequence[TokenRows]]) -> list[list[Any]]:
+    """What the objective did with error tokens, as QaRL's table 6 (arXiv 2604.07853). kinds: of each configuration the
+    steps' rows. A row for each configuration, sign of the advantage and kind of token that was learned from: its place,
+    sign, kind, tokens, shares clipped, with a mismatch weight that was cut, and left as they were."""
+    rows: list[list[Any]] = []
+    for number, steps in enumerate(kinds):
+        if not steps:
+            continue
+        advantage, clip = _column(steps, "advantage"), _column(steps, "clip")
+        kind = np.where(_column(steps, "repeated"), 2, np.where(_column(steps, "improbable"), 1, 0))
+        none, corrected = CLIP_REASONS.index("none"), CLIP_REASONS.index("corrected")
+        for sign, factor in _SIGNS.items():
+            for place, name in enumerate(_KINDS):
+                of = clip[(np.sign(advantage) == factor) & (kind == place) & (clip >= 0)]
+                if len(of):
+                    shares = ((of != none) & (of != corrected), of == corrected, of == none)
+                    rows.append([number, sign, name, len(of), *(digits(float(share.mean())) for share in shares)])
+    return rows
 
 
 def packed_tokens(runs: Sequence[Sequence[TokenRows]]) -> dict[str, Any]:
@@ -62,7 +85,8 @@ def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
     """The last step, and of every n steps before it one, with the smallest n that fits: one whose completions the
     unquantized policy was asked about, where there is one. Of the last alone, as many completions as fit where not
     even that does."""
-    costs, scored = [_cost(rows) for rows in steps], [bool(_asked(rows).any()) for rows in steps]
+    costs = [_cost(rows) for rows in steps]
+    scored = [bool(np.isfinite(rows.tokens["unquantized_logprob"]).any()) for rows in steps]
     for every in range(1, len(steps) + 1):
         spans = [range(max(0, end - every), end) for end in range(len(steps) - 1, 0, -every)]
         picked = [max(span, key=lambda place: (scored[place], place)) for span in spans]
@@ -75,12 +99,6 @@ def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
     return [steps[-1].first(max(1, int((sizes <= budget).sum())))]
 
 
-def _asked(rows: TokenRows) -> np.ndarray:
-    """Which completions have the unquantized policy's log-probs, bool [completions]."""
-    known = np.isfinite(rows.tokens["unquantized_logprob"])
-    return np.array([bool(len(part)) and bool(part.all()) for part in np.split(known, np.cumsum(rows.lengths)[:-1])])
-
-
 def _cost(rows: TokenRows) -> int:
     prompts = sum(len(prompt.encode()) for prompt in set(rows.completions["prompt"]))
     return _A_TOKEN * sum(rows.lengths) + _A_COMPLETION * len(rows) + prompts
@@ -91,7 +109,7 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
     texts: dict[tuple[int, str], int] = {}
     words: list[int] = []
     columns: dict[str, list[Any]] = {name: [] for name in ("run", *_SHOWN, "prompt", "reward", "length", "version",
-                                     "last_version", "asked", "worst", "truncated", "group_size", "group_reward",
+                                     "last_version", "worst", "truncated", "group_size", "group_reward",
                                      "advantage")}  # fmt: skip
     for number, rows in steps:
         about, ends = rows.completions, np.cumsum(rows.lengths)
@@ -100,12 +118,11 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
         groups = about["group_rewards"]
         for name, values in {
             "run": [number] * len(rows),
-            **{shown: about[name] for shown, name in _SHOWN.items()},
+            **{name: about[name] for name in _SHOWN},
             "prompt": [prompts.setdefault(prompt, len(prompts)) for prompt in about["prompt"]],
             "reward": map(digits, about["reward"]),
             "length": rows.lengths,
             **_versions(rows),
-            "asked": _asked(rows).astype(int).tolist(),
             "worst": [-1 if place is None else place for place in about["worst_token"]],
             "truncated": [int(reason in ("length", "repetition")) for reason in about["finish_reason"]],
             "group_size": map(len, groups),
@@ -121,8 +138,7 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
         "completions": columns,
         "wide": len(texts) > 2**16,
         "words": _encoded(np.asarray(words, dtype="<u2" if len(texts) <= 2**16 else "<u4")),
-        **{name: _encoded(_halves(steps, name)) for name in ("sampler_logprob", "mismatch", "log_ratio")},
-        "unquantized_logprob": _encoded(_unquantized(steps)),
+        **{name: _encoded(_halves(steps, name)) for name in _HALVES},
         "flags": _encoded(_flags(steps)),
     }
 
@@ -145,13 +161,6 @@ def _halves(steps: Sequence[tuple[int, TokenRows]], name: str) -> np.ndarray:
     return np.concatenate(parts).clip(-6e4, 6e4).astype("<f2") if parts else np.zeros(0, "<f2")
 
 
-def _unquantized(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
-    """float16, of the tokens of those completions that have them, end to end."""
-    kept = [(number, rows) for number, rows in steps if _asked(rows).any()]
-    scored = [np.repeat(_asked(rows), rows.lengths) for _, rows in kept]
-    return _halves(kept, "unquantized_logprob")[np.concatenate(scored)] if kept else np.zeros(0, "<f2")
-
-
 def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
     """uint8 [n]: the reason's number, 15 where not known; 16 where improbable; 32 where repeated."""
     parts = [np.zeros(0, np.uint8)]
@@ -164,3 +173,7 @@ def _flags(steps: Sequence[tuple[int, TokenRows]]) -> np.ndarray:
 
 def _encoded(values: np.ndarray) -> str:
     return base64.b64encode(values.tobytes()).decode()
+
+
+def _column(steps: Sequence[TokenRows], name: str) -> np.ndarray:
+    return np.concatenate([rows.tokens[name] for rows in steps])

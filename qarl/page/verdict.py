@@ -21,11 +21,6 @@ PHANTOM, CORRECTED = 0.01, 0.05
 TRUNCATED = 0.1
 ERRORS = 0.02
 TEACHING = 0.1
-GROWN = 3.0
-SMALL = 1e-4
-"""Nats: a part of the log-ratio that is not worth a word."""
-PARTS = {"dtype": "the compute dtype", "scheme": "the scheme", "staleness": "staleness", "kernel": "the kernels"}
-COLLAPSED = 0.1
 PERFECTED = 0.95
 """Training accuracy that a sound run comes to on questions its first policy solved now and then (arXiv 2510.26788)."""
 
@@ -34,15 +29,7 @@ def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
     """The headline of each configuration, then what is remarkable, warnings first."""
     single = len(kinds) == 1
     headlines = [_headline(kind, "" if single else kind.label) for kind in kinds]
-    checks = (
-        _of_early_warnings,
-        _of_mismatch,
-        _of_parts,
-        _of_shares,
-        _of_learning,
-        _of_perfectible,
-        *([_of_proofs] if single else []),
-    )  # tables have the proofs too
+    checks = (_of_early_warnings, _of_mismatch, _of_shares, _of_learning, _of_perfectible)
     remarks = [
         Finding(level, "" if single else kind.label, text)
         for kind in kinds
@@ -103,30 +90,11 @@ def _together(runs: Sequence[RecordedRun]) -> str:
 
 
 def _of_mismatch(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
-    first, last = (part(runs, "learn/mismatch/mean_abs") for part in (_mean_first, _mean_last))
-    if last is None:
-        return
-    if last > APART:
+    last = _mean_last(runs, "learn/mismatch/mean_abs")
+    if last is not None and last > APART:
         yield (
             "warning",
             f"Mean |Δ log p| is {_nats(last)} at the end, above {APART}: sampler and learner are two policies.",
-        )
-    if first and last > GROWN * first:
-        level = "warning" if last > APART else "note"
-        yield level, f"Mismatch grew {last / first:.1f} times over the run, to {_nats(last)}."
-
-
-def _of_parts(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
-    """Where the log-ratio comes from, the largest part first."""
-    parts = {name: _mean_last(runs, f"learn/log_ratio/{name}") for name in PARTS}
-    known = {name: value for name, value in parts.items() if value is not None and value >= SMALL}
-    if known:
-        first, *others = sorted(known, key=lambda name: -known[name])
-        rest = "".join(f", {PARTS[name]} {_nats(known[name])}" for name in others)
-        yield (
-            "note",
-            f"Of what learner and sampler are apart at the end of a batch's updates, most is {PARTS[first]}: "
-            f"{_nats(known[first])} a token{rest}.",
         )
 
 
@@ -154,9 +122,6 @@ def _of_learning(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     if teaching is not None and teaching < TEACHING:
         why = "the task is nearly solved, or out of reach"
         yield "note", f"Only {teaching:.1%} of groups have rewards that differ at the end: {why}."
-    first, last = (part(runs, "learn/entropy") for part in (_mean_first, _mean_last))
-    if last is not None and first and last < COLLAPSED * first:
-        yield "note", f"Entropy fell from {first:.2g} to {last:.2g} nats a token."
     skipped = sum(m.get("learn/skipped", 0) for run in runs for m in run.metrics)
     if skipped:
         steps = _counted(skipped, "optimizer step was", "optimizer steps were")
@@ -181,19 +146,6 @@ def _of_perfectible(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
             yield "warning", f"{words}: below 95 % there are too few steps, or something is broken."
 
 
-def _of_proofs(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
-    canaries = [m["canary"] for run in runs for m in run.metrics if m.get("canary") is not None]
-    canaries += [run.start.canary for run in runs if run.start and run.start.canary is not None]
-    if canaries:
-        publishes = _counted(sum(run.metrics[-1]["weight_version"] for run in runs), "publish was", "publishes were")
-        measured = _counted(len(canaries), "canary", "canaries")
-        yield "good", f"{publishes} verified, with {measured}: largest mean |Δ log p| {_nats(max(canaries))}."
-    deployed = [run.deployed for run in runs if run.deployed is not None]
-    if deployed:
-        exports, mean = "The exports have" if len(deployed) > 1 else "The export has", sum(deployed) / len(deployed)
-        yield "good", f"{exports} a held-out accuracy of {mean:.1%} in a fresh engine."
-
-
 def _nats(value: float) -> str:
     return f"{value:.2g} nats" if value >= 0.001 else f"{value:.1e} nats"
 
@@ -211,15 +163,7 @@ def _last(run: RecordedRun) -> list[dict]:
 
 
 def _mean_last(runs: Sequence[RecordedRun], field: str) -> float | None:
-    return _mean_of([m for run in runs for m in _last(run)], field)
-
-
-def _mean_first(runs: Sequence[RecordedRun], field: str) -> float | None:
-    return _mean_of([m for run in runs for m in _first(run)], field)
-
-
-def _mean_of(metrics: Sequence[dict], field: str) -> float | None:
-    values = [m[field] for m in metrics if m.get(field) is not None]
+    values = [m[field] for run in runs for m in _last(run) if m.get(field) is not None]
     return sum(values) / len(values) if values else None
 
 
