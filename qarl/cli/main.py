@@ -40,9 +40,6 @@ from qarl.run.check import check_files, check_new_folder
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
 
-_LONG_PHASE = 3.0
-"""Seconds from which on a phase of a command that answers in one line is told."""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 done, 1 a run failed, 2 unusable input, 130 interrupted)."""
@@ -288,7 +285,7 @@ def _export(known: argparse.Namespace, console: Console) -> int:
     folder.require_checkpoint()
     from qarl.run.export import export_run
 
-    with phases_shown_on(Console(stderr=True), after=_LONG_PHASE):
+    with phases_shown_on(Console(stderr=True)):
         exported = export_run(Path(known.folder), Path(known.output))
     say(console, f"wrote step {exported.step} to {known.output}: {_loaded(exported, 'the learner')}")
     return 0
@@ -299,7 +296,7 @@ def _export_ptq(known: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--ptq needs --scheme, the low-bit scheme to quantize to; `qarl schemes` lists them")
     from qarl.ptq.export import export_ptq
 
-    with phases_shown_on(Console(stderr=True), after=_LONG_PHASE):
+    with phases_shown_on(Console(stderr=True)):
         exported = export_ptq(Path(known.folder), Path(known.output), known.ptq, known.scheme, known.calibration)
     sequences = exported.calibration
     data = f" on {len(sequences)} sequences ({sum(map(len, sequences))} tokens)" if sequences else ""

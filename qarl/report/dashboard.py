@@ -14,29 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from qarl.configs.schema.run import RunConfig
-from qarl.learner.learn_stats import LearnStats
 from qarl.report.audit_table import audit_table
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
 from qarl.sync.audit import AuditRow
 
 _SPARKS = "▁▂▃▄▅▆▇█"
-_PHASE_COLORS = {
-    "sample": "cyan",
-    "score": "green",
-    "learn": "magenta",
-    "publish": "yellow",
-    "record": "white",
-    "evaluate": "blue",
-}
-_DOING = {
-    "sample": "sampling completions",
-    "score": "scoring completions",
-    "learn": "learning",
-    "publish": "publishing to the engine",
-    "record": "recording tokens",
-    "evaluate": "measuring held-out accuracy",
-}
 _DONE = "done"
 _WIDTH = 48
 
@@ -57,8 +40,6 @@ class Dashboard:
         self._seconds: dict[str, float] = {}
         self._tokens = 0.0
         self._last: StepMetrics | None = None
-        self._kernels = ""
-        self._diagnosed = ""
         # Redrawn by a thread of its own, so that time goes on while a step runs.
         self._live = (
             Live(console=console, refresh_per_second=2, get_renderable=self.panel) if console.is_terminal else None
@@ -86,7 +67,6 @@ class Dashboard:
     def audited(self, rows: list[AuditRow], materializers: dict[str, str], packed: bool, trained: list[str]) -> None:
         """Print the audit table, one line for layers that are alike, what materializes each scheme, whether the
         learner packs its sequences, and what `trained_part` has to say."""
-        self._kernels = ", ".join(sorted({r.learner.kernel for r in rows if r.learner}))
         audit_table(rows).show(self._console)
         materialized = ", ".join(f"{scheme} by {how}" for scheme, how in materializers.items())
         self._console.print(f"materialized: {materialized}", soft_wrap=True, markup=False)
@@ -107,8 +87,6 @@ class Dashboard:
             self._accuracies.append((metrics.step, metrics.accuracy))
         for phase, seconds in metrics.seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        if metrics.learn and metrics.learn.records.get("lost_updates") is not None:
-            self._diagnosed = f"{_diagnosis(metrics.learn)}   [dim]@{metrics.step}[/]"
         self._tokens += metrics.response_tokens * metrics.prompts * self._config.rollout.samples
         self._step_seconds.append(sum(metrics.seconds.values()))
         due = metrics.step == 1 or metrics.step % max(1, self._config.steps // 20) == 0
@@ -129,13 +107,11 @@ class Dashboard:
         bar = ProgressBar(total=config.steps, completed=done, width=_WIDTH)
         grid.add_row("step", Group(Text(f"{done} / {config.steps}   {self._times(done)}"), bar))
         if self._phase != _DONE:
-            now = f"{_DOING.get(self._phase, self._phase)} [dim]for {self._clock() - self._phase_started:.0f} s[/]"
-            grid.add_row("now", now)
+            grid.add_row("now", f"{self._phase} [dim]for {self._clock() - self._phase_started:.0f} s[/]")
         if last:
             self._add_measured(grid, last)
         title = f"[bold]QaRL[/]  {escape(config.model)}  {config.scheme}  {config.dtype}"
-        kernels = f"[dim]{self._kernels}[/]" if self._kernels else None  # of a run that is watched they are not known
-        return Panel(grid, title=title, subtitle=kernels, border_style="cyan", expand=False)
+        return Panel(grid, title=title, border_style="cyan", expand=False)
 
     def _add_measured(self, grid: Table, last: StepMetrics) -> None:
         """The rows that need a step."""
@@ -156,9 +132,9 @@ class Dashboard:
             grid.add_row("update", f"lr {last.learn.lr:.1e}   gradient norm {last.learn.grad_norm:.3f}   "
                                    f"clipped {last.learn.clipped:.1%} of tokens")  # fmt: skip
             grid.add_row("entropy", f"{last.learn.entropy:.3f} nats a token")
-        if self._diagnosed:
-            grid.add_row("precision", self._diagnosed)
-        grid.add_row("time", self._time_split())
+        total = sum(self._seconds.values()) or 1.0
+        split = (f"{phase} {seconds / total:.0%}" for phase, seconds in self._seconds.items())
+        grid.add_row("time", "   ".join(split))
 
     def _times(self, done: int) -> str:
         """Elapsed, seconds a step and what is left, by the last steps' mean."""
@@ -172,23 +148,13 @@ class Dashboard:
         recent = self._step_seconds[-max(10, self._config.eval.every) :]
         return sum(recent) / len(recent)
 
-    def _time_split(self) -> Group:
-        total = sum(self._seconds.values()) or 1.0
-        bar, legend = Text(), Text()
-        for phase, seconds in self._seconds.items():
-            color = _PHASE_COLORS.get(phase, "white")
-            bar.append("█" * round(_WIDTH * seconds / total), style=color)
-            legend.append(f"{phase} {seconds / total:.0%}  ", style=color)
-        return Group(bar, legend)
-
     def _line(self, m: StepMetrics) -> str:
         held_out = f"  held-out {m.accuracy:.1%}" if m.accuracy is not None else ""
         mismatch = f"  |Δ log p| {m.learn.mismatch.mean_abs:.2e}" if m.learn else "  skipped (all rewards equal)"
-        diagnosed = f"  {_diagnosis(m.learn)}" if m.learn and m.learn.records.get("lost_updates") is not None else ""
         left = _hours(self._pace() * (self._config.steps - m.step))
         times = f"  {sum(m.seconds.values()):.2f} s  ETA {left}"
         step = f"step {m.step:>4}/{self._config.steps}  reward {m.reward:.3f}  {m.response_tokens:,.1f} tokens"
-        return f"{step}{mismatch}{diagnosed}{times}{held_out}"
+        return f"{step}{mismatch}{times}{held_out}"
 
 
 def _hours(seconds: float) -> str:
@@ -196,12 +162,6 @@ def _hours(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _diagnosis(learn: LearnStats) -> str:
-    """What a step measured of `diagnostics.lost_updates`, in words."""
-    lost, codes = learn.records["lost_updates"], learn.records["flipped_codes"]
-    return f"lost updates {lost:.1%}" + ("" if codes is None else f"   flipped codes {codes:.2%}")
 
 
 def sparkline(values: list[float], width: int = _WIDTH) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.learn_stats import LearnStats
 from qarl.report.error_tokens import count_error_tokens
-from qarl.report.loggers import open_logger
+from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.types import Group
 
@@ -74,53 +74,37 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
     }
 
 
-class MetricsWriter:
-    """Appends to metrics.jsonl, to TensorBoard and to where `log` says; lines after `resume_step` are dropped first."""
-
-    def __init__(self, config: RunConfig, folder: RunFolder, resume_step: int | None):
-        from torch.utils.tensorboard import SummaryWriter
-
-        if resume_step is not None and folder.metrics.exists():
-            _drop_after(folder.metrics, resume_step)
-        self._logger = open_logger(config, folder.path)
-        self._metrics = folder.metrics.open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(folder.path / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1
-        )
-
-    def write(self, metrics: StepMetrics) -> None:
-        """One step's metrics."""
-        flat = metrics.flat()
-        self._metrics.write(json.dumps(flat) + "\n")
-        self._metrics.flush()
-        figures = {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}
-        for name, value in figures.items():
-            self._board.add_scalar(name, value, metrics.step)
-        if self._logger is not None:
-            self._logger.write(figures, metrics.step)
-
-    def close(self) -> None:
-        """Flush and close all."""
-        self._metrics.close()
-        self._board.close()
-        if self._logger is not None:
-            self._logger.close()
-
-
 @contextmanager
 def metrics_writer(
     config: RunConfig, folder: RunFolder, resume_step: int | None, first: bool
 ) -> Iterator[Callable[[StepMetrics], None]]:
-    """Yields what writes a step; its files are closed at the end, also of a run that fails. first: whether this is the
-    first process; the others write nothing."""
+    """Yields what appends a step to metrics.jsonl, to TensorBoard and to where `log` says; what is there of steps after
+    `resume_step` is dropped first. All is closed at the end, also of a run that fails. first: whether this is the first
+    process; the others write nothing."""
     if not first:
         yield lambda metrics: None
         return
-    writer = MetricsWriter(config, folder, resume_step)
-    try:
-        yield writer.write
-    finally:
-        writer.close()
+    from torch.utils.tensorboard import SummaryWriter
+
+    if resume_step is not None and folder.metrics.exists():
+        _drop_after(folder.metrics, resume_step)
+    purge_step = None if resume_step is None else resume_step + 1
+    with (
+        step_logger(config, folder.path) as log,
+        folder.metrics.open("a", encoding="utf-8") as lines,
+        SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge_step) as board,
+    ):
+
+        def write(metrics: StepMetrics) -> None:
+            flat = metrics.flat()
+            lines.write(json.dumps(flat) + "\n")
+            lines.flush()
+            figures = {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}
+            for name, value in figures.items():
+                board.add_scalar(name, value, metrics.step)
+            log(figures, metrics.step)
+
+        yield write
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

@@ -42,42 +42,21 @@ FIXED_FIELDS = (
 
 
 class RunFolder:
-    """Paths and small files of one run."""
+    """Paths and small files of one run.
+
+    metrics: one JSON object a step. start: what was found before step 1: the audit, the first publish's canary,
+    held-out accuracy. tokens: some completions of every step, token by token: a Parquet file a step
+    (`qarl.report.token_files`). checkpoints: what `--resume` continues from. export: the deployable checkpoint.
+    engine_start: the checkpoint the engine first loaded.
+    """
 
     def __init__(self, path: Path, created: tuple[Path, ...] = ()):
         """created: folders above it that were made for it, the innermost first."""
         self.path = path
         self._made = created
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def start(self) -> Path:
-        """What was found before step 1: the audit, the first publish's canary, held-out accuracy."""
-        return self.path / "start.json"
-
-    @property
-    def tokens(self) -> Path:
-        """Some completions of every step, token by token: a Parquet file a step (`qarl.report.token_files`)."""
-        return self.path / "tokens"
-
-    @property
-    def checkpoints(self) -> Path:
-        """What `--resume` continues from."""
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        """The deployable checkpoint."""
-        return self.path / "export"
-
-    @property
-    def engine_start(self) -> Path:
-        """The checkpoint the engine first loaded."""
-        return self.path / "engine-start"
+        self.metrics, self.start = path / "metrics.jsonl", path / "start.json"
+        self.tokens, self.checkpoints = path / "tokens", path / "checkpoints"
+        self.export, self.engine_start = path / "export", path / "engine-start"
 
     @classmethod
     def create(cls, config: RunConfig) -> "RunFolder":

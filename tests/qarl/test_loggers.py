@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qarl.configs.load import load_config
-from qarl.report.loggers import open_logger
+from qarl.report.loggers import step_logger
 
 
 def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -14,13 +14,7 @@ def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = load_config(None, {"log": "wandb"})
     for steps in ((1, 2), (2, 3)):
-        logger = open_logger(config, tmp_path)
-        assert logger is not None
-        for step in steps:
-            logger.write({"reward": step / 4, "learn/mismatch/k3": 0.0}, step)
-        logger.close()
+        with step_logger(config, tmp_path) as log:
+            for step in steps:
+                log({"reward": step / 4, "learn/mismatch/k3": 0.0}, step)
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{tmp_path.name}.wandb"))) == 2
-
-
-def test_no_logger_is_opened_unless_configured(tmp_path: Path):
-    assert open_logger(load_config(None, {}), tmp_path) is None

@@ -1,7 +1,6 @@
-"""Phases as a person sees them: at once, or once they take long."""
+"""Phases as a person sees them."""
 
 import io
-import time
 
 import pytest
 from rich.console import Console
@@ -9,23 +8,13 @@ from rich.console import Console
 from qarl.report.startup import phase, phases_shown_on
 
 
-def test_a_phase_is_told_once_it_takes_long():
-    """On a line of its own, with its seconds, also where it fails; a short one leaves nothing."""
-    console = Console(file=io.StringIO(), width=80)
-    with phases_shown_on(console, after=0.2):
-        with phase("short"):
-            pass
-        with phase("long"):
-            time.sleep(0.3)
+def test_a_phase_is_shown_at_once_and_its_seconds_at_its_end():
+    """On a line of its own, also where it fails."""
+    file = io.StringIO()
+    with phases_shown_on(Console(file=file, width=80)):
+        with phase("loading"):
+            assert file.getvalue() == "loading … "
         with pytest.raises(ValueError, match="lost"), phase("failing"):
-            _fail()
-    with phases_shown_on(console), phase("told at once"):
-        assert console.file.getvalue().endswith("told at once … ")  # type: ignore[attr-defined]
-    long, failing, at_once = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert long.startswith("long … 0.") and long.endswith(" s")
-    assert failing == "failing … " and at_once.startswith("told at once … 0.")
-
-
-def _fail() -> None:
-    time.sleep(0.3)
-    raise ValueError("lost")
+            raise ValueError("lost")
+    loading, failing = file.getvalue().splitlines()
+    assert loading.startswith("loading … 0.") and loading.endswith(" s") and failing == "failing … "
