@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve
-from qarl.bench.answer import answer_line
+from qarl.bench.process import answer_line
 
 
 def run(tree: dict) -> Curve:

@@ -6,8 +6,8 @@ engine's rounding in norms, rotary embedding and attention). The floor is an unq
 transformers model, same run, same dtype.
 """
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,24 +25,10 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.tables import PlainTable
-from qarl.rollout.engine import Engine
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.run.session import model_folder
 
-
-@dataclass(frozen=True)
-class MismatchOptions:
-    """schemes, dtypes: what is compared ("bf16" is always run, as the floor). prompts × tokens completions of one
-    sample each. peak: factor on the output head's weights, so that a random model's distributions are peaky."""
-
-    folder: Path
-    schemes: tuple[str, ...] = ("w4a16", "w8a8", "fp8")
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    prompts: int = 32
-    tokens: int = 64
-    prompt_tokens: int = 16
-    peak: float = 1.0
-    seed: int = 0
+PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -56,41 +42,26 @@ class MismatchRow:
     over_floor: float
 
 
-def measure(options: MismatchOptions) -> list[MismatchRow]:
-    """All rows, floor rows first within each dtype."""
+def measure(
+    model: str, schemes: Sequence[str], dtypes: Sequence[str], prompts: int = 32, tokens: int = 64, seed: int = 0
+) -> list[MismatchRow]:
+    """All rows, floor rows first within each dtype. model: a folder, hub id or embedded name, or one of
+    `random_policy.NAMES`. schemes: bf16 is always run, as the floor. prompts, tokens: completions, one a prompt, and
+    their length."""
+    quantized = [get_scheme(scheme).name for scheme in schemes if scheme != "bf16"]
     rows: list[MismatchRow] = []
-    for dtype in options.dtypes:
-        unquantized = _measure_scheme(options, dtype, "bf16", {"floor": FLOOR, "aligned": LEARNERS["aligned"]})
-        floor = unquantized["floor"]
-        rows += [
-            MismatchRow(dtype=dtype, scheme="bf16", learner=k, mismatch=m, over_floor=m.mean_abs / floor.mean_abs)
-            for k, m in unquantized.items()
-        ]
-        for scheme in options.schemes:
-            mismatches = _measure_scheme(options, dtype, scheme, LEARNERS)
-            rows += [
-                MismatchRow(dtype=dtype, scheme=scheme, learner=k, mismatch=m, over_floor=m.mean_abs / floor.mean_abs)
-                for k, m in mismatches.items()
-            ]
-    return rows
-
-
-def run(
-    model: str, schemes: tuple[str, ...], dtypes: tuple[str, ...], prompts: int, tokens: int, peak: float | None,
-    seed: int,
-) -> list[MismatchRow]:  # fmt: skip
-    """As `measure`, from the command's words. model: also one of `random_policy.NAMES`, whose output head is multiplied
-    by 12."""
-    for scheme in schemes:
-        get_scheme(scheme)
-    peak = peak or (12.0 if model in NAMES else 1.0)
-    quantized = tuple(s for s in schemes if s != "bf16")
     with random_policy(model, seed) if model in NAMES else nullcontext(model_folder(model)) as folder:
-        return measure(
-            MismatchOptions(
-                folder=folder, schemes=quantized, dtypes=dtypes, prompts=prompts, tokens=tokens, peak=peak, seed=seed
-            )
-        )
+        for dtype in dtypes:
+            floor = math.nan
+            for scheme in ("bf16", *quantized):
+                learners = LEARNERS if scheme != "bf16" else {"floor": FLOOR, "aligned": LEARNERS["aligned"]}
+                mismatches = _measure_scheme(folder, dtype, scheme, learners, prompts, tokens, seed)
+                floor = mismatches["floor"].mean_abs if scheme == "bf16" else floor
+                rows += [
+                    MismatchRow(dtype=dtype, scheme=scheme, learner=k, mismatch=m, over_floor=m.mean_abs / floor)
+                    for k, m in mismatches.items()
+                ]
+    return rows
 
 
 def table(rows: list[MismatchRow]) -> PlainTable:
@@ -108,49 +79,32 @@ def table(rows: list[MismatchRow]) -> PlainTable:
     return shown
 
 
-def rows_as_data(rows: list[MismatchRow]) -> list[dict]:
-    """Rows as JSON-ready dictionaries."""
-    return [dataclasses.asdict(row) for row in rows]
-
-
 def _measure_scheme(
-    options: MismatchOptions, dtype: str, scheme: str, learners: dict[str, LearnerKind]
+    folder: Path, dtype: str, scheme: str, learners: dict[str, LearnerKind], prompts: int, tokens: int, seed: int
 ) -> dict[str, Mismatch]:
-    model = _low_bit(options, dtype, scheme, LEARNERS["fake-quant"])
-    rollout = RolloutConfig(max_prompt_tokens=options.prompt_tokens, max_new_tokens=options.tokens)
-    with engine_of(model, options.folder, rollout, dtype) as engine:
-        groups = _sample(engine, options, model.config.vocab_size)
+    model = _low_bit(folder, dtype, scheme, LEARNERS["fake-quant"])
+    rollout = RolloutConfig(max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=tokens)
+    with engine_of(model, folder, rollout, dtype) as engine:
+        drawn = _prompts(prompts, model.config.vocab_size, seed)
+        completions = engine.generate(drawn, Sampling(1, tokens, seed=seed))
+    groups = [Group(p, tuple(c), (0.0,)) for p, c in zip(drawn, completions, strict=True)]
     batch = make_batch(groups, pad_token=0)
     return {
         name: measure_mismatch(
-            scored(_low_bit(options, dtype, scheme, kind), batch), batch.sampler_logprobs, batch.response_mask
+            scored(_low_bit(folder, dtype, scheme, kind), batch), batch.sampler_logprobs, batch.response_mask
         )
         for name, kind in learners.items()
     }
 
 
-def _low_bit(options: MismatchOptions, dtype: str, scheme: str, kind: LearnerKind) -> LowBitModel:
-    masters = load_masters(options.folder, torch.float32, Processes().device)
-    if options.peak != 1.0:
-        _untie(masters)
-        with torch.no_grad():
-            masters.get_parameter("lm_head.weight").mul_(options.peak)
-    compute = COMPUTE_DTYPES[dtype]
-    context = LayerContext(compute, kind.kernel, kind.aligned)
+def _low_bit(folder: Path, dtype: str, scheme: str, kind: LearnerKind) -> LowBitModel:
+    masters = load_masters(folder, torch.float32, Processes().device)
+    context = LayerContext(COMPUTE_DTYPES[dtype], kind.kernel, kind.aligned)
     return LowBitModel(masters, get_scheme(scheme), context, kind.operators)
 
 
-def _untie(model) -> None:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight is embedding.weight:
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        model.config.tie_word_embeddings = False
-
-
-def _sample(engine: Engine, options: MismatchOptions, vocabulary: int) -> list[Group]:
-    generator = torch.Generator().manual_seed(options.seed)
+def _prompts(count: int, vocabulary: int, seed: int) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(seed)
     low = min(16, vocabulary // 2)  # special tokens sit at the start of most vocabularies
-    drawn = torch.randint(low, vocabulary, (options.prompts, options.prompt_tokens), generator=generator)
-    prompts = [Prompt(str(i), "", tuple(row)) for i, row in enumerate(drawn.tolist())]
-    completions = engine.generate(prompts, Sampling(1, options.tokens, seed=options.seed))
-    return [Group(p, tuple(c), (0.0,)) for p, c in zip(prompts, completions, strict=True)]
+    drawn = torch.randint(low, vocabulary, (count, PROMPT_TOKENS), generator=generator)
+    return [Prompt(str(i), "", tuple(row)) for i, row in enumerate(drawn.tolist())]

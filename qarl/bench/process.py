@@ -1,5 +1,8 @@
-"""What a benchmark measures, each in a process of its own."""
+"""What a benchmark measures, each in a process of its own, whose answer is one marked line of JSON among what libraries
+print. Imports nothing heavy."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -8,16 +11,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import qarl
-from qarl.bench.answer import last_answer
 from qarl.configs.errors import QarlError
 
 T = TypeVar("T")
+
+_MARK = "QARL-ANSWER "
 
 
 class WorkerError(QarlError):
     """A trainer's process failed, or trained on something else."""
 
     heading = "bench"
+
+
+def answer_line(answer: Any) -> str:
+    """What a worker prints. answer: a dataclass of what JSON holds."""
+    return f"\n{_MARK}{json.dumps(dataclasses.asdict(answer))}\n"
+
+
+def last_answer(output: str) -> Any:
+    """The last answer's JSON in a worker's output; None without one."""
+    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+    return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 
 
 def run_worker(

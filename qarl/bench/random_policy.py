@@ -1,4 +1,5 @@
-"""Untrained policies of several families, to compare kernels on where no weights are at hand."""
+"""Untrained policies of several families with a peaky output head, to compare kernels on where no weights are at
+hand."""
 
 import dataclasses
 import shutil
@@ -30,6 +31,8 @@ _SIZES: dict[str, Any] = {
 _LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 _WINDOW = 24
 """Tokens: shorter than what benchmarks sample."""
+_PEAK = 12.0
+"""Factor on the output head: distributions of untrained weights are flat, and hide what mismatch does to peaks."""
 
 _CONFIGS: dict[str, PretrainedConfig] = {
     "random-llama": LlamaConfig(**_SIZES),
@@ -52,21 +55,20 @@ NAMES = (*_LIKE, *_CONFIGS)
 @contextmanager
 def random_policy(name: str, seed: int) -> Iterator[Path]:
     """The model folder of a policy in `NAMES`, which may be gone after the `with`."""
-    config = _CONFIGS.get(name)
-    like = _LIKE["random-qwen3"] if config else _LIKE[name]
-    untrained = dataclasses.replace(RECIPES[like], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
-    source = ensure_recipe("random-qwen3" if config else name, untrained)
-    if config is None:
-        yield source
-        return
+    config, like = _CONFIGS.get(name), name if name in _LIKE else "random-qwen3"
+    untrained = dataclasses.replace(RECIPES[_LIKE[like]], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
+    source = ensure_recipe(like, untrained)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for file in MODEL_FILES:
             shutil.copy(source / file, folder)
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
+        if config is None:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             for parameter in model.parameters():  # norms as initialized would hide how they are multiplied
-                parameter.add_(0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0)
+                parameter.data += 0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
+        model.get_output_embeddings().weight.data *= _PEAK
         model.save_pretrained(folder)
         yield folder

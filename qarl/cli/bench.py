@@ -64,18 +64,15 @@ def _add_mismatch(names: Any) -> None:
     mismatch.add_argument("--dtypes", type=words(DTYPES), default="bfloat16,float16", help="comma-separated")
     mismatch.add_argument("--prompts", type=whole(1), default=32)
     mismatch.add_argument("--tokens", type=whole(1), default=64, help="sampled tokens a prompt")
-    mismatch.add_argument(
-        "--peak", type=float, help="factor on the output head (default 12 for the untrained models, else 1)"
-    )
     mismatch.add_argument("--seed", type=whole(0), default=0)
     runs(mismatch, _mismatch)
 
 
 def _mismatch(known: argparse.Namespace, _console: Console) -> Measured:
-    from qarl.bench import mismatch
+    from qarl.bench.mismatch import measure, table
 
-    rows = mismatch.run(known.model, known.schemes, known.dtypes, known.prompts, known.tokens, known.peak, known.seed)
-    return mismatch.table(rows), mismatch.rows_as_data(rows)
+    rows = measure(known.model, known.schemes, known.dtypes, known.prompts, known.tokens, known.seed)
+    return table(rows), [dataclasses.asdict(row) for row in rows]
 
 
 def _add_speed(names: Any) -> None:

@@ -16,9 +16,8 @@ from benchmarks.learner.job import Job, Steps
 from benchmarks.learner.step_memory import StepMemory
 from benchmarks.learner.trl_worker import arguments, rows_a_forward
 from benchmarks.learner.worker import groups_of, learner_options, run
-from qarl.bench.answer import answer_line, last_answer
 from qarl.bench.models import MODELS, PAD, BenchModel, write_model
-from qarl.bench.process import WorkerError
+from qarl.bench.process import WorkerError, answer_line, last_answer
 from qarl.configs.errors import ConfigError
 from qarl.learner.batching import make_batch
 from qarl.quant.schemes import SchemeError

@@ -17,7 +17,7 @@ from benchmarks.train import table as train_table
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve, Point, TrlJob, reached, write_problems
 from benchmarks.train.trl_worker import arguments, rows_a_forward
-from qarl.bench.answer import answer_line, last_answer
+from qarl.bench.process import answer_line, last_answer
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.task import TaskConfig
 from qarl.quant.schemes import SchemeError

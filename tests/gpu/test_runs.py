@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl.bench.mismatch import MismatchOptions, measure
+from qarl.bench.mismatch import measure
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RolloutConfig
@@ -43,11 +43,11 @@ def completed(run: subprocess.CompletedProcess[str]) -> None:
 
 
 @schemes
-def test_the_aligned_learner_is_nearer_than_two_implementations(random_policy: Callable[[bool], Path], scheme: str):
+def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
     """Contract: within the gate's bound, and below the floor: an unquantized engine against transformers."""
     need(scheme, "vllm")
-    options = MismatchOptions(random_policy(False), tuple({scheme} - {"bf16"}), ("bfloat16",), peak=12.0)
-    row = next(row for row in measure(options) if (row.scheme, row.learner) == (scheme, "aligned"))
+    rows = measure("random-qwen3", [scheme], ["bfloat16"])
+    row = next(row for row in rows if (row.scheme, row.learner) == (scheme, "aligned"))
     assert row.mismatch.mean_abs_log_w <= get_scheme(scheme).bound and row.over_floor < 1.0, row
 
 

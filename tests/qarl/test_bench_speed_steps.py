@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from qarl.bench.answer import answer_line, last_answer
 from qarl.bench.models import MODELS, write_model
+from qarl.bench.process import answer_line, last_answer
 from qarl.bench.speed import measure as speed
 from qarl.bench.speed.figures import Spread, engine_rows, kept, step_rows
 from qarl.bench.speed.job import PHASES, Answer, Cell

@@ -7,7 +7,6 @@ import torch
 
 from qarl.advice import mismatch as run_mismatch
 from qarl.bench import mismatch as bench_mismatch
-from qarl.bench.mismatch import MismatchOptions
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import EngineError
@@ -41,10 +40,10 @@ def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for module in (bench_mismatch, run_mismatch):
         monkeypatch.setattr(module, "load_masters", load)
-    for name in ("open_prompter", "model_folder"):
-        monkeypatch.setattr(run_mismatch, name, lambda *_: None)
+        monkeypatch.setattr(module, "model_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(run_mismatch, "open_prompter", lambda *_: None)
     with pytest.raises(InterruptedError):
-        bench_mismatch.measure(MismatchOptions(tmp_path))
+        bench_mismatch.measure("model", [], ["bfloat16"])
     with pytest.raises(InterruptedError):
         run_mismatch.investigate(load_config(None, {}))
     assert devices == [torch.device("cuda", 0)] * 2

@@ -1,6 +1,5 @@
 """What `qarl bench speed` asks of a scheme's process, and what that answers. Imports nothing heavy."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,14 @@ PHASES = ("sample", "old", "forward", "backward", "optimizer", "materialize", "p
 
 
 @dataclass(frozen=True)
-class Job:
-    """One process: a scheme's engine, and a learner beside it.
-
-    model: folder. batches, contexts: sequences at once, and tokens of each before what is timed. decode_tokens: decoded
-    a sequence and cell. step: prompts, samples a prompt, tokens a prompt and a completion of the training step.
-    updates: optimizer steps a batch. steps: timed ones of each kind. kinds: of `KINDS`, in the order to measure them.
-    cache_gib: keys and values.
-    """
+class Options:
+    """model: a name of `qarl.bench.models.MODELS`, of an embedded policy, a folder or a hub id. schemes: none for all
+    that run here. batches, contexts: sequences at once, and tokens of each before what is timed. decode_tokens: decoded
+    a sequence and cell. prompts, samples a prompt, tokens of a prompt and a completion: of the training step. updates:
+    optimizer steps a batch. steps: timed ones of each kind. rounds: of all processes."""
 
     model: str
-    scheme: str
+    schemes: tuple[str, ...]
     dtype: str
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -35,14 +31,27 @@ class Job:
     updates: int
     optimizer: str
     steps: int
+    rounds: int
+    kernel: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: a scheme's engine, and a learner beside it. folder: of the model. kinds: of `KINDS`, in the order to
+    measure them. cache_gib: keys and values."""
+
+    folder: str
+    scheme: str
     kinds: tuple[str, ...]
     cache_gib: int
-    kernel: str = "auto"
-    seed: int = 0
+    options: Options
 
-    def as_argument(self) -> str:
-        """For the worker's command line."""
-        return json.dumps(dataclasses.asdict(self))
+    @staticmethod
+    def parse(argument: str) -> "Job":
+        """From the worker's command line."""
+        words = json.loads(argument)
+        return Job(**words | {"options": Options(**words["options"])})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ of one round.
 """
 
 import dataclasses
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 from qarl.bench.models import MODELS, write_model
 from qarl.bench.process import run_worker
 from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, step_rows
-from qarl.bench.speed.job import Answer, Job
+from qarl.bench.speed.job import Answer, Job, Options
 from qarl.configs.errors import ConfigError
 from qarl.plan.shapes import Shapes, shapes_of
 from qarl.quant.checkpoint.load import model_skeleton
@@ -28,29 +29,6 @@ from qarl.run.session import model_folder
 
 _CACHE_BLOCK = 128
 """Tokens; vLLM gives a sequence its key/value cache in blocks, on CPUs of this size."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """As `Job` has them, and: model: a name of `MODELS`, of an embedded policy, a folder or a hub id. schemes: none for
-    all that run here. rounds: of all processes."""
-
-    model: str
-    schemes: tuple[str, ...]
-    dtype: str
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    decode_tokens: int
-    prompts: int
-    samples: int
-    prompt_tokens: int
-    tokens: int
-    updates: int
-    optimizer: str
-    steps: int
-    rounds: int
-    kernel: str
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -137,11 +115,7 @@ def runnable(skeleton: Any, options: Options) -> tuple[list[str], dict[str, str]
 def job(folder: Path, scheme: str, number: int, options: Options, shapes: Shapes) -> Job:
     """Of round `number`, counted from 0: the two learners of a scheme change places from round to round."""
     kinds = ("bf16",) if scheme == "bf16" else ("plain", "qarl") if number % 2 == 0 else ("qarl", "plain")
-    fields: dict[str, Any] = {
-        field.name: getattr(options, field.name) for field in dataclasses.fields(Job) if hasattr(options, field.name)
-    }
-    fields |= {"model": str(folder), "scheme": scheme, "kinds": kinds}
-    return Job(**fields, cache_gib=_cache_gib(options, shapes))
+    return Job(str(folder), scheme, kinds, _cache_gib(options, shapes), options)
 
 
 def _cache_gib(options: Options, shapes: Shapes) -> int:
@@ -152,10 +126,9 @@ def _cache_gib(options: Options, shapes: Shapes) -> int:
     return -(-tokens * shapes.key_value_bytes(COMPUTE_DTYPES[options.dtype].itemsize) // 2**30)
 
 
-def _answer(request: Job) -> Answer:
-    return run_worker(
-        "qarl.bench.speed.worker", request.as_argument(), Answer.parse, f"the process of {request.scheme}"
-    )
+def _answer(job: Job) -> Answer:
+    argument = json.dumps(dataclasses.asdict(job))
+    return run_worker("qarl.bench.speed.worker", argument, Answer.parse, f"the process of {job.scheme}")
 
 
 def as_data(figures: Figures) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """One scheme's process of `qarl bench speed`: its engine's speed, then whole training steps with a learner beside it.
 
-    python -m qarl.bench.speed.worker '{"model": FOLDER, "scheme": NAME, …}'     (see `Job`)
+    python -m qarl.bench.speed.worker '{"folder": FOLDER, "scheme": NAME, …}'     (see `Job`)
 
 prints one line of JSON (`Answer`) last. A process of its own, for vLLM allows one engine in each.
 """
 
 import gc
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -18,8 +17,7 @@ from typing import Any
 
 import torch
 
-from qarl.bench.answer import answer_line
-from qarl.bench.process import WorkerError
+from qarl.bench.process import WorkerError, answer_line
 from qarl.bench.speed.job import PHASES, Answer, Cell, Job
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.run import RolloutConfig
@@ -52,30 +50,31 @@ def run(job: Job) -> Answer:
         model = _model(job, "qarl")
         vocabulary = model.config.vocab_size
         checkpoint = Path(folder) / "checkpoint"
-        export_checkpoint(model, Path(job.model), checkpoint)
+        export_checkpoint(model, Path(job.folder), checkpoint)
         del model
         gc.collect()
-        with open_engine(checkpoint, _rollout(job), job.dtype) as engine:
-            draw = random.Random(job.seed)
-            cells = [_cell(engine, context, b, job, draw, vocabulary) for context in job.contexts for b in job.batches]
+        with open_engine(checkpoint, _rollout(job), job.options.dtype) as engine:
+            draw = random.Random(job.options.seed)
+            sizes = itertools.product(job.options.contexts, job.options.batches)
+            cells = [_cell(engine, context, batch, job, draw, vocabulary) for context, batch in sizes]
             steps = {kind: _steps(engine, kind, job, vocabulary) for kind in job.kinds}
     return Answer(cells, steps)
 
 
 def _rollout(job: Job) -> RolloutConfig:
-    longest = max(*job.contexts, job.prompt_tokens)
+    longest = max(*job.options.contexts, job.options.prompt_tokens)
     return RolloutConfig(
         max_prompt_tokens=longest,
-        max_new_tokens=max(job.decode_tokens + 1, job.tokens),
-        max_num_seqs=max(*job.batches, job.prompts * job.samples),
+        max_new_tokens=max(job.options.decode_tokens + 1, job.options.tokens),
+        max_num_seqs=max(*job.options.batches, job.options.prompts * job.options.samples),
         kv_cache_gib=job.cache_gib,
     )
 
 
 def _model(job: Job, kind: str) -> LowBitModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    masters = load_masters(Path(job.model), torch.float32, device)
-    context = LayerContext(COMPUTE_DTYPES[job.dtype], job.kernel, aligned=kind != "plain")
+    masters = load_masters(Path(job.folder), torch.float32, device)
+    context = LayerContext(COMPUTE_DTYPES[job.options.dtype], job.options.kernel, aligned=kind != "plain")
     # A plain run takes transformers' operators, which are slower; here it is to differ in what it multiplies alone.
     operators = "transformers" if why_not(masters) else "engine"
     return LowBitModel(masters, get_scheme(job.scheme), context, operators)
@@ -91,7 +90,7 @@ def _cell(engine: Any, context: int, batch: int, job: Job, draw: random.Random, 
     """engine: one in process, which has `sampled_by_step`. Prefill is up to the first step of the engine that gives
     every sequence a token; each step after it that does so again is decoding. Of a repeat the median step counts, of
     the repeats the quickest."""
-    sampling = Sampling(1, 1 + job.decode_tokens, seed=job.seed, ignore_end=True)
+    sampling = Sampling(1, 1 + job.options.decode_tokens, seed=job.options.seed, ignore_end=True)
     prefills, decodes = [], []
     for _ in range(_REPEATS):
         prompts = _prompts(batch, context, draw, vocabulary)
@@ -115,13 +114,13 @@ def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[st
     model = _model(job, kind)
     learner = Learner(model, LearnerConfig.model_validate(_learner_options(job)))
     learner.stopwatch.synchronized()
-    draw = random.Random(job.seed + 1)
+    draw = random.Random(job.options.seed + 1)
     sequences = [list(prompt.token_ids) for prompt in _prompts(2, 16, draw, vocabulary)]
     publisher = Publisher(model, engine, sequences, get_scheme(job.scheme).bound, canary_every=10**9)
-    if model.context.aligned and job.kernel in ("auto", "vllm"):  # as a run does
+    if model.context.aligned and job.options.kernel in ("auto", "vllm"):  # as a run does
         publisher.share_layers()
     _step(engine, learner, publisher, 0, job, draw, vocabulary)
-    seconds = [_step(engine, learner, publisher, 1 + n, job, draw, vocabulary) for n in range(job.steps)]
+    seconds = [_step(engine, learner, publisher, 1 + n, job, draw, vocabulary) for n in range(job.options.steps)]
     publisher.unshare()
     return seconds
 
@@ -131,14 +130,14 @@ def _step(
 ) -> dict[str, float]:
     """sample → learn → publish, as a run does it. Half of each group is rewarded, so every sequence teaches, and all
     completions have one length, so every scheme learns from as many tokens."""
-    prompts = _prompts(job.prompts, job.prompt_tokens, draw, vocabulary)
+    prompts = _prompts(job.options.prompts, job.options.prompt_tokens, draw, vocabulary)
     watch = Stopwatch(synchronize=True)
     gc.collect()
     start = time.perf_counter()
     with watch("sample"):
-        sampling = Sampling(job.samples, job.tokens, seed=job.seed + number, ignore_end=True)
+        sampling = Sampling(job.options.samples, job.options.tokens, seed=job.options.seed + number, ignore_end=True)
         completions = engine.generate(prompts, sampling)
-    rewards = tuple(float(n % 2) for n in range(job.samples))
+    rewards = tuple(float(n % 2) for n in range(job.options.samples))
     groups = [Group(p, tuple(c), rewards) for p, c in zip(prompts, completions, strict=True)]
     stats = learner.learn(make_batch(groups, pad_token=0), number)
     with watch("publish"):
@@ -146,21 +145,19 @@ def _step(
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     total = time.perf_counter() - start
-    assert stats.updates == job.updates, f"{stats.updates} of {job.updates} updates were taken"
+    assert stats.updates == job.options.updates, f"{stats.updates} of {job.options.updates} updates were taken"
     phases = dict.fromkeys(PHASES, 0.0) | watch.take() | stats.seconds
     return phases | {"rest": total - sum(phases.values())}
 
 
 def _learner_options(job: Job) -> dict[str, Any]:
     return {
-        "optimizer": {"name": job.optimizer, "lr": 1e-6},
-        "mini_batches": job.updates,
+        "optimizer": {"name": job.options.optimizer, "lr": 1e-6},
+        "mini_batches": job.options.updates,
         "diagnostics_every": 0,
-        "kernel": job.kernel,
+        "kernel": job.options.kernel,
     }
 
 
 if __name__ == "__main__":
-    words = json.loads(sys.argv[1])
-    tuples = {name: tuple(words[name]) for name in ("batches", "contexts", "kinds")}
-    sys.stdout.write(answer_line(run(Job(**words | tuples))))
+    sys.stdout.write(answer_line(run(Job.parse(sys.argv[1]))))
