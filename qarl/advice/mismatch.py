@@ -1,6 +1,6 @@
 """Learner against sampler, without training: one policy's completions scored by several learners, and layer by layer.
 
-Axes: B sequences, T tokens, of which T-1 are predicted.
+Axes: B sequences, T tokens, of which T-1 are predicted; n response tokens of all sequences.
 """
 
 import copy
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -30,7 +31,6 @@ from qarl.quant.kernels import KernelError
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
-from qarl.report.layer_errors import LayerDeviation, ScoredLearner
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
@@ -75,6 +75,28 @@ def scored(model: LowBitModel, batch: Batch) -> torch.Tensor:
     """A learner's log-probs of the responses, fp32 [B, T-1], on the CPU as the batch is."""
     tokens, mask = batch.tokens.to(model.device), batch.response_mask.to(model.device)
     return token_logprobs(model, tokens, mask, entropy=False)[0].cpu()
+
+
+@dataclass(frozen=True)
+class ScoredLearner:
+    """sampler, learner: log-probs of the same tokens, [n]; lengths: tokens of each response, [B]. measured: the fields
+    of `learner.mismatch.Mismatch`."""
+
+    name: str
+    sampler: np.ndarray
+    learner: np.ndarray
+    lengths: np.ndarray
+    measured: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class LayerDeviation:
+    """What a layer makes of the input it has in an unquantized forward, relative L2 errors: scheme, of the codes'
+    values against the master; kernel, of the aligned learner's product against those values."""
+
+    layer: str
+    scheme: float
+    kernel: float
 
 
 @dataclass(frozen=True)

@@ -99,12 +99,10 @@ def _run(run: RecordedRun, kind: int) -> dict[str, Any]:
         "deployed": run.deployed and digits(run.deployed),
         "publishes": len(published),
         "digest": published[-1]["digest"] if published else None,
-        "publish_seconds": digits(sum(m.get("seconds/publish", 0) for m in run.metrics) / max(len(published), 1)),
         "canaries": len(canaries) + bool(run.start and run.start.canary is not None),
         "canary": digits(max([*canaries, (run.start and run.start.canary) or 0.0])),
         "audit": run.start and run.start.audit,
         "environment": run.environment,
-        "record": run.config.record,
     }
 
 

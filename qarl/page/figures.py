@@ -206,31 +206,24 @@ def digits(value: float, count: int = 4) -> float:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-PHASES = ("sample", "score", "learn", "publish", "record", "evaluate")
-LEARN_PHASES = ("old", "shadow", "forward", "backward", "optimizer", "materialize")
-"""Of a step, and within learning, in the order in which they come."""
-
-
 def time_split(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
     """Per configuration: median seconds a step by phase, that of an evaluation spread over its steps, and those within
     learning."""
     splits = []
     for number, kind in enumerate(kinds):
         metrics = [m for run in kind.runs for m in run.metrics]
-        splits.append(
-            {
-                "of": number,
-                "phases": {name: _seconds(metrics, f"seconds/{name}") for name in PHASES},
-                "learn": {name: _seconds(metrics, f"seconds/learn/{name}") for name in LEARN_PHASES},
-            }
-        )  # fmt: skip
+        fields = dict.fromkeys(name for m in metrics for name in m if name.startswith("seconds/"))
+        timed = {name: _seconds(metrics, name) for name in fields}
+        learn = {name.removeprefix("seconds/learn/"): value for name, value in timed.items() if "/learn/" in name}
+        phases = {name.removeprefix("seconds/"): value for name, value in timed.items() if "/learn/" not in name}
+        splits.append({"of": number, "phases": phases, "learn": learn})
     return splits
 
 
 def _seconds(metrics: Sequence[Metrics], field: str) -> float:
-    """A step's. Median over the steps that have the phase, times the share of steps that do; 0 where none does."""
+    """A step's. Median over the steps that have the phase, times the share of steps that do."""
     seconds = [m[field] for m in metrics if field in m]
-    return digits(float(np.median(seconds)) * len(seconds) / len(metrics)) if seconds else 0
+    return digits(float(np.median(seconds)) * len(seconds) / len(metrics))
 
 
 def mismatch_figures(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from qarl.advice.finding import Finding
+from qarl.advice.mismatch import LayerDeviation, ScoredLearner
 from qarl.page.build import filled, page_json, verdict_html
 from qarl.page.figures import digits, mismatch_figures, thinned
-from qarl.report.layer_errors import LayerDeviation, ScoredLearner
 
 POINTS = 1500
 """Of a scatter, a learner."""

@@ -29,7 +29,7 @@ def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
     """The headline of each configuration, then what is remarkable, warnings first."""
     single = len(kinds) == 1
     headlines = [_headline(kind, "" if single else kind.label) for kind in kinds]
-    checks = (_of_early_warnings, _of_mismatch, _of_shares, _of_learning, _of_perfectible)
+    checks = (_of_early_warnings, _of_bounds, _of_learning, _of_perfectible)
     remarks = [
         Finding(level, "" if single else kind.label, text)
         for kind in kinds
@@ -89,15 +89,6 @@ def _together(runs: Sequence[RecordedRun]) -> str:
     return f"Learner and sampler are {words} at the end."
 
 
-def _of_mismatch(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
-    last = _mean_last(runs, "learn/mismatch/mean_abs")
-    if last is not None and last > APART:
-        yield (
-            "warning",
-            f"Mean |Δ log p| is {_nats(last)} at the end, above {APART}: sampler and learner are two policies.",
-        )
-
-
 def _of_early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
@@ -105,7 +96,11 @@ def _of_early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
             yield "warning", f"At step {warning.step}{of}: {warning.text}."
 
 
-def _of_shares(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+def _of_bounds(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+    apart = _mean_last(runs, "learn/mismatch/mean_abs")
+    if apart is not None and apart > APART:
+        words = f"Mean |Δ log p| is {_nats(apart)} at the end, above {APART}: sampler and learner are two policies."
+        yield "warning", words
     for field, bound, what in (
         ("learn/phantom_clipped", PHANTOM, "of tokens are clipped at the end for precision alone"),
         ("learn/corrected", CORRECTED, "of tokens have a mismatch weight that was capped or masked at the end"),

@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.advice.mismatch import LEARNERS, Investigation, layer_errors, scored, scored_learners
+from qarl.advice.mismatch import (
+    LEARNERS,
+    Investigation,
+    LayerDeviation,
+    ScoredLearner,
+    layer_errors,
+    scored,
+    scored_learners,
+)
 from qarl.learner.batching import Batch
 from qarl.page.mismatch import FAULTY, POINTS, faulty_layers, findings, mismatch_page
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
-from qarl.report.layer_errors import LayerDeviation, ScoredLearner
 from tests.support.learners import batch_of, random_model
 from tests.support.moe_models import CONFIGS, random_moe
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from qarl.bench.speed.job import PHASES, Answer
 
 SAMPLING_SHARE = 0.7
-"""Of a step, that the goals speak of."""
-
-KEPT_AT_LEAST = 0.95
-OVER_PLAIN_AT_MOST = 0.03
+"""Of a step: what figures "at share" suppose."""
 
 Rounds = Mapping[str, Sequence[Answer]]
 """Scheme → what its process answered in each round; bf16 is among them."""

@@ -44,21 +44,14 @@ class Figures:
     rounds: dict[str, list[Answer]]
 
 
-def check(options: Options) -> None:
-    """Raise `ConfigError` for values that cannot be measured, before anything is looked at."""
-    if options.prompts % options.updates:
-        raise ConfigError(f"--updates {options.updates} does not divide the {options.prompts} prompts of --prompts")
-    for name in options.schemes:
-        get_scheme(name)
-
-
 def measure(options: Options, say: Callable[[str], None]) -> Figures:
     """All rounds. say: gets a line before each process, and one for each scheme that is left out.
 
     Raises `ConfigError` and `SchemeError` for what cannot be measured, before anything is started; `WorkerError` where
     a process fails.
     """
-    check(options)
+    if options.prompts % options.updates:
+        raise ConfigError(f"--updates {options.updates} does not divide the {options.prompts} prompts of --prompts")
     for name in options.schemes:  # before a model is looked for or made
         require_support(get_scheme(name), COMPUTE_DTYPES[options.dtype], options.kernel)
     with _folder(options) as folder:
@@ -115,7 +108,7 @@ def runnable(skeleton: Any, options: Options) -> tuple[list[str], dict[str, str]
 def job(folder: Path, scheme: str, number: int, options: Options, shapes: Shapes) -> Job:
     """Of round `number`, counted from 0: the two learners of a scheme change places from round to round."""
     kinds = ("bf16",) if scheme == "bf16" else ("plain", "qarl") if number % 2 == 0 else ("qarl", "plain")
-    return Job(str(folder), scheme, kinds, _cache_gib(options, shapes), options)
+    return Job(str(folder), scheme, kinds, cache_gib=_cache_gib(options, shapes), options=options)
 
 
 def _cache_gib(options: Options, shapes: Shapes) -> int:
