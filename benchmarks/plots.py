@@ -1,7 +1,7 @@
-"""Benchmarks' figures as pictures: lines with bands, bars in groups, each picture as SVG and as PNG.
+"""Benchmarks' figures as pictures: lines with bands, each picture as SVG and as PNG.
 
 A label has one colour in all panels of a picture: eight that colour-blind readers tell apart (Okabe and Ito's, the
-yellow darkened), the next eight dashed or hatched. The SVG is a function of what is drawn: no dates, no
+yellow darkened), the next eight dashed. The SVG is a function of what is drawn: no dates, no
 random names.
 """
 
@@ -15,12 +15,6 @@ from qarl.configs.errors import ConfigError
 SUFFIXES = (".svg", ".png")
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C00", "#000000")
 _PANEL_INCHES = (5.2, 3.4)
-_BARS_SHARE = 0.8
-"""Of a group's width; the rest parts it from the next."""
-
-_LETTERS = 43
-"""Of groups' names, that a panel is wide enough for."""
-
 _STYLE: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -50,16 +44,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """One bar in each group of its panel. low, high: ends of the whiskers, both or neither. NaN draws nothing."""
-
-    label: str
-    values: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-
-
-@dataclass(frozen=True)
 class LinePanel:
     """reference: a dashed horizontal line, such as 1.0 where ratios are drawn. logarithmic_x: the axis then has a tick
     at each of its values where they are few (batch sizes)."""
@@ -70,22 +54,6 @@ class LinePanel:
     lines: Sequence[Line]
     reference: float | None = None
     logarithmic_x: bool = False
-
-
-@dataclass(frozen=True)
-class BarPanel:
-    """groups: names along x. bars: side by side within each group, or with `stacked` one on the other, in their order
-    (without whiskers then). reference: a dashed horizontal line."""
-
-    title: str
-    y_label: str
-    groups: Sequence[str]
-    bars: Sequence[Bars]
-    stacked: bool = False
-    reference: float | None = None
-
-
-Panel = LinePanel | BarPanel
 
 
 def plot_stem(option: str, file: str) -> Path:
@@ -104,7 +72,7 @@ def plot_stem(option: str, file: str) -> Path:
     return path
 
 
-def draw(panels: Sequence[Panel], stem: Path, title: str = "", columns: int = 2) -> list[Path]:
+def draw(panels: Sequence[LinePanel], stem: Path, title: str = "", columns: int = 2) -> list[Path]:
     """Write `stem`.svg and `stem`.png (150 dots an inch), the panels row by row; returns both paths.
 
     Raises `ValueError` where lengths of what belongs together differ, or there is nothing to draw.
@@ -117,7 +85,7 @@ def draw(panels: Sequence[Panel], stem: Path, title: str = "", columns: int = 2)
     for panel in panels:
         _require_lengths(panel)
     columns = min(columns, len(panels))
-    labels = dict.fromkeys(series.label for panel in panels for series in _series(panel))
+    labels = dict.fromkeys(line.label for panel in panels for line in panel.lines)
     looks = {label: _Look(_COLOURS[i % len(_COLOURS)], i >= len(_COLOURS)) for i, label in enumerate(labels)}
     rows = -(-len(panels) // columns)
     with rc_context(_STYLE):
@@ -131,14 +99,14 @@ def draw(panels: Sequence[Panel], stem: Path, title: str = "", columns: int = 2)
     return files
 
 
-def _draw_panels(figure: Any, panels: Sequence[Panel], rows: int, columns: int, looks: dict[str, "_Look"]) -> None:
+def _draw_panels(figure: Any, panels: Sequence[LinePanel], rows: int, columns: int, looks: dict[str, "_Look"]) -> None:
     """Legends are outside, where they cover nothing: one above all panels where one names every series, else beside
     the first panel of each set of series."""
     drawn = []
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
         _draw_panel(axes, panel, looks)
-        drawn.append((axes, [series.label for series in _series(panel)]))
+        drawn.append((axes, [line.label for line in panel.lines]))
     most, names = max(drawn, key=lambda item: len(item[1]))
     if len(names) > 1 and all(set(own) <= set(names) for _, own in drawn):
         handles, shown = most.get_legend_handles_labels()
@@ -153,36 +121,27 @@ def _draw_panels(figure: Any, panels: Sequence[Panel], rows: int, columns: int, 
 
 @dataclass(frozen=True)
 class _Look:
-    """Of all that has one label. second: dashed or hatched."""
+    """Of all that has one label. second: dashed."""
 
     colour: str
     second: bool
 
 
-def _series(panel: Panel) -> Sequence[Line | Bars]:
-    return panel.lines if isinstance(panel, LinePanel) else panel.bars
-
-
-def _require_lengths(panel: Panel) -> None:
-    for series in _series(panel):
-        values = series.y if isinstance(series, Line) else series.values
-        along = series.x if isinstance(series, Line) else panel.groups if isinstance(panel, BarPanel) else ()
-        if (series.low is None) != (series.high is None):
-            raise ValueError(f"{panel.title!r}: {series.label!r} has one of low and high; give both or neither")
-        lengths = [len(part) for part in (along, values, series.low, series.high) if part is not None]
+def _require_lengths(panel: LinePanel) -> None:
+    for line in panel.lines:
+        if (line.low is None) != (line.high is None):
+            raise ValueError(f"{panel.title!r}: {line.label!r} has one of low and high; give both or neither")
+        lengths = [len(part) for part in (line.x, line.y, line.low, line.high) if part is not None]
         if len(set(lengths)) > 1:
-            raise ValueError(f"{panel.title!r}: {series.label!r} has lengths {lengths} of what belongs together")
+            raise ValueError(f"{panel.title!r}: {line.label!r} has lengths {lengths} of what belongs together")
 
 
-def _draw_panel(axes: Any, panel: Panel, looks: dict[str, _Look]) -> None:
+def _draw_panel(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
     axes.set_title(panel.title)
     axes.set_ylabel(panel.y_label)
     if panel.reference is not None:
         axes.axhline(panel.reference, color="#555555", linestyle="--", linewidth=1)
-    if isinstance(panel, LinePanel):
-        _draw_lines(axes, panel, looks)
-    else:
-        _draw_bars(axes, panel, looks)
+    _draw_lines(axes, panel, looks)
 
 
 def _draw_lines(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
@@ -204,28 +163,3 @@ def _draw_lines(axes: Any, panel: LinePanel, looks: dict[str, _Look]) -> None:
             axes.set_xticks([], minor=True)
     if axes.get_xscale() == "linear":
         axes.locator_params(axis="x", nbins=6)  # numbers of six digits would run into one another
-
-
-def _draw_bars(axes: Any, panel: BarPanel, looks: dict[str, _Look]) -> None:
-    width = _BARS_SHARE / (1 if panel.stacked else max(len(panel.bars), 1))
-    places = range(len(panel.groups))
-    base = [0.0] * len(panel.groups)
-    for number, bars in enumerate(panel.bars):
-        offset = 0.0 if panel.stacked else (number - (len(panel.bars) - 1) / 2) * width
-        left = [place + offset for place in places]
-        whiskers = None
-        if bars.low is not None and bars.high is not None and not panel.stacked:
-            below = [value - low for value, low in zip(bars.values, bars.low, strict=True)]
-            above = [high - value for value, high in zip(bars.values, bars.high, strict=True)]
-            whiskers = [below, above]
-        axes.bar(
-            left, bars.values, width, bottom=base if panel.stacked else None, color=looks[bars.label].colour,
-            hatch="//" if looks[bars.label].second else None, label=bars.label, yerr=whiskers,
-            error_kw={"linewidth": 1, "capsize": 2},
-        )  # fmt: skip
-        if panel.stacked:
-            base = [low + value for low, value in zip(base, bars.values, strict=True)]
-    letters = sum(map(len, panel.groups))
-    rotation = 0 if letters <= _LETTERS else 30 if letters <= 2 * _LETTERS else 90
-    alignment = "right" if rotation == 30 else "center"
-    axes.set_xticks(list(places), panel.groups, rotation=rotation, ha=alignment)

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks import delivery, delta, soak
-from qarl.configs.errors import ConfigError
 from qarl.quant.checkpoint.load import empty_model
 
 
@@ -23,16 +22,6 @@ def test_ratios_are_of_what_they_say():
         full_bytes=0.4, quantized_bytes=0.25, full_seconds=0.4, delta_bytes=0.025, delta_seconds=0.1,
         full_pause=0.125, delta_pause=0.0625, copies=8.0,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"lr": 0.0}, "--lr 0 must be above 0"), ({"folder": "no/such"}, "'no/such' is no folder")],
-)
-def test_unusable_values_are_refused_before_anything_is_built(changes: dict, message: str):
-    options = {"shape": "tiny", "schemes": ["w4a16"], "lr": 1e-6, "rounds": 1, "folder": None, "transfer": "http"}
-    with pytest.raises(ConfigError, match=message):
-        delivery.measure(**{**options, **changes}, say=print)
 
 
 def test_memory_is_fitted_without_its_warm_up():

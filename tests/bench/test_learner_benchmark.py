@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.__main__ import main
 from benchmarks.learner import measure as learner
 from benchmarks.learner import table as learner_table
 from benchmarks.learner.batch import Sequences, digest, draw_sequences
@@ -20,7 +19,6 @@ from qarl.bench.models import MODELS, PAD, BenchModel, write_model
 from qarl.bench.process import WorkerError, answer_line, last_answer
 from qarl.configs.errors import ConfigError
 from qarl.learner.batching import make_batch
-from qarl.quant.schemes import SchemeError
 from tests.support.runs import ROOT
 
 TRL = ROOT / ".venv-trl" / "bin" / "python"
@@ -114,24 +112,9 @@ def test_ratios_are_between_processes_of_one_round():
     assert learner_table.table(list(rows.values()), "bfloat16").row_count == 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"schemes": ("w3",)}, SchemeError, "w3"),
-        ({"updates": 3}, ConfigError, "--updates 3 does not divide the 8 prompts of model 'tiny'"),
-        ({"trl": ("default",), "trl_python": Path("gone")}, ConfigError, "make trl-env"),
-        ({"trl": ("default",), "dtype": "float16"}, ConfigError, "not in --dtype float16"),
-    ],
-)
-def test_unusable_values_are_refused_before_anything_runs(changes: dict, error: type[Exception], message: str):
-    with pytest.raises(error) as found:
-        learner.measure(options(**changes), lambda line: pytest.fail(line))
-    assert message in str(found.value)
-
-
-def test_an_option_of_trl_without_trl_is_refused(capsys: pytest.CaptureFixture):
-    assert main(["learner", "--trl-settings", "fp32"]) == 2
-    assert "--trl-settings fp32 goes with --against trl" in capsys.readouterr().err
+def test_trl_without_its_environment_is_refused_before_anything_runs():
+    with pytest.raises(ConfigError, match="make trl-env"):
+        learner.measure(options(trl=("default",), trl_python=Path("gone")), lambda line: pytest.fail(line))
 
 
 def test_a_failed_process_is_quoted(tmp_path: Path):

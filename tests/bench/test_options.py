@@ -1,4 +1,4 @@
-"""Options of the benchmarks: a slip is an error before anything heavy is imported."""
+"""Options of `qarl bench` and of the laboratory's benchmarks: a slip is an error before anything heavy is imported."""
 
 import subprocess
 import sys
@@ -7,32 +7,30 @@ from benchmarks import delta, names
 from benchmarks.learner.trl_worker import SETTINGS
 from qarl.bench.models import MODELS
 
+BENCH_SLIPS = {
+    "speed --batches 1,,4": "--batches '1,,4' must be different whole numbers from 1 up",
+    "speed --contexts 64,64": "--contexts '64,64' must be different",
+    "mismatch --seed=-1": "--seed '-1' must be a whole number from 0 up",
+}
 SLIPS = {
     "precision --dtype float8": "--dtype 'float8' must be one of bfloat16, float16, float32",
-    "publish --master-dtype float64": "--master-dtype 'float64' must be one of bfloat16, float32",
-    "learner --models 7b": "--models '7b' must be one of tiny, 150m",
-    "learner --trl-settings fast": "--trl-settings 'fast' must be one of default, no-checkpointing, fp32",
     "train --targets 500": "--targets '500' must be percentages between 0 and 100",
-    "soak --steps 39": "--steps '39' must be a whole number from 40 up",
-    "memory --models 7b": "--models '7b' must be one of 40m, 150m, 70m-moe, 1b-moe",
     "delta --lrs fast": "--lrs 'fast' must be learning rates",
-    "delivery --shape 7b": "--shape '7b' must be one of 0.6b, 1b-moe, tiny",
-    "communication --processes 1": "--processes '1' must be different whole numbers from 2 up",
-    "communication --stages 4": "--stages '4' must be one of 0, 1, 2, 3",
 }
 
 
 def test_a_slip_is_an_error_before_anything_heavy_is_imported():
+    """All in one process, which at its end has imported neither torch nor vLLM."""
     code = (
-        "import sys; from benchmarks.__main__ import main\n"
-        "for slip in sys.argv[1:]:\n"
-        "    assert main(slip.split()) == 2\n"
+        "import sys; from benchmarks.__main__ import main; from qarl.cli.main import main as qarl\n"
+        f"assert {{qarl(['bench', *slip.split()]) for slip in {[*BENCH_SLIPS]}}} == {{2}}\n"
+        f"assert {{main(slip.split()) for slip in {[*SLIPS]}}} == {{2}}\n"
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *SLIPS], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     errors = done.stderr.replace("\n", " ")
-    assert not [message for message in SLIPS.values() if message not in errors]
+    assert not [message for message in (BENCH_SLIPS | SLIPS).values() if message not in errors]
 
 
 def test_names_are_those_of_what_is_measured():

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from benchmarks.precision import PrecisionOptions, as_data, measure, table
-from qarl.quant.schemes import SchemeError
 
 MASTERS = (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"))
 
@@ -22,8 +21,3 @@ def test_each_precision_keeps_what_it_should():
     assert stochastic.lost_updates > 0.9 and 0.8 < stochastic.arrived < 1.2 and stochastic.drift_mean > 1
     assert exact.flipped_codes and nearest.flipped_codes is not None and nearest.flipped_codes < exact.flipped_codes
     assert len(json.loads(json.dumps(as_data(rows)))) == table(rows, options).row_count == 3
-
-
-def test_unusable_options_are_refused():
-    with pytest.raises(SchemeError, match="unknown scheme 'w3'"):
-        measure(PrecisionOptions(scheme="w3"))

@@ -6,9 +6,7 @@ import torch
 
 from benchmarks import publish
 from benchmarks.peak_memory import PeakMemory
-from qarl.configs.errors import ConfigError
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.quant.schemes import SchemeError
 
 
 def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
@@ -52,16 +50,3 @@ def test_peak_memory_sees_what_was_freed_again():
         held += 1
         del held
     assert 0.9 * 2**26 < peak.bytes < 4 * 2**26
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"scheme": "w4a17"}, SchemeError, "'w4a17'.*did you mean"),
-        ({"parameters": 10.0}, ConfigError, "--parameters 10 must be at least"),
-    ],
-)
-def test_unusable_values_are_refused_before_anything_is_built(changes: dict, error: type[Exception], message: str):
-    options = {"scheme": "w4a16", "parameters": 1e9, "dtype": "bfloat16", "master_dtype": "bfloat16", "repeats": 1}
-    with pytest.raises(error, match=message):
-        publish.measure(**{**options, **changes})

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.train import measure as train
 from benchmarks.train import table as train_table
 from benchmarks.train.clock import Clock
@@ -20,7 +19,6 @@ from benchmarks.train.trl_worker import arguments, rows_a_forward
 from qarl.bench.process import answer_line, last_answer
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.task import TaskConfig
-from qarl.quant.schemes import SchemeError
 from qarl.tasks import load_task
 from tests.support.runs import ROOT
 
@@ -125,40 +123,18 @@ def test_trl_gets_as_many_rows_as_the_budget_holds():
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("overrides", "message"),
     [
-        ({"trl": ("fp32",), "trl_python": Path("gone")}, ConfigError, "no interpreter 'gone' for TRL; make its "
-         "environment with `make trl-env`"),
-        ({"trl": ("fp32",), "trl_python": Path("/bin/sh"), "trl_lr": 0.0}, ConfigError, "--trl-lr 0 must be above 0"),
-        ({"trl": ("fp32",), "trl_python": Path("/bin/sh"), "overrides": {"rollout.dynamic_sampling": "2"}}, ConfigError,
-         "--rollout.dynamic_sampling 2: TRL has none"),
-        ({"trl": ("fp32",), "trl_python": Path("/bin/sh"), "overrides": {"learner.mini_batches": "3"}}, ConfigError,
-         "learner.mini_batches 3 does not divide rollout.prompts 128"),
-        ({"trl": ("fp32",), "trl_python": Path("/bin/sh"), "overrides": {"task.reward": "null"}}, ConfigError,
-         "needs a reward that TRL can call"),
-        ({"schemes": ()}, ConfigError, "--schemes is empty"),
-        ({"schemes": ("w3",)}, SchemeError, "w3"),
-        ({"overrides": {"seed": "1"}}, ConfigError, "--seed is chosen by the benchmark"),
-        ({"overrides": {"eval.problems": "0"}}, ConfigError, "--eval.problems 0"),
-    ],
-)  # fmt: skip
-def test_unusable_values_are_refused_before_anything_runs(changes: dict, error: type[Exception], message: str):
-    with pytest.raises(error) as refused:
-        train.measure(options(**changes), lambda line: pytest.fail(line))
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--trl-lr", "1e-3"), "--trl-lr 0.001 goes with --against trl"),
-        (("--targets", "half"), "--targets 'half' must be percentages"),
-        (("--plot", "gone/plot.svg"), "--plot gone/plot.svg"),
+        ({"rollout.dynamic_sampling": "2"}, "TRL has none"),
+        ({"learner.mini_batches": "3"}, "learner.mini_batches 3"),
+        ({"task.reward": "null"}, "needs a reward that TRL can call"),
     ],
 )
-def test_unusable_options_are_refused(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture):
-    assert main(["train", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_a_run_that_trl_cannot_take_over_is_refused(overrides: dict[str, str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        train.measure(
+            options(trl=("fp32",), trl_python=Path("/bin/sh"), overrides=overrides), lambda line: pytest.fail(line)
+        )
 
 
 @pytest.mark.slow

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from math import inf, nan
 from pathlib import Path
 
 import pytest
 
 from qarl.bench.record import record
+from qarl.cli.options import write_json
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "benchmarks/records").glob("*.json"))
@@ -37,3 +39,8 @@ def test_docs_agree_with_their_records():
         [sys.executable, "scripts/docs_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}; write them anew with: python scripts/docs_tables.py"
+
+
+def test_json_holds_no_nan(tmp_path: Path):
+    write_json(str(tmp_path / "x.json"), {"low": nan, "rounds": [(1.0, inf)], "count": 1})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"low": None, "rounds": [[1.0, None]], "count": 1}

@@ -148,8 +148,9 @@ def test_a_damaged_or_newer_config_is_named(tmp_path: Path, capsys: pytest.Captu
     assert said in capsys.readouterr().err
 
 
-def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "--resume", str(tmp_path / "nope")]) == 2
+@pytest.mark.parametrize("command", [["train", "--resume"], ["report"]])
+def test_no_such_run(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*command, str(tmp_path / "nope")]) == 2
     assert "there is no folder" in capsys.readouterr().err
-    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert main([*command, str(tmp_path)]) == 2
     assert "is no run folder (it has no config.yaml)" in capsys.readouterr().err
