@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from qarl.compare.comparison import Cell, Comparison
-from qarl.report.absolute_paths import with_absolute_paths
+from qarl.report.run_folder import with_absolute_paths
 
 Commands = list[list[str]]
 """Arguments of `qarl`, in order."""

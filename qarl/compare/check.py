@@ -21,7 +21,10 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
     """
     if not comparison.output.is_dir():
         check_new_folder(comparison.output, "folder", "--output")
-    left = {cell: commands_left(comparison, cell, processes) for cell in comparison.cells()}
+    left = {}
+    for cell in comparison.cells():
+        with _named(cell):
+            left[cell] = commands_left(comparison, cell, processes)
     first = [cell for cell in left if cell.seed == comparison.seeds[0]]
     for cell in first:
         with _named(cell):

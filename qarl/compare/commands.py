@@ -6,8 +6,7 @@ from pathlib import Path
 from qarl.compare.comparison import Cell, Comparison
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
-from qarl.report.absolute_paths import with_absolute_paths
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, with_absolute_paths
 from qarl.run.export_note import is_finished, read_note
 
 _PLANNED = {

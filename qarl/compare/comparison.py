@@ -111,13 +111,10 @@ class Comparison:
 
     def run_config(self, cell: Cell) -> RunConfig:
         """The cell's configuration, its folder included. Options of `quantization` pass unquantized runs by, which have
-        none. Raises `ConfigError`, naming the cell."""
+        none. Raises `ConfigError`."""
         options = {**self.options, **cell.variant.options}
         file = config_file(self.config) if self.config else default_config(options.get("model"))
-        try:
-            if (options.get("scheme") or load_config(file, {}).scheme) == UNQUANTIZED:
-                options = {path: text for path, text in options.items() if not path.startswith("quantization.")}
-            config = load_config(file, {**options, "seed": str(cell.seed)})
-        except ConfigError as error:
-            raise ConfigError(f"{cell.name}: {error}") from error
+        if (options.get("scheme") or load_config(file, {}).scheme) == UNQUANTIZED:
+            options = {path: text for path, text in options.items() if not path.startswith("quantization.")}
+        config = load_config(file, {**options, "seed": str(cell.seed)})
         return config.model_copy(update={"output": str(self.folder(cell)), "export": True})

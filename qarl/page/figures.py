@@ -7,6 +7,7 @@ A figure is plain data, drawn by charts.js: `{"id", "title", "help", "x", "unit"
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ MOST_POINTS = 400
 """Of a line; longer runs are averaged over as many steps as keep it within that. Where there are more than three
 configurations, their lines share the points of three."""
 
-Value = Callable[[Metrics], float | None]
+POSITIONS = 48
+"""Bins of a response's length, at most."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _profile(
     if not values:
         return []
     rows = sorted(values.items())
-    spans: dict[str, Callable[[Sequence[float]], float]] = {"y": _mean, "low": min, "high": max}
+    spans: dict[str, Callable[[Sequence[float]], float]] = {"y": fmean, "low": min, "high": max}
     line = {"of": number, "name": name, "x": [x for x, _ in rows]}
     return [thinned(line | {part: [span(each) for _, each in rows] for part, span in spans.items()})]
 
@@ -174,7 +176,7 @@ def _line(number: int, kind: Configuration, name: str, field: str) -> dict[str, 
     if not steps:
         return None
     at_steps = [[series[t] for series in values if t in series] for t in steps]
-    line = {"of": number, "name": name, "x": steps, "y": [_mean(each) for each in at_steps]}
+    line = {"of": number, "name": name, "x": steps, "y": [fmean(each) for each in at_steps]}
     if len(kind.runs) > 1:
         line |= {"low": [min(each) for each in at_steps], "high": [max(each) for each in at_steps]}
     return line
@@ -185,14 +187,10 @@ def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
     return {step: value for step, value in by_step.items() if value is not None and math.isfinite(value)}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def thinned(line: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
     """At most `most` points, each a mean over consecutive ones (of bands the extremes), to 4 digits."""
     every = -(-len(line["x"]) // most)
-    how: dict[str, Callable[[Sequence[float]], float]] = {"x": max, "y": _mean, "low": min, "high": max}
+    how: dict[str, Callable[[Sequence[float]], float]] = {"x": max, "y": fmean, "low": min, "high": max}
     spans = range(0, len(line["x"]), every)
     return {
         name: [digits(how[name](value[start : start + every])) for start in spans] if name in how else value
@@ -246,14 +244,11 @@ def mismatch_figures(
         if of_kind is None:
             continue
         position, logprob, mismatch = of_kind
-        apart = np.abs(mismatch)
-        figures[0]["lines"] += _binned(number, position + 1.0, apart, _position_edges(int(position.max()) + 1))
+        apart, longest = np.abs(mismatch), int(position.max()) + 1
+        places = np.linspace(0.5, longest + 0.5, min(longest, POSITIONS) + 1)
+        figures[0]["lines"] += _binned(number, position + 1.0, apart, places)
         figures[1]["lines"] += _binned(number, np.exp(logprob), apart, 10.0 ** np.arange(-4, 0.01, 1 / 3), True)
     return [figure for figure in figures if figure["lines"]]
-
-
-def _position_edges(longest: int, bins: int = 48) -> np.ndarray:
-    return np.linspace(0.5, longest + 0.5, min(longest, bins) + 1)
 
 
 def _binned(

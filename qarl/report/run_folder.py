@@ -15,10 +15,11 @@ from typing import Any
 import yaml
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.load import config_from_tree, refuse_unknown
+from qarl.configs.load import config_from_tree, is_embedded, refuse_unknown
+from qarl.configs.schema.objectives import OwnConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import read_yaml
-from qarl.report.absolute_paths import with_absolute_paths
+from qarl.tasks.paths import absolute, absolute_function
 
 _PACKAGES = (
     "qarl",
@@ -162,6 +163,24 @@ class RunFolder:
                 "continue it with that one"
             ) from error
         return tree
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """With the paths of model, questions and functions absolute, as they are found from the working folder: a run is
+    resumed and evaluated from any. Names of what is no file here (built-in tasks, ids on the Hub, modules) stay."""
+    here, objective = Path.cwd(), config.learner.objective
+    if isinstance(objective, OwnConfig):
+        objective = objective.model_copy(update={"function": absolute_function(objective.function, here)})
+    model = Path(config.model).expanduser()
+    local = model.is_dir() and not is_embedded(config.model)
+    return config.model_copy(
+        update={
+            "from_rollouts": config.from_rollouts and str(Path(config.from_rollouts).expanduser().absolute()),
+            "model": str(model.absolute()) if local else config.model,
+            "task": absolute(config.task, here),
+            "learner": config.learner.model_copy(update={"objective": objective}),
+        }
+    )
 
 
 def new_path(config: RunConfig) -> Path:

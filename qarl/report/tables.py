@@ -22,11 +22,6 @@ class PlainTable:
         self._figures = [column in figures for column in columns]
         self._rows: list[list[Text]] = []
 
-    @property
-    def row_count(self) -> int:
-        """How many rows were added."""
-        return len(self._rows)
-
     def add_row(self, *cells: str | Text) -> None:
         """One cell a column."""
         if len(cells) != len(self._columns):

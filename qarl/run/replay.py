@@ -11,8 +11,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.flags import shown
 from qarl.configs.load import overridden
 from qarl.configs.schema.run import RunConfig
-from qarl.report.absolute_paths import with_absolute_paths
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, with_absolute_paths
 from qarl.rollout.types import Group
 
 _SAMPLED_WITH = ("model", "seed", "task", "rollout")

@@ -109,7 +109,7 @@ def test_ratios_are_between_processes_of_one_round():
     assert (low.seconds, low.against_bf16, low.against_trl) == (2, 1, 2)
     assert low.cpu_seconds == 4 and low.tokens_per_second == 50 and low.materialize_share == pytest.approx(0.02)
     assert rows["trl", "default"].phases == {} and rows["trl", "default"].against_trl == 1
-    assert learner_table.table(list(rows.values()), "bfloat16").row_count == 4
+    assert learner_table.table(list(rows.values()), "bfloat16").texts()[4:]
 
 
 def test_trl_without_its_environment_is_refused_before_anything_runs():

@@ -69,7 +69,7 @@ def test_ratios_are_to_the_quickest_setting_of_trl_with_the_same_seed():
     assert qarl.of_trl == qarl.cpu_of_trl == pytest.approx((10 / 40 + 20 / 30) / 2)
     assert never.seconds is never.samples is never.of_trl is None
     assert rows["trl", "fp32"].of_trl == 1
-    assert train_table.table(trainings, (0.5, 0.6)).row_count == 6
+    assert train_table.table(trainings, (0.5, 0.6)).texts()[6:]
     assert json.loads(json.dumps(train.as_data(trainings, options())))["reached"][0]["trainer"] == "trl"
 
 
