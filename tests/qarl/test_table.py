@@ -136,7 +136,7 @@ def test_an_explicit_split_is_obeyed(tmp_path: Path):
 def test_what_is_left_out_is_counted(tmp_path: Path):
     questions = [("a", "1", "train"), ("a", "1", "train"), ("a", "2", "train"), ("longer", "1", "train")]
     questions.append(("b", "1", "heldout"))
-    rows = [dict(zip(("question", "answer", "split"), question, strict=True)) for question in questions]
+    rows = [{"question": question, "answer": answer, "split": split} for question, answer, split in questions]
     task = load(write(tmp_path / "t.jsonl", rows)).shortened(lambda problems: [len(p.question) < 3 for p in problems])
     left = "left out 2 repeated (1 with another answer) and 1 longer than rollout.max_prompt_tokens"
     assert task.describe() == f"{tmp_path / 't.jsonl'}: 5 rows, {left}; 1 to train on, 1 held out"
