@@ -69,6 +69,6 @@ def random_policy(name: str, seed: int) -> Iterator[Path]:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             for parameter in model.parameters():  # norms as initialized would hide how they are multiplied
                 parameter.data += 0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
-        model.get_output_embeddings().weight.data *= _PEAK
+        model.get_parameter("lm_head.weight").data *= _PEAK  # untied in all of them
         model.save_pretrained(folder)
         yield folder

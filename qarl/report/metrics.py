@@ -53,9 +53,10 @@ class StepMetrics:
     def flat(self) -> dict[str, Any]:
         """Nested fields joined with "/"; None left out, but for the learner's, which are null where a step did not
         measure them. The learner's seconds are under seconds/learn/, its diagnostics' beside its other metrics."""
-        flat = _flatten("", dataclasses.asdict(self))
-        places = {"learn/seconds/": "seconds/learn/", "learn/records/": "learn/"}
-        return {_moved(name, places): value for name, value in flat}
+        return {
+            name.replace("learn/seconds/", "seconds/learn/").replace("learn/records/", "learn/"): value
+            for name, value in _flatten("", dataclasses.asdict(self))
+        }
 
 
 def batch_metrics(groups: list[Group]) -> dict[str, Any]:
@@ -136,11 +137,6 @@ def _until(file: Path, step: int) -> list[str]:
         except ValueError:
             continue
     return kept
-
-
-def _moved(name: str, places: dict[str, str]) -> str:
-    prefix = next((prefix for prefix in places if name.startswith(prefix)), "")
-    return places.get(prefix, "") + name.removeprefix(prefix)
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from benchmarks.learner.batch import Sequences, digest, draw_sequences
 from benchmarks.learner.job import Job, Steps
 from benchmarks.learner.step_memory import StepMemory
 from benchmarks.learner.trl_worker import arguments, rows_a_forward
-from benchmarks.learner.worker import groups_of, learner_options, run
+from benchmarks.learner.worker import groups_of, run
 from qarl.bench.models import MODELS, PAD, BenchModel, write_model
 from qarl.bench.process import WorkerError, answer_line, last_answer
 from qarl.configs.errors import ConfigError
@@ -137,14 +137,3 @@ def test_trl_trains_on_our_tokens(monkeypatch: pytest.MonkeyPatch):
     assert all(0 < r.seconds < time.perf_counter() - start and r.step_bytes > 0 for r in rows)
     assert rows[0].against_bf16 == 1 and rows[0].against_trl is not None
     assert min(r.against_trl or 0.0 for r in rows[1:]) == 1
-
-
-def test_time_and_memory_are_taken_in_processes_of_their_own(tmp_path: Path):
-    """Contract: the one that takes memory times nothing, and a setting names a variant, which the learner is given."""
-    job = learner._job(tmp_path, "w4a16 checkpointing", True, options(steps=5))
-    assert (job.setting, job.variant, job.steps, job.memory) == ("w4a16", "checkpointing", 0, True)
-    for variant, field in (("checkpointing", "gradient_checkpointing"), ("compile", "compile")):
-        given = learner_options(dataclasses.replace(job, variant=variant))
-        assert given[field] is True and not learner_options(dataclasses.replace(job, variant=""))[field]
-    timed = learner._job(tmp_path, "w4a16", False, options(steps=5))
-    assert (timed.setting, timed.variant, timed.steps, timed.memory) == ("w4a16", "", 5, False)

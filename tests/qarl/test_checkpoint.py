@@ -32,21 +32,8 @@ def test_newest_are_kept_and_read_back(tmp_path: Path):
     assert torch.equal(state["x"], torch.arange(4))
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save_checkpoint(tmp_path, 1, {"x": torch.ones(3)}, keep=1)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"step-000002.*No space left.*the one of step-000001 is as it was"):
-        save_checkpoint(tmp_path, 2, {"x": torch.zeros(3)}, keep=1)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
-    assert load_checkpoint(tmp_path)[0] == 1
-
-
 def test_a_file_size_limit_leaves_the_old_checkpoint(tmp_path: Path):
-    """The same with a real limit of the operating system, in a process of its own."""
+    """With a limit of the operating system, in a process of its own."""
     import subprocess
     import sys
 
@@ -61,10 +48,13 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     save_checkpoint(folder, 2, {{"x": torch.ones(1_000_000)}}, keep=1)
 except CheckpointError as error:
+    print(error)
     print("refused", load_checkpoint(folder)[0], [p.name for p in folder.iterdir()])
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "refused 1 ['step-000001']", out.stderr
+    error, outcome = out.stdout.splitlines()
+    assert "step-000002" in error and "the one of step-000001 is as it was" in error
+    assert outcome == "refused 1 ['step-000001']", out.stderr
 
 
 def test_a_file_size_limit_leaves_no_part_of_an_export(tmp_path: Path):
@@ -128,17 +118,11 @@ def test_nothing_to_resume_from(tmp_path: Path):
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3, 4)) + '{"step": 5, "rew')
-    _drop_after(file, 3)
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
-
-
-def test_lines_are_split_at_line_feeds_alone(tmp_path: Path):
-    """A completion may hold U+2028, U+2029 or U+0085, which JSON leaves as they are."""
+    """One cut short too. Lines end at line feeds alone: a text may hold U+2028, U+2029 or U+0085, which JSON leaves as
+    they are."""
     file = tmp_path / "metrics.jsonl"
     text = [json.dumps({"step": s, "text": "a\u2028b\u2029c\u0085d"}, ensure_ascii=False) for s in (1, 2, 3)]
-    file.write_text("".join(line + "\n" for line in text), encoding="utf-8")
+    file.write_text("".join(line + "\n" for line in text) + '{"step": 4, "rew', encoding="utf-8")
     _drop_after(file, 2)
     assert [line["step"] for line in read_metrics(file)] == [1, 2]
     assert read_metrics(file)[0]["text"] == "a\u2028b\u2029c\u0085d"

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from qarl.advice.finding import Finding
 from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.learner.clip_reasons import CLIP_REASONS
@@ -29,12 +30,19 @@ from qarl.report.token_files import TokenRows, write_step
 HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
 
 
-def new_run(path: Path, steps: int = 4, of: int = 4, tokens: bool = True, fields: dict[str, str] | None = None) -> Path:
-    """A run's folder with metrics of that many steps, and two completions a step."""
+def new_run(
+    path: Path,
+    steps: int | list[dict[str, Any]] = 4,
+    of: int = 4,
+    tokens: bool = True,
+    fields: dict[str, str] | None = None,
+) -> Path:
+    """A run's folder with metrics of that many steps, or these, and two completions a step."""
     folder = RunFolder.create(load_config(None, {"output": str(path), "steps": str(of), **(fields or {})}))
-    folder.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(1, steps + 1)))
+    lines = [line(step) for step in range(1, steps + 1)] if isinstance(steps, int) else steps
+    folder.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
     if tokens:
-        for step in range(1, steps + 1):
+        for step in range(1, len(lines) + 1):
             write_step(folder.tokens, step, rows(step), 8)
     return path
 
@@ -84,6 +92,14 @@ def page_of(*paths: Path) -> str:
     return report_page(read_runs(paths))
 
 
+def data_of(*paths: Path) -> dict[str, Any]:
+    return json.loads(Elements(page_of(*paths)).data)
+
+
+def findings_of(run: Path) -> list[Finding]:
+    return verdict(configurations(read_runs([run])))
+
+
 def changes(shares: list[float | None], crossed: list[float | None], layers: str = "ab") -> dict[str, Any]:
     return {
         "learn/layers/layer": list(layers), "learn/layers/flipped_codes": shares,
@@ -91,27 +107,33 @@ def changes(shares: list[float | None], crossed: list[float | None], layers: str
     }  # fmt: skip
 
 
-def test_changes_by_layer_are_means_over_measured_steps(tmp_path: Path):
-    """Bands from the lowest to the highest; a layer without codes has no point; names only where all runs have one."""
-    run, other = new_run(tmp_path / "run"), new_run(tmp_path / "other", fields={"scheme": "bf16"})
-    measured = [changes([0.1, None], [0.5, 0.25]), {}, changes([0.3, None], [0.5, 0.75]), {}]
-    for path, steps in ((run, measured), (other, [changes([None], [0.5], "c")] + 3 * [{}])):
-        lines = [line(n, **more) for n, more in enumerate(steps, 1)]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    (figure,) = json.loads(Elements(page_of(run)).data)["profiles"]
-    assert figure["labels"] == ["a", "b"]
-    assert figure["lines"] == [
+def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path: Path):
+    """By layer and by age. Bands from the lowest to the highest; a layer without codes has no point; names only where
+    all runs have one; a run whose tokens are all new draws nothing by age."""
+    ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
+    measured = [changes([0.1, None], [0.5, 0.25]) | ages[0], {}, changes([0.3, None], [0.5, 0.75]) | ages[1], {}]
+    others = [changes([None], [0.5], "c") | {"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}, {}]
+    run = new_run(tmp_path / "run", [line(n, **more) for n, more in enumerate(measured, 1)])
+    other = new_run(
+        tmp_path / "other", [line(n, **more) for n, more in enumerate(others, 1)], fields={"scheme": "bf16"}
+    )
+    by_age, by_layer = data_of(run)["profiles"]
+    assert by_age["lines"] == [{"of": 0, "name": "mean", "x": [0, 1], "y": [0, 0.2], "low": [0, 0.1], "high": [0, 0.3]}]
+    assert by_layer["labels"] == ["a", "b"]
+    assert by_layer["lines"] == [
         {"of": 0, "name": "flipped codes", "x": [1], "y": [0.2], "low": [0.1], "high": [0.3]},
         {"of": 0, "name": "crossed bfloat16", "x": [1, 2], "y": [0.5, 0.5], "low": [0.5, 0.25], "high": [0.5, 0.75]},
     ]
-    (both,) = json.loads(Elements(page_of(run, other)).data)["profiles"]
-    assert both["labels"] is None and [each["of"] for each in both["lines"]] == [0, 0, 1]
+    by_age, by_layer = data_of(run, other)["profiles"]
+    assert [each["of"] for each in by_age["lines"]] == [0, 1]
+    assert by_layer["labels"] is None and [each["of"] for each in by_layer["lines"]] == [0, 0, 1]
+    assert [figure["id"] for figure in data_of(other)["profiles"]] == ["layers"]
 
 
 def test_what_became_of_error_tokens(tmp_path: Path):
     """By hand: of a step's two completions one has an advantage of 1.25 and is known: its first token improbable, its
     second in a loop, third sound, with clip reasons in `CLIP_REASONS`' order; the other was not learned from."""
-    data = json.loads(Elements(page_of(new_run(tmp_path / "run", steps=2))).data)
+    data = data_of(new_run(tmp_path / "run", steps=2))
     assert [row[:4] for row in data["treatment"]] == [
         [0, "A > 0", "sound", 2], [0, "A > 0", "improbable", 2], [0, "A > 0", "in a loop", 2],
     ]  # fmt: skip
@@ -181,7 +203,7 @@ def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
     runs = [new_run(tmp_path / str(seed), steps=4 - seed, fields={"seed": str(seed)}) for seed in (0, 1)]
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line(s, reward=1.0)) + "\n" for s in (1, 2, 3)))
     other = new_run(tmp_path / "other", fields={"scheme": "w8a8", "learner.aligned": "false"})
-    data = json.loads(Elements(page_of(*runs, other)).data)
+    data = data_of(*runs, other)
     assert data["kinds"] == ["w4a16 · aligned", "w8a8 · plain learner"]
     reward = next(figure for figure in data["curves"] if figure["id"] == "reward")
     assert reward["lines"][0] == {
@@ -194,7 +216,7 @@ def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
 
 def test_long_runs_are_thinned(tmp_path: Path):
     run = new_run(tmp_path / "run", steps=2 * MOST_POINTS + 1, of=5000, tokens=False)
-    (reward,) = json.loads(Elements(page_of(run)).data)["curves"][0]["lines"]
+    (reward,) = data_of(run)["curves"][0]["lines"]
     assert len(reward["x"]) <= MOST_POINTS and reward["x"][-1] == 2 * MOST_POINTS + 1
     assert reward["y"][0] == pytest.approx(0.2)
 
@@ -231,21 +253,6 @@ def test_steps_that_asked_the_unquantized_policy_are_shown_first():
     assert [each.completions["step"][0] for each in _within(steps, 10**6)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_mismatch_by_age_is_drawn_where_tokens_age(tmp_path: Path):
-    """Means over steps, with a band from the lowest to the highest; a run whose tokens are all new draws nothing."""
-    run, other = new_run(tmp_path / "run", steps=2), new_run(tmp_path / "other", steps=2, fields={"scheme": "bf16"})
-    ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
-    for path, steps in ((run, ages), (other, [{"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}] * 2)):
-        lines = [line(n, **more) for n, more in enumerate(steps, 1)]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    (figure,) = json.loads(Elements(page_of(run, other)).data)["profiles"]
-    assert figure["lines"] == [
-        {"of": 0, "name": "mean", "x": [0, 1], "y": [0, 0.2], "low": [0, 0.1], "high": [0, 0.3]},
-        {"of": 1, "name": "mean", "x": [0], "y": [0.2], "low": [0.2], "high": [0.2]},
-    ]
-    assert json.loads(Elements(page_of(other)).data)["profiles"] == []
-
-
 @pytest.mark.parametrize(("steps", "length"), [(50, 1000), (60, 2000), (2, 100_000)])
 def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     """100,000 tokens fit; of more than fits, steps spread evenly, the last among them."""
@@ -280,19 +287,15 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     ],
 )  # fmt: skip
 def test_the_headline_says_what_became_of_it(tmp_path: Path, metrics: list[Any], level: str, said: str):
-    run = new_run(tmp_path / "run", tokens=False)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
-    headline = verdict(configurations(read_runs([run])))[0]
+    headline = findings_of(new_run(tmp_path / "run", metrics, tokens=False))[0]
     assert headline.level == level and headline.text.startswith(said), headline
 
 
 def test_what_asks_for_attention_is_said(tmp_path: Path):
-    run = new_run(tmp_path / "run", tokens=False)
     last = line(2, truncated=0.5, error_tokens=0.3, skipped_batches=1, mixed_reward_groups=0.01,
                 **{"learn/mismatch/mean_abs": 0.4, "learn/phantom_clipped": 0.2, "learn/corrected": 0.3,
                    "learn/skipped": 2})  # fmt: skip
-    (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in (line(1), last)))
-    said = " ".join(finding.text for finding in verdict(configurations(read_runs([run]))))
+    said = " ".join(finding.text for finding in findings_of(new_run(tmp_path / "run", [line(1), last], tokens=False)))
     for words in (
         "0.4 nats at the end, above 0.05", "20.0% of tokens are clipped",
         "30.0% of tokens have", "50.0% of completions are cut off", "30.0% of tokens are improbable",
@@ -375,7 +378,7 @@ def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_run_without_tokens_has_a_page(tmp_path: Path):
-    data = json.loads(Elements(page_of(new_run(tmp_path / "run", tokens=False))).data)
+    data = data_of(new_run(tmp_path / "run", tokens=False))
     assert data["where"] == [] and data["tokens"]["shown"] == 0
 
 
@@ -391,8 +394,6 @@ def test_reports_load_neither_torch_nor_transformers():
 
 def test_early_warnings_are_named(tmp_path: Path):
     """What warned while the run went on, with its step."""
-    run = new_run(tmp_path / "run", 40, 40, tokens=False)
     lines = [line(n, reward=(0.9 if n <= 20 else 0.1) + 0.001 * (n % 3)) for n in range(1, 41)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    texts = [finding.text for finding in verdict(configurations(read_runs([run])))]
+    texts = [finding.text for finding in findings_of(new_run(tmp_path / "run", lines, 40, tokens=False))]
     assert any(text.startswith("At step 2") and "the reward fell from 0.9" in text for text in texts)
