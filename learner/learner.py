@@ -17,7 +17,6 @@ from qarl.learner.backends import make_backend
 from qarl.learner.batching import Batch, mini_batches
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.diagnostics.observers import observers
-from qarl.learner.diagnostics.starting_policy import StartingPolicy
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.gradients import compiles, rounds_weights
 from qarl.learner.learn_stats import LearnStats, Update, batch_stats
@@ -34,6 +33,7 @@ from qarl.learner.processes import Processes
 from qarl.learner.restraint import UNDAMPED, Damping
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.scorer import Part, Scorer
+from qarl.learner.starting_policy import StartingPolicy
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -114,7 +114,7 @@ class Learner:
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
         learning = self._learning(batch, step, trained, log, restraint)
-        watching = observers(learning, self._start)
+        watching = observers(learning)
         for observer in watching:
             observer.before_batch()
         old = learning.old
@@ -135,7 +135,7 @@ class Learner:
         return Learning(
             batch=batch, step=step, trained=trained, config=self.config, loss_config=restraint.of_loss(self.config),
             model=self.model, processes=self.processes, stopwatch=self.stopwatch, old=RowLogprobs(batch),
-            reference=reference, log=log, add_logprobs=self.scorer.add,
+            reference=reference, log=log, start=self._start, add_logprobs=self.scorer.add,
         )  # fmt: skip
 
     def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Write what docs/reference/ has from the code: the options, from the schema. scripts/reference.py [--check]
+"""Write what docs/reference/ has from the code: the options, from the schema, and the metrics of the learner's
+diagnostics, from what each says of its own. scripts/reference.py [--check]
 
 --check changes nothing and exits with 1 where a page differs.
 """
 
+import re
 import sys
 from pathlib import Path
 
 from qarl.cli.help import all_fields
+from qarl.learner.diagnostics.observers import OBSERVERS
 
 ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "reference"
 COLUMNS = 110
 
 OPTIONS = """# Options
@@ -23,15 +27,23 @@ each dot is a level. Defaults in brackets are those of `qarl train` without a mo
 """
 
 
+METRICS = re.compile(
+    r"(?<=<!-- diagnostics: made by scripts/reference.py -->\n).*?(?=<!-- end of diagnostics -->)", re.S
+)
+
+
 def pages() -> dict[str, str]:
     """File below docs/reference/ → its text."""
     _, fields = all_fields(COLUMNS).split("\n\n", 1)  # after the sentence on defaults
-    return {"options.md": OPTIONS.format(fields=fields)}
+    rows = [f"| `learn/{m.name}` | {m.unit} | {m.meaning} |\n" for each in OBSERVERS for m in each.metrics]
+    table = "".join(["| field | unit | meaning |\n", "|---|---|---|\n", *rows])
+    metrics = METRICS.sub(lambda _: table, (REFERENCE / "metrics.md").read_text(encoding="utf-8"))
+    return {"options.md": OPTIONS.format(fields=fields), "metrics.md": metrics}
 
 
 def main(arguments: list[str]) -> int:
     """Write the pages, or say which would change."""
-    files = {ROOT / "docs" / "reference" / name: text for name, text in pages().items()}
+    files = {REFERENCE / name: text for name, text in pages().items()}
     different = [file for file, text in files.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     for file in different:
         print(f"{file.relative_to(ROOT)} {'differs from the code' if '--check' in arguments else 'was written'}")

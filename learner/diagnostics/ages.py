@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer
+from qarl.learner.diagnostics.base import Learning, Metric, MicroBatch, Observer
+from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.processes import Processes
 
 
@@ -28,6 +29,29 @@ class MismatchByAge:
 
 class MismatchByAgeMeter(Observer):
     """Filled in update by update: sums of tokens so many versions behind, [B, k]."""
+
+    metrics = (
+        Metric(
+            "ages/age", "updates",
+            "How many updates the weights that sampled are behind those that an update of this step moves, rising; a "
+            "list, as the next two: the mismatch [by age](../explain/mismatch.md#by-age).",
+        ),
+        Metric(
+            "ages/mean_abs", "nats",
+            "Mean \\|log π_learner − log π_sampler\\| of the tokens of each age, at the weights that their update "
+            "moves.",
+        ),
+        Metric("ages/tokens", "tokens", "How many they are."),
+    )  # fmt: skip
+    figures = (
+        Figure(
+            id="by-age", title="Mismatch by age", unit="nats", axis="updates since the weights that sampled",
+            help="Mean |log π_learner − log π_sampler| of all tokens at the weights that their update moves, over "
+            "steps; bands reach from the lowest to the highest. At 0 it is precision and kernels, what it grows by is "
+            "staleness.",
+            lines={"mean": "learn/ages/mean_abs"}, places="learn/ages/age",
+        ),
+    )  # fmt: skip
 
     def __init__(self, learning: Learning):
         super().__init__(learning)

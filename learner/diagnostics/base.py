@@ -5,17 +5,19 @@ Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch
+from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.loss.tokens import LossTokens
 from qarl.learner.optim.optimizer import UpdateDiagnostics
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
+from qarl.learner.starting_policy import StartingPolicy
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -26,7 +28,8 @@ class Learning:
     """One batch being learned, as observers see it. step: of the training, from 0. trained: rows of each of its
     mini-batches that have an advantage, int64 [n]. loss_config: what the loss goes by, damped where a run asks for it.
     old, reference: the learner's log-probs before the updates, and those of a KL penalty's reference, as they come to
-    be known. add_logprobs: computes a model's log-probs of the rows at an index, by all processes together."""
+    be known. start: of the run. add_logprobs: computes a model's log-probs of the rows at an index, by all processes
+    together."""
 
     batch: Batch
     step: int
@@ -39,6 +42,7 @@ class Learning:
     old: RowLogprobs
     reference: RowLogprobs | None
     log: TokenLog | None
+    start: StartingPolicy
     add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None]
 
     def is_last(self, update: int) -> bool:
@@ -60,14 +64,27 @@ class MicroBatch:
     tokens: LossTokens
 
 
+@dataclass(frozen=True)
+class Metric:
+    """One number of a diagnostic. name: below learn/ in metrics.jsonl, a field of a record after its "/". unit,
+    meaning: its row in docs/reference/metrics.md."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
 class Observer:
     """Watches one batch. Every process calls every method, in the same order: what they compute together they may
     compute here. Nothing here changes what is learned.
 
+    metrics: all that `record` has. figures: what `qarl report` draws of them, written into a run's start.json.
     counts_arrivals: whether optimizer steps have to count what arrives of them. flips: counts the codes that
     materializations change, None where nobody asks.
     """
 
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    figures: ClassVar[tuple[Figure, ...]] = ()
     counts_arrivals = False
     flips: FlipCount | None = None
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qarl.learner.diagnostics.base import Learning, Observer, is_due
+from qarl.learner.diagnostics.base import Learning, Metric, Observer, is_due
+from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.optim.optimizer import UpdateDiagnostics
 from qarl.quant.materialize.code_changes import Changed, FlipCount
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -36,6 +37,48 @@ class LayerChanges:
 
 class LostUpdates(Observer):
     """Counts over a batch's updates and their materializations."""
+
+    metrics = (
+        Metric(
+            "lost_updates", "share",
+            "Weights the optimizer meant to move whose stored master stayed. Null but every "
+            "`learner.diagnostics_every` steps ([precision.md](../guide/precision.md)).",
+        ),
+        Metric(
+            "crossed_bfloat16", "share",
+            "Masters that round to another bfloat16 than before the update: what a sampler in bfloat16 sees of it. "
+            "Null as above, and with LoRA.",
+        ),
+        Metric(
+            "flipped_codes", "share", "Low-bit codes the update changed. Null as above, and without low-bit layers."
+        ),
+        Metric(
+            "layers/layer", "–",
+            "Names of the model's layers, in its order; a list, as the next two. Null as `learn/lost_updates`.",
+        ),
+        Metric("layers/flipped_codes", "share", "Of each layer's codes; null for a layer without any."),
+        Metric("layers/crossed_bfloat16", "share", "Of each layer's masters."),
+    )  # fmt: skip
+    figures = (
+        Figure(
+            id="codes", title="Updates that count", unit="share",
+            help="Low-bit codes that an update changed; masters that it took to another bfloat16; updates lost to the "
+            "masters' rounding.",
+            lines={
+                "flipped codes": "learn/flipped_codes", "crossed bfloat16": "learn/crossed_bfloat16",
+                "lost updates": "learn/lost_updates",
+            },
+        ),
+        Figure(
+            id="layers", title="What updates change, layer by layer", unit="share", axis="layer, in the model's order",
+            help="Low-bit codes that an update changed, and masters that it took to another bfloat16: mean over the "
+            "measured steps; bands reach from the lowest to the highest.",
+            lines={
+                "flipped codes": "learn/layers/flipped_codes", "crossed bfloat16": "learn/layers/crossed_bfloat16",
+            },
+            logarithmic=True, labels="learn/layers/layer",
+        ),
+    )  # fmt: skip
 
     def __init__(self, learning: Learning):
         super().__init__(learning)

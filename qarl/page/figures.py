@@ -6,12 +6,12 @@ A figure is plain data, drawn by charts.js: `{"id", "title", "help", "x", "unit"
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from qarl.learner.diagnostics.figure import Figure
 from qarl.page.runs import Configuration, Metrics
 
 MOST_POINTS = 400
@@ -22,86 +22,68 @@ POSITIONS = 48
 """Bins of a response's length, at most."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A figure over steps. lines: name → what it shows of a step."""
-
-    id: str
-    title: str
-    unit: str
-    help: str
-    lines: dict[str, str]
-    logarithmic: bool = False
-
-
 _MISMATCH = "learn/mismatch/"
 CURVES = (
-    Curve(
+    Figure(
         id="reward", title="Reward", unit="", help="Mean over all completions of a step.", lines={"reward": "reward"},
     ),
-    Curve(
+    Figure(
         id="accuracy", title="Held-out accuracy", unit="share", help="Greedy, on problems that are never trained on.",
         lines={"accuracy": "accuracy"},
     ),
-    Curve(
+    Figure(
         id="mismatch", title="Mismatch of learner and sampler", unit="nats",
         help="|log π_learner − log π_sampler| on the same tokens, before the update. 0 is perfect.",
         lines={"mean": f"{_MISMATCH}mean_abs", "largest": f"{_MISMATCH}max_abs"}, logarithmic=True,
     ),
-    Curve(
+    Figure(
         id="clipped", title="Clipped and corrected tokens", unit="share",
         help="Ratio beyond a bound; those that precision alone put there (phantom); mismatch weight capped or masked.",
         lines={"clipped": "learn/clipped", "phantom": "learn/phantom_clipped", "corrected": "learn/corrected"},
     ),
-    Curve(
-        id="parts", title="Where the log-ratio comes from", unit="nats a token",
-        help="Mean |part| of log π_learner − log π_sampler at the weights stepped last.",
-        lines={name: f"learn/log_ratio/{name}" for name in ("dtype", "scheme", "staleness", "kernel")},
-        logarithmic=True,
-    ),
-    Curve(
+    Figure(
         id="entropy", title="Entropy", unit="nats a token", help="Of the policy, before the update.",
         lines={"entropy": "learn/entropy"},
     ),
-    Curve(
+    Figure(
         id="errors", title="Error tokens", unit="share",
         help="Tokens the sampler gave less than 0.001 (improbable), or that lie in a loop (repeated).",
         lines={"improbable": "improbable_tokens", "repeated": "repeated_tokens"},
     ),
-    Curve(
+    Figure(
         id="length", title="Response length", unit="tokens", help="Mean over completions, the end token included.",
         lines={"length": "response_tokens"},
     ),
-    Curve(
+    Figure(
         id="groups", title="Groups that teach, truncated completions", unit="share",
         help="Groups whose rewards differ; completions cut off at rollout.max_new_tokens.",
         lines={"groups that teach": "mixed_reward_groups", "truncated": "truncated"},
     ),
-    Curve(
-        id="start", title="Distance from the start", unit="nats a token",
-        help="KL(π_start ‖ π) on completions of the starting policy.", lines={"KL": "learn/kl_from_start"},
-    ),
-    Curve(
+    Figure(
         id="gradient", title="Gradient norm", unit="", help="Of all masters, before clipping.",
         lines={"norm": "learn/grad_norm"},
     ),
-    Curve(
-        id="codes", title="Updates that count", unit="share",
-        help="Low-bit codes that an update changed; masters that it took to another bfloat16; updates lost to the "
-        "masters' rounding.",
-        lines={
-            "flipped codes": "learn/flipped_codes", "crossed bfloat16": "learn/crossed_bfloat16",
-            "lost updates": "learn/lost_updates",
-        },
-    ),
 )  # fmt: skip
+"""Of every run. What diagnostics measured is drawn as they ask (`learner.diagnostics`), by a run's start.json."""
+
+
+def diagnosed(kinds: Sequence[Configuration]) -> list[Figure]:
+    """What the runs' diagnostics ask for, each once."""
+    return list(
+        {
+            figure.id: figure
+            for kind in kinds
+            for run in kind.runs
+            for figure in (run.start.figures if run.start else ())
+        }.values()
+    )
 
 
 def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """Those of `CURVES` that any run has values for."""
+    """Those over steps that any run has values for."""
     most = min(MOST_POINTS, 3 * MOST_POINTS // len(kinds))
     figures = []
-    for curve in CURVES:
+    for curve in (*CURVES, *(figure for figure in diagnosed(kinds) if figure.axis is None)):
         lines = [
             line
             for number, kind in enumerate(kinds)
@@ -120,33 +102,29 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
 
 
 def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """What steps measure as lists, means over all that did: the mismatch by age (`diagnostics.ages`), where tokens are
-    learned by other weights than sampled them, and what updates change in each layer. labels: the layers' names, where
-    all have the same."""
+    """What steps measure as lists, unless all of it is at place 0: means over all steps that did. labels: names of the
+    places, where all runs have the same."""
     measured = [[m for run in kind.runs for m in run.metrics] for kind in kinds]
-    named = [m["learn/layers/layer"] for of_kind in measured for m in of_kind if m.get("learn/layers/layer")]
-    ages, layers = [], []
-    for number, metrics in enumerate(measured):
-        ages += _profile(number, metrics, "mean", "learn/ages/mean_abs", "learn/ages/age")
-        layers += _profile(number, metrics, "flipped codes", "learn/layers/flipped_codes")
-        layers += _profile(number, metrics, "crossed bfloat16", "learn/layers/crossed_bfloat16")
-    figures = [
-        {
-            "id": "by-age", "title": "Mismatch by age", "x": "updates since the weights that sampled", "unit": "nats",
-            "log": False, "lines": ages if any(max(line["x"]) > 0 for line in ages) else [],
-            "help": "Mean |log π_learner − log π_sampler| of all tokens at the weights that their update moves, over "
-            "steps; bands reach from the lowest to the highest. At 0 it is precision and kernels, what it grows by is "
-            "staleness.",
-        },
-        {
-            "id": "layers", "title": "What updates change, layer by layer", "x": "layer, in the model's order",
-            "unit": "share", "log": True, "lines": layers,
-            "labels": named[0] if named and all(names == named[0] for names in named) else None,
-            "help": "Low-bit codes that an update changed, and masters that it took to another bfloat16: mean over the "
-            "measured steps; bands reach from the lowest to the highest.",
-        },
-    ]  # fmt: skip
-    return [figure for figure in figures if figure["lines"]]
+    figures = []
+    for figure in diagnosed(kinds):
+        if figure.axis is None:
+            continue
+        lines = [
+            line
+            for number, metrics in enumerate(measured)
+            for name, field in figure.lines.items()
+            for line in _profile(number, metrics, name, field, figure.places)
+        ]
+        labels = [m[figure.labels] for metrics in measured for m in metrics if figure.labels and m.get(figure.labels)]
+        if any(max(line["x"]) > 0 for line in lines):
+            figures.append(
+                {
+                    "id": figure.id, "title": figure.title, "help": figure.help, "x": figure.axis, "unit": figure.unit,
+                    "log": figure.logarithmic, "lines": lines,
+                    "labels": labels[0] if labels and all(names == labels[0] for names in labels) else None,
+                }
+            )  # fmt: skip
+    return figures
 
 
 def _profile(

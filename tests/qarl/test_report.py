@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from qarl.advice.finding import Finding
 from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.learner.clip_reasons import CLIP_REASONS
+from qarl.learner.diagnostics.ages import MismatchByAgeMeter
+from qarl.learner.diagnostics.lost_updates import LostUpdates
 from qarl.page.build import MARK, report_page
 from qarl.page.figures import MOST_POINTS, digits
 from qarl.page.runs import configurations, read_runs
 from qarl.page.tokens import BUDGET, _cost, _within, packed_tokens
 from qarl.page.verdict import verdict
 from qarl.report.run_folder import RunFolder
+from qarl.report.start_note import StartNote
 from qarl.report.token_files import TokenRows, write_step
 
 HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
@@ -117,6 +121,9 @@ def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path:
     other = new_run(
         tmp_path / "other", [line(n, **more) for n, more in enumerate(others, 1)], fields={"scheme": "bf16"}
     )
+    note = StartNote(audit=[], canary=None, accuracy=None, figures=[*MismatchByAgeMeter.figures, *LostUpdates.figures])
+    for path in (run, other):
+        (path / "start.json").write_text(json.dumps(asdict(note)))
     by_age, by_layer = data_of(run)["profiles"]
     assert by_age["lines"] == [{"of": 0, "name": "mean", "x": [0, 1], "y": [0, 0.2], "low": [0, 0.1], "high": [0, 0.3]}]
     assert by_layer["labels"] == ["a", "b"]
