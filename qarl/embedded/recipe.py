@@ -15,7 +15,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +59,6 @@ MODEL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -125,27 +123,24 @@ def ensure_tiny(name: str) -> Path:
 
 
 def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, progress: Progress = to_stderr) -> Path:
-    """As `ensure_tiny`, for any recipe: the verified folder `<cache>/<name>-<hash of recipe and versions>`.
+    """As `ensure_tiny`, for any recipe: the folder `<cache>/<name>-<hash of recipe and versions>`.
 
     cache: where folders are kept; default $QARL_CACHE, else ~/.cache/qarl. progress: told in one line what is being
-    built, and why. The folder's manifest is checked, file by file, on every call; a damaged folder is rebuilt.
-    Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
+    built. Processes that ask at the same time wait for one another, and a folder appears complete or not at all.
     Raises `ModelError` where the cache lacks it and cannot be written.
     """
     cache = cache or cache_folder()
     folder = cache / f"{name}-{_recipe_hash(recipe)}"
+    if folder.exists():
+        return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
-            faults = find_faults(folder) if folder.exists() else ["not built yet"]
-            if faults:
-                progress(f"building {name} in {folder}: {'; '.join(faults)}")
-                shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                progress(f"building {name} in {folder}")
                 with written_aside(folder) as building:
                     build_tiny(recipe, building, progress)
     except OSError as error:
-        if folder.exists() and not find_faults(folder):
-            return folder  # a cache to read only, that holds it
         raise ModelError(
             f"cannot keep {name} in the cache {str(cache)!r}: {error.strerror or error}; name another folder in "
             "QARL_CACHE"
@@ -153,21 +148,8 @@ def ensure_recipe(name: str, recipe: TinyRecipe, cache: Path | None = None, prog
     return folder
 
 
-def find_faults(folder: Path) -> list[str]:
-    """What is wrong with a built folder, one phrase each, naming the file; empty if intact."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        expected = {name: files[name] for name in MODEL_FILES}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{MANIFEST} is unreadable ({type(error).__name__}: {error})"]
-    missing = [f"{name} is missing" for name in MODEL_FILES if not (folder / name).is_file()]
-    present = [name for name in MODEL_FILES if (folder / name).is_file()]
-    damaged = [name for name in present if _fingerprint(folder / name) != expected[name]]
-    return [*missing, *(f"{name} is damaged (its sha256 or size differs)" for name in damaged)]
-
-
 def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stderr) -> None:
-    """Write the recipe's model folder and its manifest into `directory` (created if missing).
+    """Write the recipe's model folder into `directory` (created if missing).
 
     Leaves the caller's random state and thread count as they were.
     """
@@ -180,8 +162,6 @@ def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stde
         widen_columns(dict(model.named_parameters()), recipe.outliers)
     tokenizer.save_pretrained(directory, save_jinja_files=False)  # the template inside tokenizer_config.json
     model.save_pretrained(directory)
-    files = {name: _fingerprint(directory / name) for name in MODEL_FILES}
-    (directory / MANIFEST).write_text(json.dumps({"recipe": _recipe_facts(recipe), "files": files}, indent=2) + "\n")
 
 
 def recipe_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
@@ -307,15 +287,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
-    return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-
-
-def _recipe_facts(recipe: TinyRecipe) -> dict[str, Any]:
-    libraries = ("torch", "transformers", "tokenizers", "reasoning-gym")
-    return {**dataclasses.asdict(recipe), "versions": {library: version(library) for library in libraries}}
-
-
 def _recipe_hash(recipe: TinyRecipe) -> str:
-    return hashlib.sha256(json.dumps(_recipe_facts(recipe), sort_keys=True).encode()).hexdigest()[:12]
+    libraries = ("torch", "transformers", "tokenizers", "reasoning-gym")
+    facts = {**dataclasses.asdict(recipe), "versions": {library: version(library) for library in libraries}}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,7 +1,5 @@
-"""The embedded policy: a real model folder, built alike every time, verified and repaired in the cache."""
+"""The embedded policy: a real model folder, built alike every time, kept in a cache."""
 
-import json
-import shutil
 import string
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -17,13 +15,12 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
 from qarl.embedded.recipe import (
     IGNORED,
-    MANIFEST,
+    MODEL_FILES,
     RECIPES,
     TinyRecipe,
     build_tiny,
     encode_problems,
     ensure_recipe,
-    find_faults,
     recipe_config,
 )
 from qarl.quant.runtime.answers import cache_folder
@@ -42,11 +39,8 @@ def built(tmp_path_factory) -> Path:
     return ensure_recipe("small", SMALL, tmp_path_factory.mktemp("cache"), silent)
 
 
-@pytest.fixture
-def cache(built, tmp_path) -> Path:
-    """A cache of its own that already holds the small model."""
-    shutil.copytree(built, tmp_path / built.name)
-    return tmp_path
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +75,8 @@ def row_errors(model: torch.nn.Module) -> dict[str, float]:
 def test_two_builds_are_bit_identical(built, tmp_path) -> None:
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
     build_tiny(SMALL, tmp_path / "again", silent)
-    assert (tmp_path / "again" / MANIFEST).read_text() == (built / MANIFEST).read_text()
+    assert contents(tmp_path / "again") == contents(built)
     assert torch.equal(torch.get_rng_state(), random_state) and torch.get_num_threads() == threads
-
-
-def test_the_manifest_describes_recipe_versions_and_files(built) -> None:
-    manifest = json.loads((built / MANIFEST).read_text())
-    assert manifest["recipe"]["warm_start_steps"] == 2
-    assert manifest["recipe"]["versions"].keys() >= {"torch", "transformers", "tokenizers"}
-    assert manifest["files"].keys() == {path.name for path in built.iterdir()} - {MANIFEST}
-    assert manifest["files"]["config.json"]["bytes"] == (built / "config.json").stat().st_size
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -150,48 +136,21 @@ def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
         assert torch.equal(row[kept], label[kept])
 
 
-def test_an_intact_cache_is_not_rebuilt(cache) -> None:
+def test_a_cache_that_holds_it_is_not_written(built) -> None:
     messages: list[str] = []
-    folder = ensure_recipe("small", SMALL, cache, messages.append)
-    assert folder.parent == cache and not messages
+    assert ensure_recipe("small", SMALL, built.parent, messages.append) == built and not messages
 
 
-def test_damage_is_named_and_repaired(cache, built) -> None:
-    folder = cache / built.name
-    weights = bytearray((folder / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(weights)
-    (folder / "config.json").unlink()
-    messages: list[str] = []
-    assert ensure_recipe("small", SMALL, cache, messages.append) == folder
-    assert "model.safetensors is damaged" in messages[0] and "config.json is missing" in messages[0]
-    assert find_faults(folder) == []
-
-
-@pytest.mark.parametrize("manifest", [None, "{", '{"files": {}}'])
-def test_faulty_manifests_are_noticed(manifest, cache, built) -> None:
-    folder = cache / built.name
-    (folder / MANIFEST).unlink()
-    if manifest is not None:
-        (folder / MANIFEST).write_text(manifest)
-    (found,) = find_faults(folder)
-    assert MANIFEST in found and "unreadable" in found
-
-
-def test_a_dead_builds_leftover_is_removed(cache, built) -> None:
-    folder = cache / built.name
-    (folder / MANIFEST).unlink()
-    leftover = folder.with_name(f"{folder.name}.part")
+def test_a_dead_builds_leftover_is_removed(built, tmp_path) -> None:
+    leftover = tmp_path / f"{built.name}.part"
     leftover.mkdir()
     (leftover / "junk").touch()
-    ensure_recipe("small", SMALL, cache, silent)
-    assert find_faults(folder) == []
-    assert not leftover.exists() and not (folder / "junk").exists()
+    folder = ensure_recipe("small", SMALL, tmp_path, silent)
+    assert not leftover.exists() and contents(folder) == contents(built)
 
 
-def test_two_recipes_never_share_a_folder(cache, built) -> None:
-    other = ensure_recipe("small", replace(SMALL, warm_start_steps=0), cache, silent)
-    assert other != cache / built.name and find_faults(cache / built.name) == []
+def test_two_recipes_never_share_a_folder(built) -> None:
+    assert ensure_recipe("small", replace(SMALL, warm_start_steps=0), built.parent, silent) != built
 
 
 def test_two_at_once_build_once(tmp_path) -> None:
@@ -199,7 +158,7 @@ def test_two_at_once_build_once(tmp_path) -> None:
     messages: list[str] = []
     with ThreadPoolExecutor(2) as racers:
         folders = list(racers.map(lambda _: ensure_recipe("small", SMALL, tmp_path, messages.append), range(2)))
-    assert folders[0] == folders[1] and find_faults(folders[0]) == []
+    assert folders[0] == folders[1] and contents(folders[0]).keys() == set(MODEL_FILES)
     assert [message.split()[0] for message in messages] == ["building", "warm", "warm"]
 
 
