@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from qarl.configs.schema.base import Dtype, Section, Text
+from qarl.configs.schema.base import Dtype, Section
 from qarl.configs.schema.lora import LoraChoice, NoLora
 from qarl.configs.schema.objectives import (
     AggregationChoice,
@@ -77,10 +77,6 @@ class LearnerConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         default=None,
         description="ZeRO stage, higher for larger models; without it 0; in one process, none",
-    )
-    deepspeed: Text | None = Field(
-        default=None,
-        description="JSON file of more settings for DeepSpeed at zero_stage 1 or 2, for clusters that need them",
     )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
@@ -194,12 +190,26 @@ class LearnerConfig(Section):
                 f"learner.reduce_dtype {self.reduce_dtype!r} with learner.zero_stage {self.zero_stage} has nothing to "
                 "do: ZeRO-3 alone sends them in a dtype of its own; set learner.zero_stage 3, or leave it out"
             )
-        if self.deepspeed is not None and self.zero_stage not in (1, 2):
-            raise ValueError(
-                f"learner.deepspeed {self.deepspeed!r} with learner.zero_stage {self.zero_stage}: DeepSpeed is used at "
-                "stages 1 and 2 alone; set learner.zero_stage 1 or 2, or leave the file out"
-            )
+        if self.zero_stage in (1, 2):
+            refuse_what_deepspeed_steps_otherwise(self)
         return self
+
+
+def refuse_what_deepspeed_steps_otherwise(learner: LearnerConfig) -> None:
+    """Raise `ValueError` for optimizer settings that stages 1 and 2 cannot honour."""
+    stage = learner.zero_stage
+    if learner.master_dtype != "float32":
+        raise ValueError(
+            f"learner.master_dtype {learner.master_dtype!r} with learner.zero_stage {stage}: ZeRO 1 and 2 keep an fp32 "
+            "copy of 16-bit masters and round it to nearest, so that memory and rounding would not be those asked for; "
+            "set learner.zero_stage 0 or 3, or learner.master_dtype float32"
+        )
+    if learner.optimizer.offload != "none":
+        raise ValueError(
+            f"learner.optimizer.offload {learner.optimizer.offload!r} with learner.zero_stage {stage}: DeepSpeed steps "
+            "offloaded masters with an optimizer of its own; set learner.zero_stage 0 or 3, or leave the moments, of "
+            "which each process has its share alone, on the device"
+        )
 
 
 def refuse_ignored_precision(learner: LearnerConfig) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.backends.zero_config import deepspeed_config
 from qarl.learner.optim.optimizer import Step
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -47,14 +46,8 @@ class Backend(Protocol):
         ...
 
 
-def check_backend(config: LearnerConfig) -> None:
-    """Raise `ConfigError` for settings that DeepSpeed cannot honour, where it steps the masters."""
-    if config.zero_stage in (1, 2):
-        deepspeed_config(config)
-
-
 def make_backend(model: LowBitModel, config: LearnerConfig, processes: Processes) -> Backend:
-    """The backend that `learner.zero_stage` asks for. Raises `ConfigError` for settings it cannot honour."""
+    """The backend that `learner.zero_stage` asks for."""
     if config.zero_stage not in (1, 2):
         from qarl.learner.backends.native import Native
 

@@ -19,8 +19,7 @@ from torch import nn
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends.partitioned_muon import PartitionedMuon, pieces_of
-from qarl.learner.backends.zero_config import deepspeed_config
-from qarl.learner.backends.zero_loading import quiet_deepspeed
+from qarl.learner.backends.zero_loading import deepspeed_settings, quiet_deepspeed
 from qarl.learner.optim.master_step import adamw
 from qarl.learner.optim.optimizer import Step, matrices_of, muon_masters, require_same_masters
 from qarl.learner.optim.row_muon import MOMENTUM
@@ -31,12 +30,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Zero:
-    """See `learner.backends.Backend`. Raises `ConfigError` for settings that DeepSpeed cannot honour."""
+    """See `learner.backends.Backend`."""
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
         import deepspeed
 
-        settings = deepspeed_config(config)
         self._model, self._processes = model, processes
         trained = list(model.masters.values())
         self._matrices: dict[str, nn.Parameter] = {}
@@ -52,8 +50,9 @@ class Zero:
         self._optimizer: Any
         parameters: Any = trained  # DeepSpeed annotates a module
         self.policy, self._optimizer, *_ = deepspeed.initialize(
-            model=model, model_parameters=parameters, optimizer=optimizer, config=settings, dist_init_required=False
-        )
+            model=model, model_parameters=parameters, optimizer=optimizer, config=deepspeed_settings(config),
+            dist_init_required=False,
+        )  # fmt: skip
         if isinstance(optimizer, PartitionedMuon):
             optimizer.place(pieces_of(self._optimizer, self._matrices, processes.rank))
 

@@ -12,7 +12,6 @@ import torch
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
-from qarl.learner.backends import check_backend
 from qarl.learner.backends.native import shard_masters
 from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.gradients import require_compiler
@@ -95,7 +94,6 @@ def check_processes(config: RunConfig, count: int) -> None:
             f"rollout.servers {config.rollout.servers} would be started by each of {count} processes; start them once, "
             "with `qarl serve-rollouts`, and give their URLs"
         )
-    check_backend(config.learner)
 
 
 def check_input(config: RunConfig, processes: int = 1) -> None:
@@ -161,7 +159,7 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     prompter = open_prompter(folder, config.rollout, config.task)
     task = load_task(config.task).shortened(prompter.fits)
     together = processes or Processes()
-    alone = {"zero_stage": None, "deepspeed": None, "compile": False}
+    alone = {"zero_stage": None, "compile": False}
     learning = config.learner if processes else config.learner.model_copy(update=alone)
 
     def initial_model() -> LowBitModel:
