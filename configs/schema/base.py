@@ -46,6 +46,15 @@ class Choice(Section):
         return [field for field in cls.model_fields if field != "name"]
 
 
+def leaf_values(section: Section, prefix: str = "") -> dict[str, Any]:
+    """Dotted path → value of every field in it that is no section itself."""
+    values: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        values |= leaf_values(value, f"{prefix}{name}.") if isinstance(value, Section) else {prefix + name: value}
+    return values
+
+
 def alternatives(annotation: Any) -> tuple[type[Section], ...]:
     """The sections a field's annotation allows: several for a choice, one for a plain section, none for a value."""
     parts = typing.get_args(annotation) or (annotation,)

@@ -15,7 +15,7 @@ import yaml
 
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import choice_sections, default_config, field_paths, load_config
-from qarl.configs.schema.base import Section, alternatives
+from qarl.configs.schema.base import Section, alternatives, leaf_values
 from qarl.configs.schema.run import RunConfig
 
 GROUPS = {
@@ -68,16 +68,7 @@ class _HelpAll(argparse.Action):
 
 def default_values() -> dict[str, Any]:
     """Dotted path → the value it has in a run without options, of every field such a run has."""
-    return dict(_values(load_config(default_config(None), {}), ""))
-
-
-def _values(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _values(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+    return leaf_values(load_config(default_config(None), {}))
 
 
 def written(value: Any) -> str:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote, read_start
@@ -124,8 +127,8 @@ def configurations(runs: Sequence[RecordedRun]) -> list[Configuration]:
 
 def compared_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted field → value, of what makes two runs two configurations."""
-    flat = dict(_leaves("", config.model_dump(mode="json")))
-    return {name: value for name, value in flat.items() if not name.startswith(_NOT_COMPARED)}
+    flat = leaf_values(config)
+    return {name: to_jsonable_python(flat[name]) for name in flat if not name.startswith(_NOT_COMPARED)}
 
 
 def differing(kinds: Sequence[dict[str, Any]]) -> list[str]:
@@ -149,11 +152,3 @@ def _worded(name: str, value: Any) -> str:
     if name in ("model", "scheme", "dtype", "learner.objective.name"):
         return str(value)
     return "" if value is None else f"{name.removeprefix('learner.')} {value}"
-
-
-def _leaves(prefix: str, tree: dict[str, Any]) -> list[tuple[str, Any]]:
-    leaves: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        free = f"{prefix}{key}" == "task.options"
-        leaves += _leaves(f"{prefix}{key}.", value) if isinstance(value, dict) and not free else [(prefix + key, value)]
-    return leaves

@@ -3,13 +3,14 @@
 Every command imports this; numpy, which reads files of tokens, waits until one is read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import shown
 from qarl.configs.load import overridden
+from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder, with_absolute_paths
 from qarl.rollout.types import Group
@@ -37,7 +38,7 @@ def check_rollouts(config: RunConfig) -> None:
     from qarl.report.token_files import counts, step_files
 
     folder = RunFolder.open(Path(config.from_rollouts))
-    before, after = (dict(_leaves("", with_absolute_paths(c).model_dump())) for c in (folder.config(), config))
+    before, after = (leaf_values(with_absolute_paths(c)) for c in (folder.config(), config))
     for path in dict.fromkeys([*before, *after]):
         fixed = path.split(".")[0] in _SAMPLED_WITH and path != "rollout.kv_cache_gib"  # which the plan fills in
         if fixed and before.get(path) != after.get(path):
@@ -75,11 +76,3 @@ def comparison(recorded: Path, before: Sequence[Mapping[str, Any]], after: Seque
         f"equal to {recorded} to the last bit, in all {len(after)} steps: every weight version's digest, and every "
         "metric of the learner"
     )
-
-
-def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(f"{prefix}{key}.", value)
-        else:
-            yield prefix + key, value
