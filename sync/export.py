@@ -1,11 +1,33 @@
-"""The deployable checkpoint of a policy: config, tokenizer, and the published tensors."""
+"""Publish into a folder: a deployable checkpoint, of config, tokenizer and the published tensors, that vLLM and
+transformers load."""
 
+import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from qarl.configs.errors import QarlError
+from qarl.configs.files import written_aside
 from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.sync.checkpoint_folder import write_checkpoint
+from qarl.quant.types import LowBitTensor
+
+_SHARD_BYTES = 4 * 2**30
+_COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+class ExportError(QarlError):
+    """A checkpoint folder that could not be written, or does not hold what was published."""
+
+    heading = "export"
 
 
 def export_checkpoint(
@@ -26,3 +48,74 @@ def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
     if quantization is not None:
         config["quantization_config"] = quantization
     return config
+
+
+def write_checkpoint(
+    stream: Iterable[LowBitTensor],
+    config: dict[str, Any],
+    source: Path,
+    folder: Path,
+    note: dict[str, Any] | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> StreamDigest:
+    """Write a stream as safetensors beside config and tokenizer; the folder appears complete or not at all.
+
+    config: contents of config.json. source: folder whose tokenizer and generation config are copied. note: of
+    qarl.json, to which the digest is added; None writes none. Returns the digest of what was written. Raises
+    `ExportError` where the folder exists or the disk refuses.
+    """
+    if folder.exists():
+        raise ExportError(f"folder {str(folder)!r} exists; choose another or remove it")
+    try:
+        with written_aside(folder) as building:
+            building.mkdir(parents=True)
+            digest = _write_shards(stream, building, shard_bytes)
+            (building / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            if note is not None:
+                note = {**note, "digest": digest.hexdigest()}
+                (building / "qarl.json").write_text(json.dumps(note, indent=2) + "\n")
+            for name in _COMPANIONS:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, building / name)
+    except (OSError, SafetensorError) as error:  # safetensors' own is what a full disk raises while it writes
+        reason = getattr(error, "strerror", None) or error
+        raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
+    return digest
+
+
+def _write_shards(stream: Iterable[LowBitTensor], folder: Path, shard_bytes: int) -> StreamDigest:
+    digest = StreamDigest()
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        file = folder / f"shard-{len(shards)}.safetensors"
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors writes for the owner alone, and servers run under other users
+        shards.append(list(pending))
+        pending.clear()
+
+    size = 0
+    for item in stream:
+        digest.update(item)
+        pending[item.name] = item.tensor.detach().contiguous()
+        size += item.tensor.numel() * item.tensor.element_size()
+        if size >= shard_bytes:
+            flush()
+            size = 0
+    if pending or not shards:
+        flush()
+    _name_shards(folder, shards, digest.bytes)
+    return digest
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    if len(shards) == 1:
+        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, name in enumerate(names):
+        (folder / f"shard-{i}.safetensors").rename(folder / name)
+    index = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    written = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(written, indent=2) + "\n")

@@ -15,8 +15,7 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.quant.types import LayerReport, LowBitTensor
-from qarl.sync.checkpoint_folder import ExportError
-from qarl.sync.export import checkpoint_config
+from qarl.sync.export import ExportError, checkpoint_config
 
 _EXPERT = re.compile(rf"(\.experts\.\d+\.)({'|'.join(ExpertLayout().projections)})(?=\.)")
 

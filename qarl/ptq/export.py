@@ -23,7 +23,7 @@ from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.session import model_folder
 from qarl.sync.audit import audit, require_agreement
-from qarl.sync.checkpoint_folder import ExportError, write_checkpoint
+from qarl.sync.export import ExportError, write_checkpoint
 
 
 def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: int | None = None) -> Exported:

@@ -12,8 +12,7 @@ from qarl.run.evaluate import answered
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.session import Policy, Position, Session, canary_sequences
-from qarl.sync.checkpoint_folder import ExportError
-from qarl.sync.export import export_checkpoint
+from qarl.sync.export import ExportError, export_checkpoint
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from qarl.run.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from qarl.sync.checkpoint_folder import ExportError, write_checkpoint
+from qarl.sync.export import ExportError, write_checkpoint
 
 
 def test_newest_are_kept_and_read_back(tmp_path: Path):

@@ -29,8 +29,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.sync.audit import AuditError
-from qarl.sync.checkpoint_folder import ExportError
-from qarl.sync.export import export_checkpoint
+from qarl.sync.export import ExportError, export_checkpoint
 from tests.support import forks
 from tests.support.moe_models import with_tokenizer
 from tests.support.profiles import thorough
