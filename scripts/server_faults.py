@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from qarl.bench.random_policy import random_policy  # noqa: E402
+from benchmarks.random_policy import random_policy  # noqa: E402
 from qarl.bench.record import record  # noqa: E402
 from qarl.configs.load import load_config  # noqa: E402
 from qarl.rollout.engine import EngineError  # noqa: E402

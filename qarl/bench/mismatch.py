@@ -8,14 +8,12 @@ transformers model, same run, same dtype.
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from qarl.advice.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
-from qarl.bench.random_policy import NAMES, random_policy
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.mismatch import Mismatch, measure_mismatch
@@ -45,22 +43,21 @@ class MismatchRow:
 def measure(
     model: str, schemes: Sequence[str], dtypes: Sequence[str], prompts: int = 32, tokens: int = 64, seed: int = 0
 ) -> list[MismatchRow]:
-    """All rows, floor rows first within each dtype. model: a folder, hub id or embedded name, or one of
-    `random_policy.NAMES`. schemes: bf16 is always run, as the floor. prompts, tokens: completions, one a prompt, and
-    their length."""
+    """All rows, floor rows first within each dtype. model: a folder, hub id or embedded name. schemes: bf16 is always
+    run, as the floor. prompts, tokens: completions, one a prompt, and their length."""
     quantized = [get_scheme(scheme).name for scheme in schemes if scheme != "bf16"]
     rows: list[MismatchRow] = []
-    with random_policy(model, seed) if model in NAMES else nullcontext(model_folder(model)) as folder:
-        for dtype in dtypes:
-            floor = math.nan
-            for scheme in ("bf16", *quantized):
-                learners = LEARNERS if scheme != "bf16" else {"floor": FLOOR, "aligned": LEARNERS["aligned"]}
-                mismatches = _measure_scheme(folder, dtype, scheme, learners, prompts, tokens, seed)
-                floor = mismatches["floor"].mean_abs if scheme == "bf16" else floor
-                rows += [
-                    MismatchRow(dtype=dtype, scheme=scheme, learner=k, mismatch=m, over_floor=m.mean_abs / floor)
-                    for k, m in mismatches.items()
-                ]
+    folder = model_folder(model)
+    for dtype in dtypes:
+        floor = math.nan
+        for scheme in ("bf16", *quantized):
+            learners = LEARNERS if scheme != "bf16" else {"floor": FLOOR, "aligned": LEARNERS["aligned"]}
+            mismatches = _measure_scheme(folder, dtype, scheme, learners, prompts, tokens, seed)
+            floor = mismatches["floor"].mean_abs if scheme == "bf16" else floor
+            rows += [
+                MismatchRow(dtype=dtype, scheme=scheme, learner=k, mismatch=m, over_floor=m.mean_abs / floor)
+                for k, m in mismatches.items()
+            ]
     return rows
 
 

@@ -54,12 +54,7 @@ def runs(
 
 def _add_mismatch(names: Any) -> None:
     mismatch = names.add_parser("mismatch", help="learner against sampler, per scheme and dtype")
-    mismatch.add_argument(
-        "--model",
-        default="random-qwen3",
-        help="folder, hub id, embedded name, or a tiny untrained model with a peaky output head: random-qwen3 "
-        "(default), random-qwen3-moe, random-llama, random-mistral (windows) or random-gemma3",
-    )
+    mismatch.add_argument("--model", default="tiny-qwen3", help="folder, hub id or embedded name (default tiny-qwen3)")
     mismatch.add_argument("--schemes", type=scheme_names, default="w4a16,w8a8,fp8", help="comma-separated")
     mismatch.add_argument("--dtypes", type=words(DTYPES), default="bfloat16,float16", help="comma-separated")
     mismatch.add_argument("--prompts", type=whole(1), default=32)

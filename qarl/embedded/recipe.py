@@ -52,13 +52,6 @@ OTHER_PROBLEMS = {"products": 200, "gcd": 200, "basic_arithmetic": 200, "number_
 """How many questions of the policy's own task, and of other tasks, the tokenizer is trained on."""
 IGNORED = -100
 """Label of a position that is not trained on (cross_entropy's default)."""
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
 
 
 @dataclass(frozen=True)

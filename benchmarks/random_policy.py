@@ -1,6 +1,9 @@
-"""Untrained policies of several families with a peaky output head, to compare kernels on where no weights are at
-hand."""
+"""Untrained policies of several families with a peaky output head, to compare kernels on where no weights are at hand:
 
+python -m benchmarks.random_policy random-gemma3 FOLDER && qarl bench mismatch --model FOLDER
+"""
+
+import argparse
 import dataclasses
 import shutil
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, PretrainedConfig
 
-from qarl.embedded.recipe import MODEL_FILES, RECIPES, ensure_recipe
+from qarl.embedded.recipe import RECIPES, ensure_recipe
 
 _LIKE = {"random-qwen3": "tiny-qwen3", "random-qwen3-moe": "tiny-qwen3-moe"}
 """Names → the embedded policy whose sizes they have."""
@@ -54,21 +57,33 @@ NAMES = (*_LIKE, *_CONFIGS)
 
 @contextmanager
 def random_policy(name: str, seed: int) -> Iterator[Path]:
-    """The model folder of a policy in `NAMES`, which may be gone after the `with`."""
+    """The model folder of a policy in `NAMES`, which is gone after the `with`."""
+    with TemporaryDirectory() as temporary:
+        write_policy(name, Path(temporary), seed)
+        yield Path(temporary)
+
+
+def write_policy(name: str, folder: Path, seed: int) -> None:
+    """Write the model folder of a policy in `NAMES`."""
     config, like = _CONFIGS.get(name), name if name in _LIKE else "random-qwen3"
     untrained = dataclasses.replace(RECIPES[_LIKE[like]], warm_start_steps=0, tie_word_embeddings=False, seed=seed)
     source = ensure_recipe(like, untrained)
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for file in MODEL_FILES:
-            shutil.copy(source / file, folder)
-        torch.manual_seed(seed)
-        if config is None:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            for parameter in model.parameters():  # norms as initialized would hide how they are multiplied
-                parameter.data += 0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
-        model.get_parameter("lm_head.weight").data *= _PEAK  # untied in all of them
-        model.save_pretrained(folder)
-        yield folder
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    torch.manual_seed(seed)
+    if config is None:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():  # norms as initialized would hide how they are multiplied
+            parameter.data += 0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
+    model.get_parameter("lm_head.weight").data *= _PEAK  # untied in all of them
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    write_policy(options.name, options.folder, options.seed)
