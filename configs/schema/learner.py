@@ -134,9 +134,10 @@ class LearnerConfig(Section):
     compute_dtype: Dtype | None = Field(
         default=None, description="of an unaligned learner's forward, for comparisons; without it the run's dtype"
     )
-    kernel: Literal["auto", "vllm", "torch", "reference"] = Field(
+    kernel: Literal["auto", "vllm", "reference"] = Field(
         default="auto",
-        description="family of the learner's products; auto: vLLM's, others for machines without it or checks",
+        description="family of the learner's products; auto: vLLM's; reference: of dequantized codes, for "
+        "machines without it or checks",
     )
     operators: Literal["auto", "engine", "transformers"] = Field(
         default="auto",

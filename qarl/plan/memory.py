@@ -204,15 +204,22 @@ class _Count:
         """Whether there is an engine: a replay has none."""
         return self.config.from_rollouts is None
 
+    @property
+    def own_products(self) -> int:
+        """Of a model that multiplies with layers of its own; the reference dequantizes its matrices."""
+        dequantizes = self.config.learner.kernel == "reference"
+        matrices = self.shapes.quantized * self.itemsize if dequantizes else self.in_kernels
+        return matrices + self.shapes.head * self.itemsize
+
     def kernels(self) -> int:
-        return 0 if self.shares_layers else self.in_kernels + self.shapes.head * self.itemsize
+        return 0 if self.shares_layers else self.own_products
 
     def reference(self) -> int:
         if self.config.learner.kl.name == "none":
             return 0
         shares = self.processes if self.stage == 3 else 1
         base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype] // shares
-        return base + self.codes(kept=True) + self.in_kernels + self.shapes.head * self.itemsize
+        return base + self.codes(kept=True) + self.own_products
 
     def buffers(self) -> int:
         """DeepSpeed's of gradients, at stage 0 and without in place; at stage 3 a module's whole gradient, until

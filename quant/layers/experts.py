@@ -20,7 +20,7 @@ from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.activations import multiplied_activation
 from qarl.quant.kernels.base import ExpertsMatmul
 from qarl.quant.kernels.experts_loop import ExpertsLoop
-from qarl.quant.kernels.plain import PlainMatmul
+from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.lora import Adapter

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from qarl.quant.kernels.base import LowBitMatmul
-from qarl.quant.kernels.plain import PlainMatmul
+from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input

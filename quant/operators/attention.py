@@ -26,7 +26,7 @@ def attention(
     v: torch.Tensor,
     scale: float,
     sequences: Sequences | None = None,
-    kernel: str = "torch",
+    kernel: str = "reference",
     window: int | None = None,
 ) -> torch.Tensor:
     """q: [B, T, H, D], k, v: [B, T, G, D] in the compute dtype → [B, T, H, D], rounded once on CPUs.

@@ -50,7 +50,7 @@ def batch_on(device: str = DEVICE) -> Batch:
 def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
     """In bfloat16, codes of activations may flip: 0.1 nats, 5 % of the mean gradient. Sequences that saw each other
     would be off by nats. Checkpointing changes no bit."""
-    need(scheme, "vllm")
+    need(scheme)
     model, batch = learner(scheme), batch_on()
     padded, expected = logprob_gradients(model, batch)
     packed, found = logprob_gradients(model, batch, packed=batch.packed())
@@ -63,7 +63,7 @@ def test_packed_padded_and_checkpointed_are_one_learner(scheme: str):
 
 @schemes
 def test_adapters_learn_as_on_cpus(scheme: str):
-    need(scheme, "vllm")
+    need(scheme)
     _, found = logprob_gradients(learner(scheme, adapted=True), batch_on())
     _, expected = logprob_gradients(learner(scheme, "reference", "cpu", adapted=True), batch_on("cpu"))
     assert found.keys() == expected.keys() and all("lora" in name for name in found)

@@ -123,7 +123,7 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
-@pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("heads", [(16, 8), (32, 4)])
 def test_attention_and_its_gradients(kernel: str, heads: tuple[int, int], sequences: str):
     """Against torch's of each sequence alone, in fp32."""

@@ -45,7 +45,7 @@ def completed(run: subprocess.CompletedProcess[str]) -> None:
 @schemes
 def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
     """Contract: within the gate's bound, and below the floor: an unquantized engine against transformers."""
-    need(scheme, "vllm")
+    need(scheme)
     rows = measure("tiny-qwen3", [scheme], ["bfloat16"])
     row = next(row for row in rows if (row.scheme, row.learner) == (scheme, "aligned"))
     assert row.mismatch.mean_abs_log_w <= get_scheme(scheme).bound and row.over_floor < 1.0, row
@@ -54,7 +54,7 @@ def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 def test_the_engines_experts_are_the_learners(random_experts: Callable[[bool], Path], tmp_path: Path, scheme: str):
     """Of 99 % of the tokens in every layer; the runner that says so is vLLM's second."""
-    need(scheme, "vllm", experts=True)
+    need(scheme, experts=True)
     folder = random_experts(False)
     model = LowBitModel(
         load_masters(folder, torch.float32, torch.device("cuda")), get_scheme(scheme), LayerContext(BF16, "vllm")
@@ -86,7 +86,7 @@ def test_the_engines_experts_are_the_learners(random_experts: Callable[[bool], P
 @schemes
 def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
     """Five steps, two more of the same run, an export held to its bound in a fresh engine."""
-    need(scheme, "vllm")
+    need(scheme)
     run = tmp_path / "run"
     completed(qarl_alone("train", *SMALL, "--steps", "5", "--scheme", scheme, "--output", run))
     completed(qarl_alone("train", "--resume", run, "--steps", "7"))

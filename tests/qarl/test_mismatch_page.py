@@ -31,11 +31,11 @@ Three = tuple[LowBitModel, LowBitModel, LowBitModel]
 
 
 def three(scheme: str, moe: bool = False) -> Three:
-    """plain, fake-quant and aligned, the last with torch's products."""
+    """plain, fake-quant and aligned."""
     models = []
-    for name, kind in LEARNERS.items():
+    for kind in LEARNERS.values():
         masters = random_moe(CONFIGS["qwen3_moe"]) if moe else random_model()
-        context = LayerContext(torch.bfloat16, "torch" if name == "aligned" else kind.kernel, kind.aligned)
+        context = LayerContext(torch.bfloat16, kind.kernel, kind.aligned)
         models.append(LowBitModel(masters, get_scheme(scheme), context, kind.operators))
     plain, dequantized, aligned = models
     return plain, dequantized, aligned
@@ -72,7 +72,7 @@ def test_experts_are_compared_as_layers():
 def investigation(models: Three, batch: Batch) -> Investigation:
     learners = {name: scored(model, batch) for name, model in zip(LEARNERS, models, strict=True)}
     layers = layer_errors(*models, batch)
-    return Investigation(batch=batch, learners=learners, layers=layers, multiplies="torch's products", pitfalls=[])
+    return Investigation(batch=batch, learners=learners, layers=layers, multiplies="its own layers", pitfalls=[])
 
 
 def data_of(page: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_a_token_does_not_depend_on_what_follows_to_the_bit(window: int | None):
 
 
 @pytest.mark.parametrize("window", [None, 7, 40])
-@pytest.mark.parametrize("kernel", ["vllm", "torch"])
+@pytest.mark.parametrize("kernel", ["vllm", "reference"])
 def test_a_prompt_that_several_see_is_as_if_each_brought_it(kernel: str, window: int | None):
     """Contract: a response's attention over the first sequence's prompt has the bits of a whole sequence's; a prompt's
     gradient is the sum of all that see it, to fp32's rounding."""
@@ -115,4 +115,6 @@ def test_the_size_of_a_page_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 def test_other_families_devices_and_heads_take_torchs():
     assert uses_cpu_kernel("auto", "cpu", 64)
-    assert not any(uses_cpu_kernel(*case) for case in [("torch", "cpu", 64), ("auto", "cuda", 64), ("auto", "cpu", 24)])
+    assert not any(
+        uses_cpu_kernel(*case) for case in [("reference", "cpu", 64), ("auto", "cuda", 64), ("auto", "cpu", 24)]
+    )

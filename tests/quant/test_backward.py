@@ -194,7 +194,7 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
 @pytest.mark.parametrize("aligned", [True, False])
 def test_a_released_product_is_built_again_to_the_same_bits(aligned: bool):
     """Also where the master has moved on since: the weight version stays until `refresh`."""
-    linear = make_linear("w4a16", kernel="torch", aligned=aligned)
+    linear = make_linear("w4a16", kernel="auto", aligned=aligned)
     x = normal(7, 256, seed=1).to(BFLOAT16)
     before = linear(x)
     kept = linear.product

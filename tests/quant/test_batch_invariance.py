@@ -151,7 +151,7 @@ def test_it_is_turned_on_where_the_backward_works(
     "other",
     [
         {"learner.aligned": "false"},
-        {"learner.kernel": "torch"},
+        {"learner.kernel": "reference"},
         {"learner.operators": "transformers"},
         {"rollout.servers": "2"},
         {"rollout.router_replay": "true", "rollout.prefix_caching": "false"},

@@ -22,8 +22,6 @@ from tests.support.layers import (
 )
 from tests.support.tensors import heavy, normal, relative_error
 
-TORCH_SCHEMES = (*CPU_SCHEMES, "w4afp8", "fp8-block")
-
 STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8": 0.06, "nvfp4": 0.05}
 """Relative error allowed for codes of activations between the two products that fall to the other side."""
 
@@ -101,7 +99,7 @@ def exact_output(
 
 
 @pytest.mark.parametrize("routing", ["random", "one expert a token"])
-@products(vllm=CPU_SCHEMES, torch=TORCH_SCHEMES, reference=SCHEMES)
+@products(vllm=CPU_SCHEMES, reference=SCHEMES)
 def test_the_product_is_that_of_the_published_codes(kernel: str, scheme: str, dtype: torch.dtype, routing: str):
     """Contract: within BOUND of float64 on codes and scales, quantized activations included. The product of the masters
     is further off wherever codes are coarse: so a kernel that read other weights would be seen."""
@@ -189,7 +187,7 @@ def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, 
         assert all(relative_error(o, t) > bound for o, t in zip(other[1:], theirs[1:], strict=True))
 
 
-@products(vllm=CPU_SCHEMES, torch=TORCH_SCHEMES)
+@products(vllm=CPU_SCHEMES, reference=SCHEMES)
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16], ids=["fp32-masters", "bf16-masters"])
 def test_gradients_in_a_low_compute_dtype(kernel: str, scheme: str, dtype: torch.dtype, master_dtype: torch.dtype):
     """Whatever kernel multiplied: gradients come in the dtype of what they are for, within the bound of the forward."""

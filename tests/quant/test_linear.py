@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from qarl.quant.kernels import KernelError, make_factory
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
-from tests.support.kernels import TORCH_KERNELS, VLLM_CPU_KERNELS, needs_cuda, no_cuda, products
+from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda, products
 from tests.support.layers import (
     collected,
     dequantized_activation,
@@ -24,25 +23,23 @@ from tests.support.layers import (
 from tests.support.profiles import examples
 from tests.support.tensors import heavy, normal, relative_error
 
-BOUND = {"vllm": 1.0, "torch": 1.0, "reference": 1.5}
+BOUND = {"vllm": 1.0, "reference": 1.5}
 """Relative Frobenius error allowed against the float64 product, in units of the compute dtype's epsilon: half a unit
-a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized weight, torch's products round again
-with the bias, the reference rounds both operands."""
+a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized weight, the reference both operands."""
 
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
 PRODUCTS = [
     *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in VLLM_CPU_KERNELS),
-    *(pytest.param("torch", scheme) for scheme in TORCH_KERNELS),
     *(pytest.param("reference", scheme) for scheme in SCHEMES),
 ]
 kernels_and_schemes = pytest.mark.parametrize(("kernel", "scheme"), PRODUCTS)
 dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
-every_product = products(vllm=VLLM_CPU_KERNELS, torch=TORCH_KERNELS, reference=SCHEMES)
+every_product = products(vllm=VLLM_CPU_KERNELS, reference=SCHEMES)
 
 
 def arithmetic_dtype(scheme: str, kernel: str, dtype: torch.dtype) -> torch.dtype:
-    """The coarsest dtype a product's operands are rounded to: torch's w4a8 operator keeps scales in bfloat16."""
-    return torch.bfloat16 if scheme == "w4a8" and kernel != "reference" else dtype
+    """The coarsest dtype a product's operands are rounded to: the w4a8 operator of vLLM keeps scales in bfloat16."""
+    return torch.bfloat16 if scheme == "w4a8" and kernel == "vllm" else dtype
 
 
 def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -260,38 +257,8 @@ def test_a_changed_master_takes_effect_at_refresh(kernel: str, scheme: str, mast
 @schemes
 def test_kernels_say_which_operator_multiplies(scheme: str):
     """The name is what the audit compares; an unaligned layer never claims a low-bit kernel."""
-    named = [("reference", True, "dequantized"), ("torch", False, "plain"), ("reference", False, "plain")]
-    if scheme in TORCH_KERNELS:
-        named.append(("torch", True, TORCH_KERNELS[scheme]))
-    for kernel, aligned, name in named:
-        product = make_linear(scheme, kernel, aligned=aligned).product
-        assert product is not None and product.name == name
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA has a Triton product for w8a16")
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in TORCH_KERNELS])
-def test_products_torch_does_not_have_are_refused(scheme: str):
-    with pytest.raises(
-        KernelError, match=r"layer 'model\.layers\.1\.mlp\.up_proj': kernel 'torch' has no .*'reference'"
-    ):
-        make_linear(scheme, "torch")(normal(2, 256, seed=0).bfloat16())
-
-
-@pytest.mark.gpu
-@needs_cuda("the Triton product")
-@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w4a16-channel", "w8a16"])
-@pytest.mark.parametrize("tokens", [1, 17, 200])
-@dtypes
-def test_the_triton_product_is_rounded_once(scheme: str, tokens: int, dtype: torch.dtype):
-    """Contract: ‖y - ŷ‖ ≤ eps · ‖ŷ‖, and what summing in fp32 costs, against the float64 product of the published
-    codes, ragged edges included."""
-    weight = materialize(heavy(200, 384, seed=0).cuda() * 0.05, get_scheme(scheme), dtype)
-    product = make_factory("torch", dtype)("layer", weight, None)
-    x = heavy(tokens, 384, seed=1).to(dtype).cuda()
-    assert product.name == "triton_wna16"
-    exact = x.double() @ weight.dequantized().double().t()
-    bound = torch.finfo(dtype).eps + summation_error(x, weight.dequantized()) / float(exact.norm())
-    assert relative_error(product(x), exact) <= bound
+    for kernel, aligned, name in [("reference", True, "dequantized"), ("auto", False, "plain")]:
+        assert make_linear(scheme, kernel, aligned=aligned).product.name == name
 
 
 @schemes

@@ -34,7 +34,6 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.operators.decoder import OperatorError, install_engine_operators, why_not
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.quant.types import LayerReport
-from tests.support.kernels import TORCH_KERNELS
 from tests.support.models import (
     SIZES,
     VOCABULARY,
@@ -60,8 +59,6 @@ LINEARS = [
 ]
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
-READS_CODES = ("bf16", "w8a8", "fp8")
-"""Schemes whose torch product multiplies the published tensor itself, no rearranged copy of it."""
 
 
 def wrap(
@@ -115,8 +112,8 @@ def test_the_stream_is_what_a_checkpoint_holds(tied: bool, scheme: str, tmp_path
 @schemes
 def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
     """Contract: nothing is copied on the way out. By address for codes, scales, embeddings and norms; and by effect:
-    with torch's 8-bit products, and unquantized, writing into a streamed code changes the logits."""
-    model = wrap(qwen3(tied), scheme, kernel="torch" if scheme in READS_CODES else "reference")
+    writing into a streamed code changes the logits of products that are built anew."""
+    model = wrap(qwen3(tied), scheme)
     streamed = {item.name: item.tensor for item in model.low_bit_tensors()}
     for name, linear in model.linears.items():
         assert linear.low_bit is not None
@@ -129,10 +126,12 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
         read = model.module.get_submodule(name.removesuffix(".weight")).weight
         assert isinstance(read, torch.Tensor) and streamed[name].data_ptr() == read.data_ptr()
         assert streamed[name].dtype == torch.bfloat16
-    if scheme in READS_CODES:
-        before = all_logits(model, some_tokens()).detach()
-        streamed["model.layers.0.mlp.up_proj.weight"].view(torch.uint8).fill_(0)
-        assert not torch.equal(all_logits(model, some_tokens()), before)
+    before = all_logits(model, some_tokens()).detach()
+    name = "model.layers.0.mlp.up_proj"
+    suffix, _ = next(iter(model.linears[name].codes().tensors()))
+    streamed[f"{name}.{suffix}"].view(torch.uint8).fill_(0)
+    model.release_products()
+    assert not torch.equal(all_logits(model, some_tokens()), before)
 
 
 @tied_or_not
@@ -364,12 +363,10 @@ def test_logits_changed_after_the_head_are_refused():
 def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
     """The learner's side of the audit lists every linear layer once with what it really is, and config.json ignores
     exactly the layers reported unquantized, tied head included."""
-    family, kernel = ("torch", TORCH_KERNELS[scheme]) if scheme in TORCH_KERNELS else ("reference", "dequantized")
-    model = wrap(qwen3(tied), scheme, kernel=family)
-    head = "linear" if family == "torch" else "dequantized"
+    model = wrap(qwen3(tied), scheme)
     found = get_scheme(scheme)
-    expected = [LayerReport(name, scheme, found.group_size, "torch.bfloat16", kernel) for name in LINEARS]
-    expected.append(LayerReport("lm_head", "bf16", None, "torch.bfloat16", head))
+    expected = [LayerReport(name, scheme, found.group_size, "torch.bfloat16", "dequantized") for name in LINEARS]
+    expected.append(LayerReport("lm_head", "bf16", None, "torch.bfloat16", "dequantized"))
     assert model.layers() == expected
     config = model.plan.quantization_config()
     if found.weights is None:

@@ -69,7 +69,7 @@ def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_c
         SchemeError, match=rf"'fp8-block' cannot run in the engine .*{fault}.*that can: 'bf16', 'w4a16'"
     ):
         require_support(get_scheme("fp8-block"), torch.bfloat16, "reference")
-    require_support(get_scheme("w4a8"), torch.bfloat16, "torch")
+    require_support(get_scheme("w4a8"), torch.bfloat16, "auto")
 
 
 @no_cuda
@@ -142,16 +142,18 @@ def test_the_command_prints_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["schemes", "--model", "tiny-qwen3", "--kernel", "torch", "--json", str(tmp_path / "rows.json")]) == 0
+    assert (
+        main(["schemes", "--model", "tiny-qwen3", "--kernel", "reference", "--json", str(tmp_path / "rows.json")]) == 0
+    )
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == list(SCHEMES)
     assert rows["bf16"]["bytes_per_parameter"] == 2.0
     assert "64 output rows" in rows["fp8-block"]["shape_reason"] and rows["fp8-block"]["checkpoint_bytes"] is None
-    assert rows["nvfp4"]["learner_kernel"] == "" and "no fp4 product" in rows["nvfp4"]["learner_reason"]
+    assert rows["nvfp4"]["learner_kernel"] == "dequantized" and rows["nvfp4"]["engine_kernel"] == ""
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line for line in printed.splitlines()}
     assert "bytes/param" in lines["scheme"]
-    assert lines["w4a16-g32"].split()[-2:] == ["yes", "yes"], "the learner by torch, the engine by vLLM"
+    assert lines["w4a16-g32"].split()[-2:] == ["yes", "yes"], "the learner by the reference, the engine by vLLM"
     assert "  no  " in lines["nvfp4"] and "vLLM has it for NVIDIA GPUs alone" in lines["nvfp4"]
     assert max(map(len, lines.values())) < 200, "a line a scheme, no longer than that"
 

@@ -57,7 +57,7 @@ def draw(seed: int) -> Combination:
     maybe(options, "learner.gradient_checkpointing", ["true"], 0.3)
     maybe(options, "learner.aligned", ["false"], 0.2)
     maybe(options, "learner.operators", ["transformers"], 0.2)
-    maybe(options, "learner.kernel", ["torch", "reference"], 0.2)
+    maybe(options, "learner.kernel", ["reference"], 0.2)
     maybe(options, "layers", ["first:1=bf16", "*.down_proj=w8a8", "last:1=w4a16"], 0.3)
     processes = 2 if rng.random() < 0.2 else None
     if processes or rng.random() < 0.15:

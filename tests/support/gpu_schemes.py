@@ -19,13 +19,13 @@ RUNS_EXPERTS = ("bf16", "w4a16", "w8a8", "fp8")
 """Of those, the ones it has for routed experts too."""
 
 
-def need(scheme: str, family: str, experts: bool = False) -> None:
-    """Skip with the reason where this machine cannot run a scheme; fail where it is known to."""
-    if family == "vllm" and not find_spec("vllm"):
+def need(scheme: str, experts: bool = False) -> None:
+    """Skip with the reason where vLLM cannot run a scheme on this machine; fail where it is known to."""
+    if not find_spec("vllm"):
         pytest.skip("vllm is not installed")
-    reason = support(scheme, DTYPE, family, experts).reason
+    reason = support(scheme, DTYPE, "vllm", experts).reason
     known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (not experts or scheme in RUNS_EXPERTS)
-    if reason and family == "vllm" and known:
+    if reason and known:
         pytest.fail(f"vLLM has kernels for {scheme!r} on GPUs of this capability: {reason}")
     if reason:
         pytest.skip(reason)

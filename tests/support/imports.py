@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ELSEWHERE = ("benchmarks.learner.trl_worker", "qarl.advice.triton_add", "qarl.quant.kernels.triton_wna16")
+ELSEWHERE = ("benchmarks.learner.trl_worker", "qarl.advice.triton_add")
 """TRL has an environment of its own; Triton comes with CUDA."""
 LIBRARIES = (
     "numba",

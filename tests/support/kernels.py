@@ -1,4 +1,4 @@
-"""Which kernel families run which schemes on a CPU, stated by hand: what the code under test finds out for itself."""
+"""Which schemes vLLM runs on a CPU, stated by hand: what the code under test finds out for itself."""
 
 from collections.abc import Iterable
 
@@ -7,18 +7,13 @@ import torch
 
 from qarl.quant.schemes import COMPUTE_DTYPES
 
-TORCH_KERNELS = {
-    "bf16": "linear", "w4a16": "_weight_int4pack_mm_for_cpu", "w4a16-g64": "_weight_int4pack_mm_for_cpu",
-    "w4a16-g32": "_weight_int4pack_mm_for_cpu", "w4a16-channel": "_weight_int4pack_mm_for_cpu", "w8a8": "_int_mm",
-    "w4a8": "_dyn_quant_matmul_4bit", "w4afp8": "_scaled_mm", "fp8": "_scaled_mm", "fp8-block": "_scaled_mm",
-}  # fmt: skip
 VLLM_CPU_KERNELS = {
     "bf16": "unquantized", "w4a16": "WNA16", "w4a16-g64": "WNA16", "w4a16-g32": "WNA16", "w4a16-channel": "WNA16",
     "w8a8": "Int8ScaledMM", "w4a8": "Dynamic4bit", "fp8": "FP8ScaledMM",
 }  # fmt: skip
-"""Schemes each family runs on a CPU, and part of the name of the kernel."""
+"""Schemes vLLM runs on a CPU with this project's plugin, and part of the name of the kernel."""
 CPU_SCHEMES = tuple(VLLM_CPU_KERNELS)
-"""Schemes vLLM runs on a CPU with this project's plugin, for linear layers and for experts."""
+"""The same, for linear layers and for experts."""
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
 
