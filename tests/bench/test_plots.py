@@ -1,14 +1,11 @@
-"""The benchmarks' pictures: both files come out, equal input gives equal bytes, unusable input is refused. Whether a
+"""The benchmarks' pictures: both files come out, equal input gives equal bytes. Whether a
 picture reads well is left to eyes."""
 
 import math
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
-from benchmarks.plots import Line, LinePanel, draw, plot_stem
-from qarl.configs.errors import ConfigError
+from benchmarks.plots import Line, LinePanel, draw
 
 LINES = LinePanel(
     "decode", "batch", "tok/s",
@@ -26,20 +23,3 @@ def test_a_picture_is_written_as_svg_and_png_the_same_each_time(tmp_path: Path):
     assert {"speed", "decode", "batch", "bf16", "w8a8", "4", "16"} <= texts
     again = draw([LINES], tmp_path / "again", "speed")
     assert [file.read_bytes() for file in again] == [svg.read_bytes(), png.read_bytes()]
-
-
-def test_lengths_that_differ_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"'t': 'a' has lengths \[2, 1\]"):
-        draw([LinePanel("t", "x", "y", [Line("a", [1, 2], [1])])], tmp_path / "plot")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_plot_s_name_may_have_either_suffix_and_needs_its_folder(tmp_path: Path):
-    for name in ("speed", "speed.svg", "speed.png"):
-        assert plot_stem("--plot", str(tmp_path / name)) == tmp_path / "speed"
-    assert plot_stem("--plot", str(tmp_path / "speed.v2")) == tmp_path / "speed.v2"
-    with pytest.raises(ConfigError, match=r"--plot gone/speed\.svg: 'gone' is no folder"):
-        plot_stem("--plot", "gone/speed.svg")
-    (tmp_path / "taken.png").mkdir()
-    with pytest.raises(ConfigError, match=r"taken\.png' is a folder"):
-        plot_stem("--plot", str(tmp_path / "taken"))

@@ -1,7 +1,6 @@
-"""The speed benchmarks: what they count and refuse; how fast a machine is they cannot test."""
+"""The speed benchmarks: what they count; how fast a machine is they cannot test."""
 
 import numpy as np
-import pytest
 import torch
 
 from benchmarks import publish
@@ -29,19 +28,6 @@ def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
     assert made.bytes == found.master_bytes + found.low_bit_bytes and sent.bytes == 2 * found.low_bit_bytes
     assert both.bytes == made.bytes + sent.bytes and all(s > 0 for w in found.work for s in w.seconds)
     assert "made by" in str(publish.table(found).title)
-
-
-@pytest.mark.parametrize("parameters", [2e6, 5e7, 2.5e8, 1e9, 7e9])
-def test_the_model_has_about_the_parameters_asked_for(parameters: float):
-    from qarl.quant.checkpoint.load import empty_model
-
-    count = sum(p.numel() for p in empty_model(publish.moe_config(parameters)).parameters())
-    assert count == pytest.approx(parameters, rel=0.25 if parameters < 1e9 else 0.05)
-
-
-def test_masters_are_all_filled():
-    for name, parameter in publish.random_masters(publish.moe_config(2e6), torch.bfloat16).named_parameters():
-        assert parameter.dtype == torch.bfloat16 and parameter.isfinite().all() and parameter.std() > 0, name
 
 
 def test_peak_memory_sees_what_was_freed_again():
