@@ -85,19 +85,6 @@ def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path):
         load_config(tmp_path / "c.yaml", {})
 
 
-def test_a_group_of_one_completion_has_no_mean_to_beat():
-    with pytest.raises(ConfigError, match=r"rollout\.samples \(--samples\) 1 must be a whole number, at least 2"):
-        load_config(None, {"rollout.samples": "1"})
-
-
-def test_resolved_configuration_round_trips(tmp_path: Path):
-    config = load_config(config_file("tiny-qwen3"), {"learner.optimizer.lr": "3e-4", "task.options.min_digits": "2"})
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    assert load_config(tmp_path / "c.yaml", {}) == config
-    assert config.learner.optimizer.lr == 3e-4
-    assert config.task.options["min_digits"] == 2
-
-
 def test_every_field_is_described():
     for path, info in field_paths().items():
         assert info.description, path
@@ -114,10 +101,8 @@ NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", 
     [
         ({"learner.alinged": "false"}, r"--learner\.alinged; did you mean --aligned \(learner\.aligned\)"),
         ({"lerner.aligned": "false"}, r"--lerner\.aligned"),
-        ({"steps": "0"}, r"steps 0 .* at least 1"),
-        ({"dtype": "bfloat32"}, r"dtype 'bfloat32' .* bfloat16, float16, float32"),
-        ({"learner.objective.name": "ppo"}, r"learner\.objective: name 'ppo' .* tbpo, grpo"),
-        ({"learner.objective.clip_low": "0.1"}, r"learner\.objective: 'clip_low' .* grpo, .* 'tbpo'"),
+        ({"rollout.samples": "1"}, r"rollout\.samples \(--samples\) 1 must be a whole number, at least 2"),
+        ({"learner.optimizer.rounding": "stochastic"}, r"rounding 'stochastic' is for 16-bit masters"),
         ({**SAPO, "learner.objective.tau": "2"}, r"--learner\.objective\.tau"),
         ({**GRPO, "learner.objective.clip_low": "2"}, r"objective\.clip_low 2 .* above 0, below 1"),
         ({"learner.correction.name": "none", "learner.correction.cap": "2"}, r"'cap' .* token_tis, .*'none'"),
@@ -125,7 +110,6 @@ NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", 
             {"learner.correction.name": "geometric", "learner.correction.ratio_from": "sampler"},
             r"'ratio_from' .* none, token_mis, sequence_mis, .* 'geometric'",
         ),
-        ({"learner.kl.coefficient": "0.1"}, r"'coefficient' .* k1, k2, k3, .* 'none'"),
         ({"learner.objective.name": "on_policy"}, r"learner\.mini_batches is 2; set it to 1"),
         ({"learner.ratio_fix": "shadow_forward"}, r"ratio_fix 'shadow_forward' .* learner\.aligned true"),
         ({**NO_RATIO, "learner.correction.ratio_from": "sampler"}, r"'on_policy' .*ratio_from 'sampler'"),
@@ -144,8 +128,6 @@ NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", 
         ({**CALIBRATED, "learner.kl.name": "k3"}, r"init 'gptq' with learner\.kl\.name 'k3'"),
         ({**CALIBRATED, **LORA}, r"init 'gptq' with learner\.lora\.name 'lora'"),
         ({**CALIBRATED, "layers": "*.down_proj=w8a8"}, r"init 'gptq' with layers \*\.down_proj=w8a8"),
-        ({"learner.mini_batches": "9", "rollout.prompts": "8"}, r"mini_batches 9 .* rollout\.prompts 8"),
-        ({"learner.micro_batch_tokens": "10"}, r"micro_batch_tokens 10 .*max_new_tokens"),
     ],
 )
 def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
@@ -154,24 +136,20 @@ def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "said"),
+    ("flags", "said"),
     [
-        ("--lr 1e-3 --learner.optimizer.lr 1e-4", 2, "--learner.optimizer.lr 1e-4 is also given by its short flag"),
-        ("--learner.optimizer.lr=1e-4 --lr 1e-3", 2, "with '1e-3'; give it once, by either"),
-        ("--lr 1e-3 --lr 1e-4", 2, "option --lr is given twice, the second time with '1e-4'"),
-        ("--eval.every 1 --eval.every=2", 2, "option --eval.every is given twice, with '1' and '2'"),
-        ("--seed", 2, "option --seed needs a value"),
-        ("--learner.seed", 2, "option --learner.seed needs a value"),
-        ("--lr -1e-3", 2, "learner.optimizer.lr (--lr) -0.001 must be a number, above 0"),
-        ("seed=1", 2, "unexpected argument 'seed=1'; options read --name VALUE"),
+        ("--lr 1e-3 --learner.optimizer.lr 1e-4", "--learner.optimizer.lr 1e-4 is also given by its short flag"),
+        ("--learner.optimizer.lr=1e-4 --lr 1e-3", "with '1e-3'; give it once, by either"),
+        ("--lr 1e-3 --lr 1e-4", "option --lr is given twice, the second time with '1e-4'"),
+        ("--eval.every 1 --eval.every=2", "option --eval.every is given twice, with '1' and '2'"),
+        ("--seed", "option --seed needs a value"),
+        ("seed=1", "unexpected argument 'seed=1'; options read --name VALUE"),
     ],
 )
-def test_flags_say_one_thing(flags: str, status: int, said: str, capsys: pytest.CaptureFixture[str]):
+def test_flags_say_one_thing(flags: str, said: str, capsys: pytest.CaptureFixture[str]):
     """Contract: no option is dropped in silence, also not the first of two."""
-    found = main(["train", *flags.split(), "--dry-run"])
-    printed = capsys.readouterr()
-    assert found == status
-    assert said in printed.out + printed.err
+    assert main(["train", *flags.split(), "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_objectives_bring_their_own_defaults():
@@ -193,22 +171,21 @@ def test_objectives_bring_their_own_defaults():
 
 
 @pytest.mark.parametrize("name", [name for section in get_args(AnyObjective) for name in section.names()])
-def test_every_objective_round_trips_as_a_run_folder_writes_it(tmp_path: Path, name: str):
+def test_a_configuration_round_trips_as_a_run_folder_writes_it(tmp_path: Path, name: str):
     own = {"learner.objective.function": "mine.py:objective"} if name == "own" else {}
-    config = load_config(None, {"learner.objective.name": name, "learner.mini_batches": "1", **own})
+    options = {"learner.optimizer.lr": "3e-4", "task.options.min_digits": "2", "learner.mini_batches": "1", **own}
+    config = load_config(config_file("tiny-qwen3"), {"learner.objective.name": name, **options})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert load_config(tmp_path / "c.yaml", {}) == config
+    assert (config.learner.optimizer.lr, config.task.options["min_digits"]) == (3e-4, 2)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learner:\n  optimiser:\n    lr: 1\n", r"unknown key 'learner\.optimiser"),
         ("- 1\n", "must hold keys and values, not a list"),
         ("a: [\n", "is not YAML"),
-        ("steps: 1\nseed: 1\nsteps: 2\n", "key 'steps' is given twice, in lines 1 and 3"),
         ("learner:\n", "learner is empty; it is a section: give its fields, such as learner.aligned"),
-        ("learner: 5\n", "learner 5 is no mapping; it is a section"),
         ("learner:\n  objective: grpo\n", "learner.objective 'grpo' is no mapping"),
         ("learner:\n  optimizer:\n    betas: [0.9]\n", r"betas \[0\.9\] must be a list of 2 values"),
         ("caf\xe9: 1\n", "unknown key 'caf"),
@@ -217,12 +194,6 @@ def test_every_objective_round_trips_as_a_run_folder_writes_it(tmp_path: Path, n
 def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_config(tmp_path / "c.yaml", {})
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
-    (tmp_path / "c.yaml").write_bytes("# caf\xe9\nsteps: 2\n".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 5 is 0xe9\); save it as UTF-8"):
         load_config(tmp_path / "c.yaml", {})
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.load import config_from_tree
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim import rounding
 from qarl.learner.optim.master_step import MasterStep
@@ -239,18 +238,6 @@ def test_offloaded_moments_change_no_bit(name: str):
 def test_offload_without_a_gpu_is_refused():
     with pytest.raises(ConfigError, match=r"offload 'cpu' moves .* on the CPU already"):
         MasterOptimizer(masters_in(torch.float32), MATRICES, config(offload="cpu"))
-
-
-@pytest.mark.parametrize(
-    ("learner", "words"),
-    [
-        ({"optimizer": {"rounding": "stochastic"}}, "rounding 'stochastic' is for 16-bit masters"),
-        ({"master_dtype": "float8"}, "master_dtype"),
-    ],
-)
-def test_precision_options_that_would_do_nothing_are_errors(learner: dict[str, Any], words: str):
-    with pytest.raises(ConfigError, match=words):
-        config_from_tree({"learner": learner})
 
 
 def test_the_default_rounding_is_the_masters():

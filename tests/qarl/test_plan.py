@@ -204,12 +204,6 @@ def test_the_machine_is_what_the_driver_tells(one_h100: None, monkeypatch: pytes
             parse_machine(text)
 
 
-def test_an_uncounted_decoder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["qwen3-8b"], "kv_lora_rank": 512}))
-    assert main(["plan", "--model", str(tmp_path)]) == 2
-    assert "it has latent attention (kv_lora_rank 512), which is not counted" in capsys.readouterr().err
-
-
 RECIPES_ON = {
     "qwen3-0.6b-24gb": "1x24GB", "qwen3-1.7b-80gb": "1x80GB", "qwen3-4b-80gb": "1x80GB", "qwen3-8b-8x80gb": "8x80GB",
     "qwen3-30b-a3b-8x80gb": "8x80GB",

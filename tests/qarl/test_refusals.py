@@ -29,6 +29,7 @@ FINE = {"question": "1 + 1 =", "answer": "2"}
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder with some files of questions, rewards and configurations in it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QARL_SERVER_KEY", raising=False)
     for name, text in {
         "q.jsonl": "".join(json.dumps({**FINE, "split": s}) + "\n" for s in ("train",)),
         "empty.jsonl": "",
@@ -81,6 +82,11 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --stpes 5", "unknown option --stpes; did you mean --steps?"),
         ("train --layers [=w8a8", "option --layers '[=w8a8' cannot be read"),
         ("train --learner 5", "option --learner is a section; give one of its fields, such as --learner.aligned"),
+        ("train --processes 0", "--processes 0 cannot run on this machine; allowed are"),
+        ("serve-rollouts --replicas 0", "--replicas '0' must be a whole number from 1 up"),
+        ("serve-rollouts --host 0.0.0.0", "--key-file, or QARL_SERVER_KEY"),
+        ("report nope", "there is no folder 'nope'"),
+        ("report taken", "'taken' is no run folder (it has no config.yaml)"),
         ("train --processes two", "--processes 'two' must be a whole number"),
         ("train --config paper/qwen3-8b", "did you mean 'paper/qwen3-8b-base'?"),
         ("train --config taken", "configuration 'taken' is a folder"),

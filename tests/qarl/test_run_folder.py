@@ -133,24 +133,8 @@ def test_a_run_without_a_checkpoint_has_nothing_to_go_on_from(
     assert "holds no checkpoint yet, the first of which is of step 8: wait for it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("steps: [\n", "is not YAML"),
-        ("- 1\n", "must hold keys and values"),
-        ("future_field: 1\n", "the run was started by another version of qarl"),
-    ],
-)
-def test_a_damaged_or_newer_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str):
+def test_a_newer_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = new_run(tmp_path / "run")
-    (run.path / "config.yaml").write_text(text)
+    (run.path / "config.yaml").write_text("future_field: 1\n")
     assert main(["train", "--resume", str(run.path)]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["train", "--resume"], ["report"]])
-def test_no_such_run(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([*command, str(tmp_path / "nope")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-    assert main([*command, str(tmp_path)]) == 2
-    assert "is no run folder (it has no config.yaml)" in capsys.readouterr().err
+    assert "the run was started by another version of qarl" in capsys.readouterr().err

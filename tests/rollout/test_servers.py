@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.cli.main import main
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
@@ -219,14 +218,6 @@ def test_replicas_have_devices_of_their_own():
     assert visible_devices(1, 2, {"DS_ACCELERATOR": "cpu"}) == {}
     with pytest.raises(EngineError, match="start fewer"):
         visible_devices(2, 2, cuda)
-
-
-def test_a_server_that_others_reach_needs_a_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("QARL_SERVER_KEY", raising=False)
-    assert main(["serve-rollouts", "--host", "0.0.0.0"]) == 2
-    assert "--key-file, or QARL_SERVER_KEY" in capsys.readouterr().err
-    assert main(["serve-rollouts", "--replicas", "0"]) == 2
-    assert "--replicas" in capsys.readouterr().err
 
 
 def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):

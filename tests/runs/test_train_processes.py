@@ -12,14 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from qarl.cli.launch import check_count
-from qarl.configs.errors import ConfigError
-from qarl.configs.schema.run import RunConfig
 from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
-from qarl.run.session import check_input
 from tests.support.profiles import thorough
 from tests.support.runs import command, environment, lines, succeeded
 
@@ -135,11 +131,3 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
         assert node.returncode == 0, printed
     whole = lines(tmp_path / "one")
     assert len(whole) == 2 and lines(tmp_path / "two") == whole
-
-
-def test_numbers_of_processes_that_cannot_work_are_refused():
-    config = RunConfig.model_validate({"model": "tiny-qwen3", "rollout": {"prompts": 32}})
-    with pytest.raises(ConfigError, match=r"rollout\.prompts 32 cannot be dealt to 3 processes.*multiple of 3"):
-        check_input(config, 3)
-    with pytest.raises(ConfigError, match=r"--processes 0 cannot run.*allowed are 1 or more"):
-        check_count(0)
