@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ELSEWHERE = ("benchmarks.learner.trl_worker", "qarl.advice.triton_add")
+ELSEWHERE = ("benchmarks.learner.trl_worker",)
 """TRL has an environment of its own; Triton comes with CUDA."""
 LIBRARIES = (
     "numba",
