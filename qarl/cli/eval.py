@@ -77,7 +77,7 @@ def add_eval(commands: Any) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How a policy answers: options of `qarl eval`, `qarl sample` and `qarl chat`."""
+    """How a policy answers: options of `qarl eval` and `qarl sample`."""
     add = parser.add_argument
     add("--temperature", dest="short:eval.temperature", metavar="T", help="of the answers (default: the run's, else 0, "
         "greedy)")  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ELSEWHERE = ("benchmarks.learner.trl_worker",)
-"""TRL has an environment of its own; Triton comes with CUDA."""
+"""TRL has an environment of its own."""
 LIBRARIES = (
     "numba",
     "pandas",
