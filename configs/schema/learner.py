@@ -136,8 +136,7 @@ class LearnerConfig(Section):
     )
     kernel: Literal["auto", "vllm", "reference"] = Field(
         default="auto",
-        description="family of the learner's products; auto: vLLM's; reference: of dequantized codes, for "
-        "machines without it or checks",
+        description="the learner's products; auto: vLLM's, without vLLM reference: of dequantized codes",
     )
     operators: Literal["auto", "engine", "transformers"] = Field(
         default="auto",
