@@ -21,8 +21,8 @@ from qarl.quant.checkpoint.families import ExpertLayout
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
-from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
-from tests.support.cuda_platform import stub_cuda
+from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
+from tests.support.cuda_platform import fits, stub_cuda
 from tests.support.kernels import no_cuda
 from tests.support.tensors import normal
 
@@ -66,14 +66,6 @@ def routed(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str)
     return layer, stream()
 
 
-def fits(scheme: Scheme) -> bool:
-    try:
-        scheme.check_layer("layer", (HEAD, HIDDEN))
-    except SchemeError:
-        return False
-    return True
-
-
 @no_cuda
 @pytest.mark.parametrize("kind", [stacked, routed])
 def test_a_publish_refills_one_layer_object(kind: Any):
@@ -81,7 +73,7 @@ def test_a_publish_refills_one_layer_object(kind: Any):
     all are there. `weight_shape`, which a stack loads more often than it has, may come after and counts for nothing."""
     factory, refilled = VllmFactory(torch.bfloat16), []
     with stub_cuda((9, 0)):
-        for number, name in enumerate(name for name in SCHEMES if fits(get_scheme(name))):
+        for number, name in enumerate(name for name in SCHEMES if fits(get_scheme(name), (HEAD, HIDDEN))):
             scheme = get_scheme(name)
             written = scheme.quantization_config([])
             quantized = CompressedTensorsConfig.from_config(written) if written else None

@@ -1,6 +1,5 @@
 """Mixed plans through the real engine: audited, published, exported, reloaded, trained."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
-from tests.support.runs import SMALL, lines, qarl, succeeded
 
 MIXED = "first:1=bf16,*.down_proj=w8a8"
 
@@ -78,21 +76,3 @@ def test_transformers_loads_a_mixed_export(
     for name, linear in model.linears.items():
         assert linear.low_bit is not None
         assert torch.equal(theirs[f"{name}.weight"], linear.low_bit.dequantized(torch.bfloat16)), name
-
-
-@pytest.mark.slow
-def test_a_run_with_layer_rules(tmp_path: Path):
-    run = tmp_path / "run"
-    done = succeeded("train", *SMALL, "--layers", MIXED, "--steps", "2", "--output", run)
-    assert "of the exported checkpoint in a fresh engine" in done.stdout
-    for line in ("down_proj", "w8a8", "w4a16", "bf16"):
-        assert line in done.stdout
-    metrics = lines(run)
-    assert [m["weight_version"] for m in metrics] == [1, 2]
-    assert all(m["learn/mismatch/mean_abs"] < 0.005 for m in metrics)
-    written = json.loads((run / "export" / "config.json").read_text())["quantization_config"]
-    assert written["format"] == "mixed-precision" and len(written["config_groups"]) == 2
-    refused = qarl("train", "--resume", run, "--steps", "3", "--layers", "first:1=bf16")
-    assert refused.returncode == 2 and "this run was started with layers" in refused.stderr
-    assert "cannot be resumed" in refused.stderr
-    succeeded("train", "--resume", run, "--steps", "3")

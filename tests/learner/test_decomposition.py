@@ -20,6 +20,7 @@ from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from tests.support.learners import all_equal, batch_of, make_groups, masters_of, random_model
+from tests.support.models import cast
 
 MINI_BATCHES = 4
 PARTS = ("dtype", "scheme", "staleness", "kernel")
@@ -59,11 +60,8 @@ def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
 
 
 def cast_to(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy with the parameters in `dtype`, and the rotary frequencies in fp32 as they are in every engine."""
-    model = copy.deepcopy(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
+    """A copy of it; see `cast`."""
+    return cast(copy.deepcopy(model), dtype)
 
 
 def watched(learner: Learner) -> list[dict[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from qarl.learner.learner import Learner
 from qarl.learner.optim import master_step
 from qarl.learner.optim.master_step import crossed_bfloat16
 from qarl.quant.layers.context import Forward, LayerContext
+from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize import code_changes as flips
-from qarl.quant.materialize import materialize
-from qarl.quant.materialize.code_changes import FlipCount, changed_codes
+from qarl.quant.materialize.code_changes import changed_codes
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
 from qarl.report.metrics import StepMetrics
@@ -53,38 +54,6 @@ def test_changed_codes_are_those_that_differ_when_unpacked(scheme: str, seed: in
         flips._CHUNK_BYTES = chunk
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4a16", "bf16"])
-def test_a_refresh_counts_the_codes_of_linears_and_experts(scheme: str):
-    """Contract: over a mixture of experts, changed and all codes are those of the published stream's weight tensors of
-    quantized layers, unpacked. Routers, output head and embeddings, in the compute dtype, are not among them."""
-    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
-    layers = [*model.linears.values(), *model.experts.values()]
-    before = [[w.unpacked().clone() for w in flips.quantized_weights(layer.low_bit)] for layer in layers]
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for master in model.masters.values():
-            master.add_(torch.randn(master.shape, generator=generator) * 0.01)
-    count = FlipCount()
-    model.refresh(count)
-    after = [[w.unpacked() for w in flips.quantized_weights(layer.low_bit)] for layer in layers]
-    pairs = [(a, b) for olds, news in zip(before, after, strict=True) for a, b in zip(olds, news, strict=True)]
-    published = [t.name.rpartition(".")[0] for t in model.low_bit_tensors() if t.name.endswith("weight_scale")]
-    assert count.total.count == sum(a.numel() for a, _ in pairs) == sum(_size(model, name) for name in published)
-    if scheme == "bf16":
-        assert count.share is None
-        return
-    assert count.share is not None and 0 < count.share < 1
-    bits = [(a.float() != b.float()) | (a.float().signbit() != b.float().signbit()) for a, b in pairs]
-    assert count.total.changed == sum(int(b.sum()) for b in bits)
-    quantized = [layer for layer in layers if flips.quantized_weights(layer.low_bit)]
-    assert sorted(count.layers) == sorted(layer.layer for layer in quantized)
-
-
-def _size(model: LowBitModel, layer: str) -> int:
-    rows, columns = model.shapes[layer]
-    return rows * columns
-
-
 def test_a_batch_without_updates_has_no_measurement():
     batch, learner = batch_of(), make_learner()
     measured = learner.learn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)), step=0)
@@ -102,16 +71,16 @@ def test_crossings_by_hand():
     assert int(crossed_bfloat16(torch.ones_like(long), long)) == 2
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4a16", "bf16"])
 def test_changes_by_layer_are_those_of_its_masters_and_codes(scheme: str):
     """Contract: over one update of a mixture of experts, each layer's share of crossings is that of the masters before
-    and after, of flips that of the codes it publishes; a layer in the compute dtype has no codes. The shares over all
-    are the layers' put together, less vectors."""
+    and after, of flips that of the codes it publishes, unpacked; a layer in the compute dtype (routers, output head,
+    embeddings) has no codes. The shares over all are the layers' put together, of crossings less vectors."""
     model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     learner = Learner(model, LearnerConfig.model_validate({"mini_batches": 1, "optimizer": {"lr": 1e-4}}))
     before = masters_of(learner)
     codes = {layer.layer: flips.quantized_weights(layer.low_bit) for layer in model.low_bit_layers()}
-    old = {name: [weight.unpacked().clone() for weight in weights] for name, weights in codes.items() if weights}
+    old = {name: [weight.unpacked().float() for weight in weights] for name, weights in codes.items() if weights}
     found = learner.learn(batch_of(), 0)
     after = masters_of(learner)
     crossed = {name: float((before[name].bfloat16() != after[name].bfloat16()).float().mean()) for name in after}
@@ -122,18 +91,23 @@ def test_changes_by_layer_are_those_of_its_masters_and_codes(scheme: str):
     assert by_layer[query] == pytest.approx(crossed[f"{query}.weight"]) and 0 < crossed[f"{query}.weight"] < 1
     assert by_layer["model.embed_tokens"] == pytest.approx(crossed["model.embed_tokens.weight"])
     assert "model.norm" not in by_layer
-    flipped = dict(zip(layers.layer, layers.flipped_codes, strict=True))
-    assert {name for name, share in flipped.items() if share is not None} == old.keys()
-    for name, share in flipped.items():
-        if share is not None:
-            differ = [
-                (a.float() != b.unpacked().float()).flatten() for a, b in zip(old[name], codes[name], strict=True)
-            ]
-            assert share == pytest.approx(float(torch.cat(differ).float().mean()))
+    differ = {name: torch.cat([apart(*pair) for pair in zip(old[name], codes[name], strict=True)]) for name in old}
+    flipped = {n: share for n, share in zip(layers.layer, layers.flipped_codes, strict=True) if share is not None}
+    assert flipped == pytest.approx({name: float(codes.float().mean()) for name, codes in differ.items()})
+    published = [t.name.rpartition(".")[0] for t in model.low_bit_tensors() if t.name.endswith("weight_scale")]
+    assert sum(map(len, differ.values())) == sum(math.prod(model.shapes[layer]) for layer in published)
+    whole = float(torch.cat([*differ.values()]).double().mean()) if differ else None
+    assert found.records["flipped_codes"] == (whole and pytest.approx(whole)) and (whole is None or 0 < whole < 1)
     sizes = {name: master.numel() for name, master in model.masters.items()}
     assert found.records["crossed_bfloat16"] == pytest.approx(
         sum(crossed[name] * size for name, size in sizes.items()) / sum(sizes.values())
     )
+
+
+def apart(old: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
+    """Which codes are others now, signs of zeros included, bool and flat."""
+    new = weight.unpacked().float()
+    return ((old != new) | (old.signbit() != new.signbit())).flatten()
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])

@@ -1,10 +1,4 @@
-"""Learning with stacked experts: Muon on views, and runs that are killed and resumed."""
-
-import os
-import shutil
-import signal
-from collections.abc import Callable
-from pathlib import Path
+"""Learning with stacked experts: Muon on views. A run of theirs is killed and resumed in `tests/runs/test_train.py`."""
 
 import pytest
 import torch
@@ -20,7 +14,6 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
-from tests.support.runs import Run, lines, qarl, wait_for_lines
 
 
 def separate(stacked: nn.Parameter, rows: int) -> list[nn.Parameter]:
@@ -111,43 +104,3 @@ def test_a_step_moves_the_experts_that_got_tokens(kernel: str, dtype: str):
     }
     assert len(moved) == 2, "one token, two experts"
     assert (model.masters["model.layers.1.mlp.gate.weight"] != before["model.layers.1.mlp.gate.weight"]).any()
-
-
-REWARD = "import hashlib\n\ndef reward(problem, text):\n    return hashlib.sha256(text.encode()).digest()[0] / 255\n"
-
-
-@pytest.mark.slow
-def test_kill_and_resume_gives_the_uninterrupted_run(random_experts: Callable[[bool], Path], tmp_path: Path):
-    """As tests/runs/test_train.py for dense models: every metric, experts' digests included, to the last bit."""
-    (tmp_path / "hashed.py").write_text(REWARD)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = [
-        "--config", "tiny-qwen3-moe", "--model", random_experts(True), "--reward", "hashed:reward", "--steps", "5",
-        "--prompts", "4", "--samples", "4", "--eval.problems", "0", "--checkpoint-every", "1", "--export", "false",
-    ]  # fmt: skip
-    done = qarl("train", *flags, "--output", whole, folders=[tmp_path])
-    assert done.returncode == 0, done.stdout + done.stderr
-    process = Run("train", *flags, "--output", cut, folders=[tmp_path])
-    wait_for_lines(process, cut / "metrics.jsonl", 2)  # so step 1's checkpoint, written between them, is complete
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait().returncode == -signal.SIGKILL
-    assert len((cut / "metrics.jsonl").read_text().splitlines()) < 5
-    resumed = qarl("train", "--resume", cut, folders=[tmp_path])
-    assert resumed.returncode == 0, resumed.stderr
-    assert lines(cut) == lines(whole)
-    assert len({line["digest"] for line in lines(whole)}) == 5
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_an_expert_is_refused_before_a_run_folder_is_made(random_experts, tmp_path: Path):
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "model"
-    shutil.copytree(random_experts(True), folder)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.mlp.experts.6.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    done = qarl("train", "--config", "tiny-qwen3-moe", "--model", folder, "--output", tmp_path / "run")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "'model.layers.0.mlp.experts.6.up_proj.weight' is missing" in done.stderr
-    assert not (tmp_path / "run").exists()

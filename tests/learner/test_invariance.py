@@ -152,16 +152,25 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
     assert drift(found, expected)[1] <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def test_gradients_of_log_probs_are_autograds():
-    """By plain autograd through `log_softmax` of the model's own logits, without chunks or a backward of ours."""
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_and_gradients_are_autograds(temperature: float):
+    """By plain autograd through `log_softmax` of the model's own logits / T, without chunks or a backward of ours; the
+    entropy is that of the same distribution."""
     model, batch = policy(dtype=torch.float32), batch_of()
-    _, found = logprob_gradients(model, batch, chunk_tokens=5)
-    logits = model.logits(batch.tokens, torch.nn.functional.pad(batch.response_mask, (0, 1)))
-    picked = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:][batch.response_mask][:, None])[:, 0]
-    weights = torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)[batch.response_mask]
+    ours, found = logprob_gradients(model, batch, chunk_tokens=5, temperature=temperature)
+    mask = batch.response_mask
+    logp = (model.logits(batch.tokens, torch.nn.functional.pad(mask, (0, 1))) / temperature).log_softmax(-1)
+    picked = logp.gather(-1, batch.tokens[:, 1:][mask][:, None])[:, 0]
+    weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)[mask]
     (picked * weights).sum().backward()
     expected = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
     assert drift(found, expected)[1] <= 1e-5
+    torch.testing.assert_close(ours[mask], picked)
+    learner = make_learner("w4a16", torch.float32, temperature=temperature)
+    torch.testing.assert_close(learner.logprobs(batch)[0], ours)
+    with torch.no_grad():
+        _, entropy = token_logprobs(model, batch.tokens, mask, temperature=temperature)
+    torch.testing.assert_close(entropy[mask], -(logp.exp() * logp).sum(-1))
 
 
 @pytest.mark.parametrize("operators", ["engine", "transformers"])

@@ -19,13 +19,6 @@ from qarl.learner.optim.schedule import Schedule, make_schedule
 from qarl.rollout.types import Completion, Group, Prompt
 
 
-def test_advantages_by_hand():
-    """Rewards 1, 0, 0, 1: mean 1/2, deviation 1/2. Rewards 3, 0, 0: mean 1, deviation √2."""
-    assert group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]])).tolist() == [[1.0, -1.0, -1.0, 1.0]]
-    root = math.sqrt(2)
-    assert group_advantages(torch.tensor([[3.0, 0.0, 0.0]]))[0].tolist() == pytest.approx([root, -1 / root, -1 / root])
-
-
 @given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 2**32 - 1))
 def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int):
     """dr_grpo is the reward minus the group's mean; rloo minus the mean of the others, computed here sample by sample,
@@ -185,13 +178,6 @@ def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
     for _ in range(5):
         restored.update(False)
     assert restored.scale == 1.0
-
-
-def test_loss_scale_is_one_where_it_is_not_needed():
-    scale = LossScale(False, 65536.0, 1)
-    for finite in (True, False, True):
-        scale.update(finite)
-        assert scale.scale == 1.0
 
 
 def test_the_learning_rate_rises_holds_and_falls():

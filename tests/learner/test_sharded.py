@@ -14,7 +14,8 @@ import torch
 
 from qarl.quant.runtime.shards import cut_rows
 from tests.support.runs import ROOT
-from tests.support.shard_worker import ROWS, gradient_of, random, row_steps
+from tests.support.shard_worker import ROWS, gradient_of, row_steps
+from tests.support.tensors import normal
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_rows_are_materialized_as_the_whole_is(made: dict[str, Any]):
 
 def test_gradients_sent_in_16_bits_are_rounded_once_and_added_up_in_fp32(made: dict[str, Any]):
     """Contract: a process's own part is not rounded; the default rounds none."""
-    whole = [random(5, 24, seed=rank) for rank in range(2)]
+    whole = [normal(5, 24, seed=rank) for rank in range(2)]
     for rank, (exact, rounded) in enumerate(made["sums"]):
         edges = cut_rows(whole[0].shape, rank, 2, 1, 0).edges
         mine, theirs = (whole[r][edges[rank] : edges[rank + 1]] for r in (rank, 1 - rank))

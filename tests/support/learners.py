@@ -13,25 +13,15 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from qarl.rollout.types import Completion, Group, Prompt
+from tests.support.models import SIZES, VOCABULARY
 from tests.support.moe_models import CONFIGS, random_moe
 
-VOCABULARY = 96
 PROMPTS, SAMPLES = 6, 4
 
 
 def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
     """Two layers with weights large enough that logits are far from uniform."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=tied,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -21,6 +21,7 @@ from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.runtime.shards import cut_rows, shard_of, shard_parameters, whole_value
 from qarl.quant.schemes import SCHEMES, Scheme, is_integer
 from qarl.run.checkpoint import merge_states
+from tests.support.tensors import as_bytes, normal
 
 SHAPES = {"a": (6, 16), "experts.gate_up_proj": (3, 8, 32), "b": (7, 48), "norm": (16,)}
 """Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last elements beyond them
@@ -29,7 +30,7 @@ are rounded otherwise, wherever a process's part ends."""
 
 def gradient_of(key: str, step: int) -> torch.Tensor:
     """fp32, of one of `SHAPES`, a function of its arguments."""
-    return random(*SHAPES[key], seed=1000 * step + len(key))
+    return normal(*SHAPES[key], seed=1000 * step + len(key))
 
 
 ROWS = ("adamw", "muon", "muon bfloat16")
@@ -74,7 +75,7 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
     the first version, with kept scales where there are some."""
     height = scheme.block[0] if scheme.block else 1
     shape = torch.Size((blocks * height, 256))
-    first, second, partner = (random(*shape, seed=seed) for seed in range(3))
+    first, second, partner = (normal(*shape, seed=seed) for seed in range(3))
     shard = cut_rows(shape, processes.rank, processes.world, height, 0)
     fused = (partner,) if scheme.fuses_scales else ()
     rows = tuple(shard.rows(other) for other in fused)
@@ -93,7 +94,7 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
 def equal_experts(scheme: Scheme, processes: Processes) -> bool:
     """Whether three experts, made by the processes that have them, are those made of the whole stacks."""
     height = scheme.block[0] if scheme.block else 1
-    stacks = [random(3, count * height, 256, seed=count) for count in (2, 1)]
+    stacks = [normal(3, count * height, 256, seed=count) for count in (2, 1)]
     shards = [cut_rows(stack.shape, processes.rank, processes.world, 1, 0) for stack in stacks]
     gate_up, down = (shard.rows(stack) for shard, stack in zip(shards, stacks, strict=True))
     theirs = materialize_experts(stacks[0], stacks[1], scheme, torch.bfloat16, "experts")
@@ -106,22 +107,16 @@ def reduced(processes: Processes) -> list[torch.Tensor]:
     """This process's rows of a sum of gradients, sent in fp32 and in bfloat16."""
     sums = []
     for dtype in (torch.float32, torch.bfloat16):
-        mine = random(5, 24, seed=processes.rank)
+        mine = normal(5, 24, seed=processes.rank)
         shard = cut_rows(mine.shape, processes.rank, processes.world, 1, 0)
         sums.append(shard.reduce(mine, dtype).clone())
     return sums
 
 
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def same_tensors(ours: Iterator[tuple[str, torch.Tensor]], theirs: Iterator[tuple[str, torch.Tensor]]) -> bool:
     """Names and bytes."""
-    return all(
-        a == b and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-        for (a, x), (b, y) in zip(ours, theirs, strict=True)
-    )
+    pairs = zip(ours, theirs, strict=True)
+    return all(a == b and torch.equal(as_bytes(x), as_bytes(y)) for (a, x), (b, y) in pairs)
 
 
 def main() -> None:
