@@ -49,15 +49,10 @@ class ExpertsMatmul(Protocol):
 class KernelFactory(Protocol):
     """Makes the products of a model's layers from their low-bit weights."""
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> LowBitMatmul:
-        """layer: checkpoint name. bias: compute dtype [O] or None."""
-        ...
-
-    def stacked(
-        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]
-    ) -> LowBitMatmul:
-        """One product of what the engine multiplies as one, the parts' rows one after the other. name: the engine's of
-        the whole; weights, biases: of each part, as above."""
+    def linear(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> LowBitMatmul:
+        """One product of what the engine multiplies as one: of a layer, or of several with their rows one after the
+        other. name: the checkpoint's of a layer, the engine's of several. weights: of each. biases: of each, compute
+        dtype [O] or None."""
         ...
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:

@@ -37,13 +37,12 @@ class EngineLayers:
             elif isinstance(module, RoutedExperts):
                 self._layers[module.layer_name] = module
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmMatmul:
-        """See `KernelFactory`."""
-        return self._matmul(layer, weight.shape[0])
-
-    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
-        """See `KernelFactory.stacked`."""
-        return self._matmul(name, sum(weight.shape[0] for weight in weights))
+    def linear(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
+        """See `KernelFactory.linear`."""
+        module = self._layer(name)
+        if module.tp_size != 1:
+            raise KernelError(f"the engine holds one of {module.tp_size} parts of {name!r} here")
+        return VllmMatmul(module, sum(weight.shape[0] for weight in weights))
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
         """See `KernelFactory.experts`."""
@@ -53,12 +52,6 @@ class EngineLayers:
                 f"the engine holds {module.local_num_experts} of the {shape.experts} experts of {layer!r}"
             )
         return VllmExperts(module)
-
-    def _matmul(self, name: str, rows: int) -> VllmMatmul:
-        module = self._layer(name)
-        if module.tp_size != 1:
-            raise KernelError(f"the engine holds one of {module.tp_size} parts of {name!r} here")
-        return VllmMatmul(module, rows)
 
     def _layer(self, name: str) -> Any:
         if name not in self._layers:

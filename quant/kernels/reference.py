@@ -25,7 +25,7 @@ class PlainMatmul:
     weight: torch.Tensor
     bias: torch.Tensor | None
     rounds: Scheme | None = None
-    name: str = "plain"
+    name = "plain"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [N, I] → compute dtype [N, O]."""
@@ -35,33 +35,36 @@ class PlainMatmul:
 
 
 @dataclass(frozen=True)
-class _Stacked:
-    """Products of one input, their outputs one after the other: each with the bits it has alone."""
+class DequantizedMatmul:
+    """dequant(x) · dequant(W)ᵀ + b of layers of one input, their rows one after the other, each with the bits it has
+    alone."""
 
     parts: Sequence[PlainMatmul]
-    name: str
+    name: str = "dequantized"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [N, I] → compute dtype [N, O of all]."""
-        return torch.cat([part(x) for part in self.parts], dim=-1)
+        outputs = [part(x) for part in self.parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 @dataclass(frozen=True)
 class ReferenceFactory:
-    """dequant(x) · dequant(W)ᵀ + b, all in `dtype`; runs for every scheme, everywhere."""
+    """Dequantizes, then multiplies, all in `dtype`; runs for every scheme, everywhere."""
 
     dtype: torch.dtype
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> PlainMatmul:
-        """See `KernelFactory`."""
-        return PlainMatmul(weight.dequantized(self.dtype), bias, weight.scheme, "dequantized")
-
-    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> _Stacked:
-        """See `KernelFactory.stacked`."""
-        parts = [self(name, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        return _Stacked(parts, parts[0].name)
+    def linear(
+        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]
+    ) -> DequantizedMatmul:
+        """See `KernelFactory.linear`."""
+        parts = zip(weights, biases, strict=True)
+        return DequantizedMatmul([PlainMatmul(w.dequantized(self.dtype), bias, w.scheme) for w, bias in parts])
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
         """See `KernelFactory.experts`."""
-        pairs = [(self(layer, expert.gate_up, None), self(layer, expert.down, None)) for expert in weights.experts]
-        return ExpertsLoop(pairs, shape.activation)
+
+        def product(weight: LowBitWeight) -> DequantizedMatmul:
+            return self.linear(layer, [weight], [None])
+
+        return ExpertsLoop([(product(e.gate_up), product(e.down)) for e in weights.experts], shape.activation)

@@ -91,7 +91,7 @@ def kept_support(scheme: str, dtype: torch.dtype, family: str, experts: bool = F
 def _multiply(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
     """The kernel's name and its product of x with a small layer."""
     weight = materialize(_master(_SHAPE, x.device), scheme, x.dtype)
-    product = make_factory(family, x.dtype)(_LAYER, weight, None)
+    product = make_factory(family, x.dtype).linear(_LAYER, [weight], [None])
     return product.name, product(x)
 
 

@@ -60,16 +60,8 @@ class VllmFactory:
         self._config.model_config = _model_config(dtype)  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 
-    def __call__(self, layer: str, weight: LowBitWeight, bias: torch.Tensor | None) -> VllmMatmul:
-        """See `KernelFactory`."""
-        return self._filled(layer, [weight], [bias])
-
-    def stacked(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
-        """See `KernelFactory.stacked`."""
-        return self._filled(name, weights, biases)
-
-    def _filled(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
-        """A layer of one part, or of several as vLLM stacks them, loaded and processed."""
+    def linear(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
+        """See `KernelFactory.linear`."""
         rows = [weight.shape[0] for weight in weights]
         with self._loading(weights[0].codes.device):
             linear = self._empty(name, rows, weights[0].shape[1], weights[0].scheme, biases[0] is not None)

@@ -87,7 +87,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         return materialize(weight, self.scheme, dtype, self.layer, fused, out, scale, shard)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
-        return self.context.factory(self.layer, low_bit, self.low_bit_bias)
+        return self.context.factory.linear(self.layer, [low_bit], [self.low_bit_bias])
 
     def _cast(self) -> LowBitMatmul:
         dtype, (merged,) = self.context.forward_dtype, self.merged()

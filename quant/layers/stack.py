@@ -43,7 +43,7 @@ class LinearStack:
             self._kernel = None  # before the next is made
         weights = [part.to_prepare for part in self.parts]
         with torch.no_grad():
-            kernel = context.factory.stacked(self.name, weights, [part.low_bit_bias for part in self.parts])
+            kernel = context.factory.linear(self.name, weights, [part.low_bit_bias for part in self.parts])
         if context.keeps_products:
             self._kernel, self._versions = kernel, versions
         return kernel

@@ -341,7 +341,7 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str):
     weight = materialize(torch.randn(64, 128), get_scheme(scheme), torch.bfloat16)
     gc.disable()
     try:
-        product = make_factory("vllm", torch.bfloat16)("layer", weight, None)
+        product = make_factory("vllm", torch.bfloat16).linear("layer", [weight], [None])
         watched = weakref.ref(product._linear)  # type: ignore[attr-defined]
         del product
         assert watched() is None

@@ -55,8 +55,8 @@ def products_agree(scheme: str, tokens: int, rows: int, columns: int) -> None:
     need(scheme)
     weight = materialize(values(rows, columns).cuda(), get_scheme(scheme), DTYPE)
     x = values(tokens, columns, seed=1).cuda().to(DTYPE)
-    expected = make_factory("reference", DTYPE)("layer", weight, None)(x)
-    assert relative_error(make_factory("vllm", DTYPE)("layer", weight, None)(x), expected) < 0.02
+    expected = make_factory("reference", DTYPE).linear("layer", [weight], [None])(x)
+    assert relative_error(make_factory("vllm", DTYPE).linear("layer", [weight], [None])(x), expected) < 0.02
 
 
 @schemes

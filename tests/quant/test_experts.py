@@ -70,10 +70,10 @@ def test_vllms_experts_are_its_dense_layers_expert_by_expert(
             rows = chosen.any(-1).nonzero()[:, 0]
             if not len(rows):
                 continue
-            merged = factory(f"{EXPERTS}.{e}.gate_proj", expert.gate_up, None)(x[rows])
+            merged = factory.linear(f"{EXPERTS}.{e}.gate_proj", [expert.gate_up], [None])(x[rows])
             hidden = torch.empty(len(rows), shape.intermediate, dtype=dtype)
             torch.ops._C.silu_and_mul(hidden, merged)
-            out = factory(f"{EXPERTS}.{e}.down_proj", expert.down, None)(hidden)
+            out = factory.linear(f"{EXPERTS}.{e}.down_proj", [expert.down], [None])(hidden)
             total[rows] += out.float() * (weights * chosen).sum(-1)[rows, None]
     assert y.dtype == dtype
     assert torch.equal(y, total.to(dtype))

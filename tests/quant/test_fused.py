@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,11 +204,11 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
 
     def counting(layer: str, *arguments: Any) -> LowBitMatmul:
         built.append(layer)
-        return reference(layer, *arguments)
+        return reference.linear(layer, *arguments)
 
     parameter, bias = torch.nn.Parameter(torch.randn(32, 128)), torch.nn.Parameter(torch.randn(32))
     context = LayerContext(torch.bfloat16, "reference", aligned)
-    context.engine = counting  # type: ignore[assignment]
+    context.multiply_with(SimpleNamespace(linear=counting))  # type: ignore[arg-type]
     linear = LowBitLinear("up", parameter, bias, get_scheme("w4a16"), context)
     x = torch.randn(2, 128).bfloat16()
     linear.refresh()

@@ -108,7 +108,7 @@ def test_a_kernel_that_the_environment_changes_says_so():
     """Contract: vLLM's mark on a layer that int8 activations are to multiply is read from the layer. Where vLLM sets it
     (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused (next test)."""
     weight = materialize(torch.ones(64, 128), get_scheme("w4a16"), torch.bfloat16)
-    layer = make_factory("vllm", torch.bfloat16)("layer", weight, None)._linear  # type: ignore[attr-defined]
+    layer = make_factory("vllm", torch.bfloat16).linear("layer", [weight], [None])._linear  # type: ignore[attr-defined]
     assert layer.use_w4a8 is False and kernel_name(layer) == "CPUWNA16NibbleKernel"
     layer.use_w4a8 = True
     assert kernel_name(layer) == f"CPUWNA16NibbleKernel, {INT8_ACTIVATIONS}"
