@@ -24,7 +24,7 @@ function curves() {
 
 function where() {
   if (DATA.where.length) figuresInto("where", DATA.where);
-  else within("where", ".figures").append(el("p", { class: "empty" }, "No tokens with both log-probs are on record. The curve of the mismatch above is over all tokens."));
+  else within("where", ".figures").append(el("p", { class: "empty" }, "No recorded token has a mismatch: all are equal, or the learner's log-probs are not on record. The curve above is over all tokens."));
   figuresInto("where", DATA.profiles);
 }
 
