@@ -16,7 +16,9 @@ from qarl.learner.optim import rounding
 from qarl.learner.optim.master_step import MasterStep
 from qarl.learner.optim.optimizer import MasterOptimizer, matrices_of
 from qarl.learner.optim.rounding import stochastic_round
+from qarl.learner.optim.stacked_muon import StackedMuon
 from tests.support.profiles import examples
+from tests.support.tensors import normal
 
 NARROW = (torch.bfloat16, torch.float16)
 narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -267,3 +269,19 @@ def test_gradient_norm_scaling_and_dropping():
     optimizer = MasterOptimizer(narrow, set(), OptimizerConfig())
     (narrow["a"] * torch.full((300, 300), 300.0)).sum().backward()
     assert optimizer.gradient_norm() == pytest.approx(90000.0, rel=1e-3)
+
+
+def test_stacked_muon_moves_each_matrix_as_torchs_does():
+    """Contract: what steps a layer's experts on a GPU; momenta to the bit, masters but for bfloat16's last bits."""
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+    stacked, alone = ([nn.Parameter(normal(8, 12, seed=n)) for n in range(3)] for _ in range(2))
+    optimizers = StackedMuon(stacked, **settings), torch.optim.Muon(alone, **settings)
+    for step in range(3):
+        for number, pair in enumerate(zip(stacked, alone, strict=True)):
+            for parameter in pair:
+                parameter.grad = normal(8, 12, seed=10 * step + number)
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(stacked, alone, strict=True):
+        assert torch.equal(*(o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (a, b), strict=True)))
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
