@@ -71,7 +71,7 @@ def measure(
     """Rows by model. say: gets a line before each run. fields: of the configuration, by dotted path. Raises
     `ConfigError` and `SchemeError` for what cannot be measured, before anything is; `WorkerError` where a run fails."""
     for scheme in schemes:
-        require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"], "auto")
+        require_support(get_scheme(scheme), COMPUTE_DTYPES["bfloat16"])
     if torch.cuda.is_available():
         raise ConfigError("a GPU works here, whose memory the kernel does not count; measure where there is none")
     return [row for model in models for row in _measure_model(model, schemes, say, fields or {})]

@@ -126,7 +126,7 @@ def as_data(rows: list[PrecisionRow]) -> list[dict[str, Any]]:
 
 def _check(options: PrecisionOptions) -> None:
     load_config(None, {"learner.optimizer.lr": str(options.lr)})  # refuses what is no learning rate
-    require_support(get_scheme(options.scheme), COMPUTE_DTYPES[options.dtype], options.kernel)
+    require_support(get_scheme(options.scheme), COMPUTE_DTYPES[options.dtype])
 
 
 def _start(folder: Path) -> dict[str, torch.Tensor]:

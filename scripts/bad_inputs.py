@@ -148,7 +148,7 @@ def _broken_line(rng: random.Random) -> list[str]:
             ["export"],
             ["eval"],
             ["schemes", "--dtype", typo("bfloat16", rng) + "x"],
-            ["schemes", "--kernel", typo("reference", rng) + "x"],
+            ["train", "--learner.kernel", typo("reference", rng) + "x"],
             ["train", "--processes", rng.choice(("two", "1.5", ""))],
             ["train", "--dry-run=1"],
         )

@@ -100,7 +100,7 @@ def check(options: Options) -> None:
     if "compile" in options.variants and missing:
         raise ConfigError(f"--compile: {missing}; mend that, or leave it out")
     for scheme in options.schemes:
-        require_support(get_scheme(scheme), COMPUTE_DTYPES[options.dtype], options.kernel)
+        require_support(get_scheme(scheme), COMPUTE_DTYPES[options.dtype])
 
 
 def measure(options: Options, say: Callable[[str], None]) -> list[Row]:

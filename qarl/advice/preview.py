@@ -64,7 +64,7 @@ def _parameters(folder: Path) -> int:
 def _kernels(config: RunConfig) -> str:
     names = dict.fromkeys((config.scheme, *(rule.scheme for rule in config.layers)))
     dtype = COMPUTE_DTYPES[config.dtype]
-    return "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype, 'vllm', False).kernel}" for name in names)
+    return "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype).kernel}" for name in names)
 
 
 def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.options import DTYPES, KERNELS, json_file, say, write_json
+from qarl.cli.options import DTYPES, json_file, say, write_json
 from qarl.configs.errors import SchemeError
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.runtime.answers import keep_answer, read_answer
@@ -36,8 +36,7 @@ class SchemeRow:
     """One scheme. bytes_per_parameter: of the layers it quantizes, scales included; checkpoint_bytes: of all of the
     model's tensors, None without a model; both None where the model's shapes do not fit, as shape_reason says.
 
-    learner_kernel, engine_kernel: what would multiply, as the audit names it, "" where nothing can, for the reason
-    beside it.
+    kernel: what would multiply in learner and engine, as the audit names it, "" where nothing can, for the reason.
     """
 
     name: str
@@ -47,10 +46,8 @@ class SchemeRow:
     bytes_per_parameter: float | None
     checkpoint_bytes: int | None
     shape_reason: str
-    learner_kernel: str
-    learner_reason: str
-    engine_kernel: str
-    engine_reason: str
+    kernel: str
+    reason: str
 
 
 def add_schemes(commands: Any) -> None:
@@ -58,7 +55,6 @@ def add_schemes(commands: Any) -> None:
     schemes = commands.add_parser("schemes", help="the low-bit schemes: sizes, and which run on this machine")
     schemes.add_argument("--model", metavar="MODEL", help="folder, hub id or embedded name; only its config is read")
     schemes.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="compute dtype")
-    schemes.add_argument("--kernel", choices=KERNELS, default="auto", help="the learner's kernel family")
     schemes.add_argument("-v", "--verbose", action="store_true", help="kernels, and vLLM's reasons in full")
     schemes.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as JSON too")
     schemes.set_defaults(run=_schemes)
@@ -67,20 +63,20 @@ def add_schemes(commands: Any) -> None:
 def _schemes(known: argparse.Namespace, console: Console) -> int:
     quiet_libraries()
     with phases_shown_on(Console(stderr=True)):
-        rows = scheme_rows(known.model, known.dtype, known.kernel)
+        rows = scheme_rows(known.model, known.dtype)
     _show(console, rows, known.model, known.verbose)
     write_json(known.json, [dataclasses.asdict(row) for row in rows])
     return 0
 
 
-def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[SchemeRow]:
+def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
     """A row per scheme.
 
     model: folder, hub id or embedded name, of which only config.json is read; None: a layer of `REFERENCE_SHAPE`.
-    dtype: compute dtype, a key of COMPUTE_DTYPES. kernel: the learner's kernel family.
+    dtype: compute dtype, a key of COMPUTE_DTYPES.
     Raises `ModelError` for a model whose configuration cannot be read.
     """
-    question = {"model": model, "config": _config_digest(model), "dtype": dtype, "kernel": kernel}
+    question = {"model": model, "config": _config_digest(model), "dtype": dtype}
     kept = read_answer("schemes", question)
     if kept:
         return [SchemeRow(**row) for row in kept]
@@ -89,7 +85,7 @@ def scheme_rows(model: str | None, dtype: str, kernel: str = "auto") -> list[Sch
         from qarl.quant.schemes import SCHEMES
 
         empty = None if model is None else empty_model(_architecture(model))
-        rows = [_row(scheme, empty, dtype, kernel) for scheme in SCHEMES.values()]
+        rows = [_row(scheme, empty, dtype) for scheme in SCHEMES.values()]
     keep_answer("schemes", question, [dataclasses.asdict(row) for row in rows])
     return rows
 
@@ -101,30 +97,27 @@ def _config_digest(model: str | None) -> str:
 
 
 def _show(console: Console, rows: list[SchemeRow], model: str | None, verbose: bool = False) -> None:
-    """The table: what a scheme stores and in how many bytes, whether learner and engine run it here, and in short why
-    not. verbose: the kernels and, below, the reasons in full."""
+    """The table: what a scheme stores and in how many bytes, whether it runs here, and in short why not. verbose: the
+    kernels and, below, the reasons in full."""
     shapes = f"the layers of {model}" if model else "a layer of {}×{}".format(*REFERENCE_SHAPE)
     size = ("checkpoint",) if model else ()
-    users = ("learner's kernel", "engine's kernel") if verbose else ("learner", "engine")
-    last = () if verbose else ("why not",)
+    runs = ("kernel",) if verbose else ("runs", "why not")
     table = PlainTable(
-        "scheme", "weights", "activations", "bytes/param", *size, *users, *last, figures=("bytes/param", "checkpoint"),
+        "scheme", "weights", "activations", "bytes/param", *size, *runs, figures=("bytes/param", "checkpoint"),
         title=f"bytes per parameter: {shapes}, scales included", caption="" if verbose else _HINT,
     )  # fmt: skip
     for row in rows:
         per = "-" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.4f}"
         total = ["-" if row.checkpoint_bytes is None else _size(row.checkpoint_bytes)] if model else []
-        kernels = (row.learner_kernel, row.engine_kernel)
-        runs = [kernel or "-" for kernel in kernels] if verbose else ["yes" if kernel else "no" for kernel in kernels]
-        why_not = [] if verbose else [_short_reason(row)]
-        table.add_row(row.name, row.weights, row.activations, per, *total, *runs, *why_not)
+        runs = (row.kernel or "-",) if verbose else ("yes" if row.kernel else "no", _short_reason(row))
+        table.add_row(row.name, row.weights, row.activations, per, *total, *runs)
     table.show(console)
     if verbose:
         for reason, names in _reasons(rows).items():
             say(console, f"{', '.join(names)}: {reason}")
 
 
-_HINT = "learner, engine: whether it runs on this machine; kernels and reasons in full with -v"
+_HINT = "runs: whether on this machine, in learner and engine; kernels and reasons in full with -v"
 
 _SHORT = 60
 """Characters of a reason that the table shows."""
@@ -133,7 +126,7 @@ _SHORT = 60
 def _short_reason(row: SchemeRow) -> str:
     """Why a scheme cannot run here, in a few words; "" where it can. What is known beyond vLLM's own words stands after
     them in brackets ("vLLM has it for …") and is the shorter."""
-    reason = row.shape_reason or row.engine_reason or row.learner_reason
+    reason = row.shape_reason or row.reason
     known = re.search(r"\((vLLM has [^()]*)\)$", reason)
     words = known[1] if known else re.split(r"[;:.] ", reason)[0]
     return textwrap.shorten(words, _SHORT, placeholder=" …")
@@ -143,13 +136,7 @@ def _reasons(rows: list[SchemeRow]) -> dict[str, list[str]]:
     """What keeps a scheme from running here → names of the schemes it keeps."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
-        reasons = [row.shape_reason]
-        if row.learner_reason == row.engine_reason:
-            reasons.append(row.engine_reason and f"neither learner nor engine here: {row.engine_reason}")
-        else:
-            reasons.append(row.learner_reason and f"not in the learner here: {row.learner_reason}")
-            reasons.append(row.engine_reason and f"not in the engine here: {row.engine_reason}")
-        for reason in filter(None, reasons):
+        for reason in filter(None, (row.shape_reason, row.reason and f"not here: {row.reason}")):
             by_reason.setdefault(reason, []).append(row.name)
     return by_reason
 
@@ -165,13 +152,13 @@ def _architecture(name: str) -> Any:
     return recipe_config(RECIPES[name]) if name in tiny_names() else load_config(name)
 
 
-def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str, kernel: str) -> SchemeRow:
+def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str) -> SchemeRow:
     from qarl.quant.checkpoint.shapes import expert_modules
     from qarl.quant.kernels.supported import kept_support
     from qarl.quant.schemes import COMPUTE_DTYPES, describe_activations, describe_weights
 
     experts = model is not None and bool(expert_modules(model))
-    learner, engine = (kept_support(scheme.name, COMPUTE_DTYPES[dtype], family, experts) for family in (kernel, "vllm"))
+    support = kept_support(scheme.name, COMPUTE_DTYPES[dtype], experts)
     per_parameter, total, reason = None, None, ""
     try:
         per_parameter, total = checkpoint_bytes(scheme, model, COMPUTE_DTYPES[dtype].itemsize)
@@ -185,10 +172,8 @@ def _row(scheme: "Scheme", model: "PreTrainedModel | None", dtype: str, kernel: 
         bytes_per_parameter=per_parameter,
         checkpoint_bytes=total,
         shape_reason=reason,
-        learner_kernel=learner.kernel,
-        learner_reason=learner.reason,
-        engine_kernel=engine.kernel,
-        engine_reason=engine.reason,
+        kernel=support.kernel,
+        reason=support.reason,
     )
 
 

@@ -56,11 +56,11 @@ def model_folder(name: str) -> Path:
 
 def require_schemes(config: RunConfig) -> None:
     """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
-    and for a scheme that engine or learner cannot run on this machine; `LoraError` for adapters that do not fit the
-    model. Only the model's config.json is read."""
+    and for a scheme that cannot run on this machine; `LoraError` for adapters that do not fit the model. Only the
+    model's config.json is read."""
     enable_batch_invariance(config)
-    dtype, kernel = COMPUTE_DTYPES[config.dtype], config.learner.kernel
-    require_support(get_scheme(config.scheme), dtype, kernel)  # before the model is looked for
+    dtype = COMPUTE_DTYPES[config.dtype]
+    require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model))
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     check_scale_rule(config.quantization.scale, plan)
@@ -74,7 +74,7 @@ def require_schemes(config: RunConfig) -> None:
         )
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
-        require_support(get_scheme(name), dtype, kernel, of_experts)
+        require_support(get_scheme(name), dtype, of_experts)
 
 
 def check_processes(config: RunConfig, count: int) -> None:

@@ -1,7 +1,7 @@
 """Which schemes can run on this machine, and why not: asked of the kernels themselves.
 
-A small layer is materialized, built by the kernel family in question and multiplied once. For the engine that family is
-vLLM's, so the answer, and the words of a refusal, are vLLM's own.
+A small layer is materialized, built by vLLM and multiplied once, so the answer, and the words of a refusal, are vLLM's
+own. They are the engine's; the learner's kernels are the same, or the reference, which runs everything.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
-_LAYER, _EXPERTS = "a small layer", "small.experts"
+_EXPERTS = "small.experts"
 _SHAPE = (256, 256)
 _TOKENS = 4
 _LONGEST_REASON = 500
@@ -49,11 +49,11 @@ class Support:
 
 
 @functools.cache
-def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False) -> Support:
-    """Whether `family` ("vllm" is the engine's; else a learner's, see `KERNELS`) runs the named scheme in `dtype`.
+def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
+    """Whether the engine runs the named scheme in `dtype`.
 
-    experts: ask for routed experts instead of a linear layer. Imports vLLM for "vllm" and "auto", which takes seconds.
-    Leaves torch's random state alone.
+    experts: ask for routed experts instead of a linear layer. Imports vLLM, which takes seconds. Leaves torch's random
+    state alone.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = get_scheme(scheme)
@@ -62,9 +62,9 @@ def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            kernel, y = (_multiply_experts if experts else _multiply)(x, resolved, family)
+            kernel, y = (_multiply_experts if experts else _multiply)(x, resolved)
     except KernelError as error:
-        return Support("", str(error).removeprefix(f"layer {_EXPERTS if experts else _LAYER!r}: "))
+        return Support("", str(error))
     except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:  # what vLLM refuses with
         return Support("", _in_words(resolved, error))
     except Exception as error:  # what nobody foresaw: one scheme's reason, never the end of the question
@@ -75,27 +75,27 @@ def support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False)
     return Support("" if reason else kernel, reason)
 
 
-def kept_support(scheme: str, dtype: torch.dtype, family: str, experts: bool = False) -> Support:
+def kept_support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     """`support`, remembered on disk: asked again only where machine or software changed."""
-    question = {"scheme": scheme, "dtype": str(dtype), "family": family, "experts": experts}
+    question = {"scheme": scheme, "dtype": str(dtype), "experts": experts}
     if batch_invariant():
         question["mode"] = BATCH_INVARIANT
     kept = read_answer("support", question)
     if isinstance(kept, dict) and kept.keys() == {"kernel", "reason"}:
         return Support(**kept)
-    result = support(scheme, dtype, family, experts)
+    result = support(scheme, dtype, experts)
     keep_answer("support", question, dataclasses.asdict(result))
     return result
 
 
-def _multiply(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
+def _multiply(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tensor]:
     """The kernel's name and its product of x with a small layer."""
     weight = materialize(_master(_SHAPE, x.device), scheme, x.dtype)
-    product = make_factory(family, x.dtype).linear(_LAYER, [weight], [None])
+    product = make_factory("vllm", x.dtype).linear("a small layer", [weight], [None])
     return product.name, product(x)
 
 
-def _multiply_experts(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str, torch.Tensor]:
+def _multiply_experts(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tensor]:
     """As `_multiply`, of two small experts that see every token."""
     count, columns = 2, _SHAPE[1]
     shape = ExpertsShape(
@@ -103,7 +103,7 @@ def _multiply_experts(x: torch.Tensor, scheme: Scheme, family: str) -> tuple[str
     )
     gate_up = _master((count, 2 * columns, columns), x.device)
     weights = materialize_experts(gate_up, _master((count, columns, columns), x.device), scheme, x.dtype, _EXPERTS)
-    product = make_factory(family, x.dtype).experts(_EXPERTS, shape, weights)
+    product = make_factory("vllm", x.dtype).experts(_EXPERTS, shape, weights)
     index = torch.arange(count, device=x.device).expand(len(x), count)
     return product.name, product(x, torch.full(index.shape, 0.5, device=x.device), index)
 
@@ -113,22 +113,21 @@ def _master(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.linspace(-1.0, 1.0, math.prod(shape), device=device).sin().view(shape) / math.sqrt(shape[-1])
 
 
-def require_support(scheme: Scheme, dtype: torch.dtype, family: str, experts: bool = False) -> None:
-    """Raise `SchemeError` where the engine, or the learner's kernel family, cannot run `scheme` on this machine.
+def require_support(scheme: Scheme, dtype: torch.dtype, experts: bool = False) -> None:
+    """Raise `SchemeError` where the engine cannot run `scheme` on this machine.
 
     experts: for routed experts, which need kernels of their own.
     """
     if scheme.quantization is None:
         return
-    for user, kernels in (("engine", "vllm"), ("learner", family)):
-        reason = kept_support(scheme.name, dtype, kernels, experts).reason
-        if reason:
-            able = [n for n in SCHEMES if not any(kept_support(n, dtype, f, experts).reason for f in ("vllm", family))]
-            of = " for a mixture of experts" if experts else ""
-            others = f"schemes that can: {', '.join(map(repr, able))}" if able else "no scheme can"
-            raise SchemeError(
-                f"scheme {scheme.name!r} cannot run in the {user} on this machine{of} ({dtype}): {reason}; {others}"
-            )
+    reason = kept_support(scheme.name, dtype, experts).reason
+    if reason:
+        able = [name for name in SCHEMES if not kept_support(name, dtype, experts).reason]
+        of = " for a mixture of experts" if experts else ""
+        others = f"schemes that can: {', '.join(map(repr, able))}" if able else "no scheme can"
+        raise SchemeError(
+            f"scheme {scheme.name!r} cannot run in the engine on this machine{of} ({dtype}): {reason}; {others}"
+        )
 
 
 def _in_words(scheme: Scheme, error: Exception) -> str:

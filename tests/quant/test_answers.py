@@ -71,12 +71,12 @@ def test_kernels_are_asked_once_a_machine(cache: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(supported, "support", ask)
     for _ in range(2):
-        assert kept_support("w4a16", torch.bfloat16, "reference") == Support("", "no")
+        assert kept_support("w4a16", torch.bfloat16) == Support("", "no")
     assert asked == ["w4a16"]
     for file in (cache / "answers").iterdir():
         kept = json.loads(file.read_text())
         file.write_text(json.dumps({**kept, "answer": {"kernel": 1}}))
-    kept_support("w4a16", torch.bfloat16, "reference")
+    kept_support("w4a16", torch.bfloat16)
     assert asked == ["w4a16"] * 2, "an answer of another shape is none"
 
 
@@ -85,10 +85,10 @@ def test_the_second_list_of_schemes_imports_neither_torch_nor_vllm(
 ):
     """The second process inherits this one's environment, which vLLM changed: so it counts here as it is at the end."""
     monkeypatch.setattr(answers, "surroundings", answers.surroundings.__wrapped__)
-    assert main(["schemes", "--kernel", "reference"]) == 0
+    assert main(["schemes"]) == 0
     first = capsys.readouterr().out
     code = (
-        "import sys; from qarl.cli.main import main; status = main(['schemes', '--kernel', 'reference']); "
+        "import sys; from qarl.cli.main import main; status = main(['schemes']); "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules); sys.exit(status)"
     )
     second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -111,7 +111,7 @@ def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pyte
         raise error
 
     monkeypatch.setattr(supported, "make_factory", fails)
-    found = support.__wrapped__("w4a16", torch.bfloat16, "vllm", False)
+    found = support.__wrapped__("w4a16", torch.bfloat16)
     assert found.kernel == "" and found.reason.startswith(type(error).__name__) and str(error) in found.reason
 
 

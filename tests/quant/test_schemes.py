@@ -14,9 +14,9 @@ from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RunConfig
-from qarl.quant.kernels import KERNELS, make_factory
+from qarl.quant.kernels import make_factory
 from qarl.quant.kernels import supported as support_module
-from qarl.quant.kernels.supported import Support, require_support, support
+from qarl.quant.kernels.supported import require_support, support
 from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.materialize import materialize
@@ -37,7 +37,7 @@ def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
     layers do. Float16's largest number is near: the small layer that is asked with must not overflow it."""
     runs = scheme in VLLM_CPU_KERNELS and not (dtype == torch.float32 and "w4a16" in scheme)
     for experts in (False, True):
-        found = support(scheme, dtype, "vllm", experts)
+        found = support(scheme, dtype, experts)
         assert (found.reason == "") == bool(found.kernel) == runs, found
         if runs and experts:
             own = "CPUUnquantizedExperts" if scheme == "bf16" else VLLM_CPU_KERNELS[scheme]
@@ -48,17 +48,12 @@ def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
             assert "\n" not in found.reason and len(found.reason) > 30
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_reference_runs_every_scheme(scheme: str):
-    assert support(scheme, torch.bfloat16, "reference") == Support("dequantized", "")
-
-
 def test_asking_leaves_the_random_state_alone():
     """A resumed run must not depend on whether its schemes were asked about."""
     support.cache_clear()
     before = torch.get_rng_state()
-    for kernel in KERNELS:
-        support("w4a16", torch.bfloat16, kernel)
+    for experts in (False, True):
+        support("w4a16", torch.bfloat16, experts)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -68,8 +63,8 @@ def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_c
     with pytest.raises(
         SchemeError, match=rf"'fp8-block' cannot run in the engine .*{fault}.*that can: 'bf16', 'w4a16'"
     ):
-        require_support(get_scheme("fp8-block"), torch.bfloat16, "reference")
-    require_support(get_scheme("w4a8"), torch.bfloat16, "auto")
+        require_support(get_scheme("fp8-block"), torch.bfloat16)
+    require_support(get_scheme("w4a8"), torch.bfloat16)
 
 
 @no_cuda
@@ -133,7 +128,7 @@ def test_checkpoint_sizes_are_those_of_the_files(scheme: str, tmp_path: Path):
     low_bit = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
     export_checkpoint(low_bit, tmp_path / "model", tmp_path / "export")
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "export" / "model.safetensors").values())
-    row = next(r for r in scheme_rows(str(tmp_path / "model"), "bfloat16", "reference") if r.name == scheme)
+    row = next(r for r in scheme_rows(str(tmp_path / "model"), "bfloat16") if r.name == scheme)
     assert row.checkpoint_bytes == held
     assert row.shape_reason == ""
 
@@ -142,18 +137,16 @@ def test_the_command_prints_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "80")
-    assert (
-        main(["schemes", "--model", "tiny-qwen3", "--kernel", "reference", "--json", str(tmp_path / "rows.json")]) == 0
-    )
+    assert main(["schemes", "--model", "tiny-qwen3", "--json", str(tmp_path / "rows.json")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == list(SCHEMES)
     assert rows["bf16"]["bytes_per_parameter"] == 2.0
     assert "64 output rows" in rows["fp8-block"]["shape_reason"] and rows["fp8-block"]["checkpoint_bytes"] is None
-    assert rows["nvfp4"]["learner_kernel"] == "dequantized" and rows["nvfp4"]["engine_kernel"] == ""
+    assert rows["nvfp4"]["kernel"] == "" and "NVIDIA" in rows["nvfp4"]["reason"]
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line for line in printed.splitlines()}
     assert "bytes/param" in lines["scheme"]
-    assert lines["w4a16-g32"].split()[-2:] == ["yes", "yes"], "the learner by the reference, the engine by vLLM"
+    assert lines["w4a16-g32"].split()[-1] == "yes"
     assert "  no  " in lines["nvfp4"] and "vLLM has it for NVIDIA GPUs alone" in lines["nvfp4"]
     assert max(map(len, lines.values())) < 200, "a line a scheme, no longer than that"
 

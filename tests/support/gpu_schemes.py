@@ -23,7 +23,7 @@ def need(scheme: str, experts: bool = False) -> None:
     """Skip with the reason where vLLM cannot run a scheme on this machine; fail where it is known to."""
     if not find_spec("vllm"):
         pytest.skip("vllm is not installed")
-    reason = support(scheme, DTYPE, "vllm", experts).reason
+    reason = support(scheme, DTYPE, experts).reason
     known = scheme in RUNS.get(torch.cuda.get_device_capability(), ()) and (not experts or scheme in RUNS_EXPERTS)
     if reason and known:
         pytest.fail(f"vLLM has kernels for {scheme!r} on GPUs of this capability: {reason}")

@@ -53,7 +53,7 @@ def measure(options: Options, say: Callable[[str], None]) -> Figures:
     if options.prompts % options.updates:
         raise ConfigError(f"--updates {options.updates} does not divide the {options.prompts} prompts of --prompts")
     for name in options.schemes:  # before a model is looked for or made
-        require_support(get_scheme(name), COMPUTE_DTYPES[options.dtype], options.kernel)
+        require_support(get_scheme(name), COMPUTE_DTYPES[options.dtype])
     with _folder(options) as folder:
         skeleton = model_skeleton(folder)
         shapes = shapes_of(skeleton.config.to_dict(), options.model)
@@ -95,13 +95,12 @@ def runnable(skeleton: Any, options: Options) -> tuple[list[str], dict[str, str]
     skipped = {}
     for name in names:
         try:
-            require_support(get_scheme(name), dtype, options.kernel, experts)
+            require_support(get_scheme(name), dtype, experts)
             plan_layers(skeleton, get_scheme(name))
         except SchemeError as error:
             if options.schemes:
                 raise
-            reasons = (kept_support(name, dtype, family, experts).reason for family in ("vllm", options.kernel))
-            skipped[name] = next(filter(None, reasons), str(error))
+            skipped[name] = kept_support(name, dtype, experts).reason or str(error)
     return ["bf16", *dict.fromkeys(name for name in names if name not in skipped)], skipped
 
 
