@@ -25,7 +25,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.gpu_schemes import RUNS_EXPERTS, need
 from tests.support.kernels import needs_cuda
-from tests.support.tensors import relative_error
+from tests.support.tensors import relative_error, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,11 +43,8 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
 def test_codes_are_those_of_the_cpu(scheme: str, master: torch.dtype):
     weight = values(256, 512).to(master)
-    on_cpu = dict(materialize(weight, get_scheme(scheme), DTYPE).tensors())
-    on_gpu = dict(materialize(weight.cuda(), get_scheme(scheme), DTYPE).tensors())
-    assert on_cpu.keys() == on_gpu.keys()
-    for name, tensor in on_cpu.items():
-        assert torch.equal(tensor.view(torch.uint8), on_gpu[name].cpu().contiguous().view(torch.uint8)), name
+    on_cpu, on_gpu = (materialize(w, get_scheme(scheme), DTYPE) for w in (weight, weight.cuda()))
+    assert same_bits(on_cpu.tensors(), ((name, tensor.cpu()) for name, tensor in on_gpu.tensors()))
 
 
 def products_agree(scheme: str, tokens: int, rows: int, columns: int) -> None:

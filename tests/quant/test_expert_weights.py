@@ -6,18 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl.quant.checkpoint.families import ExpertLayout
-from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
+from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.library import library
 from tests.support.profiles import examples
-from tests.support.tensors import as_bytes
+from tests.support.tensors import heavy, same_bits
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def heavy(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    normal = torch.randn(shape, generator=generator)
-    return normal * torch.randn(shape, generator=generator).exp() * 0.05
+def masters(experts: int, inner: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [E, 2I, H] and [E, H, I]."""
+    gate_up = heavy(experts, 2 * inner, hidden, seed=seed, rows=False) * 0.05
+    return gate_up, heavy(experts, hidden, inner, seed=seed + 2, rows=False) * 0.05
 
 
 @st.composite
@@ -25,10 +26,9 @@ def stacks(draw: st.DrawFn, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Masters [E, 2I, H] and [E, H, I]: experts of different magnitudes, one of zeros, in fp32 or bf16."""
     step = max(get_scheme(scheme).group_size or 8, 8)
     experts, inner, hidden = draw(st.integers(1, 6)), step * draw(st.integers(1, 2)), step * draw(st.integers(1, 2))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    size = 10.0 ** torch.randint(-2, 3, (experts, 1, 1), generator=generator)
-    gate_up = heavy(experts, 2 * inner, hidden, generator=generator) * size
-    down = heavy(experts, hidden, inner, generator=generator) * size
+    seed = draw(st.integers(0, 2**32 - 1))
+    size = 10.0 ** torch.randint(-2, 3, (experts, 1, 1), generator=torch.Generator().manual_seed(seed))
+    gate_up, down = (stack * size for stack in masters(experts, inner, hidden, seed))
     if draw(st.booleans()):
         gate_up[draw(st.integers(0, experts - 1))] = 0
     dtype = draw(st.sampled_from((torch.float32, torch.bfloat16)))
@@ -63,21 +63,15 @@ def test_every_experts_tensors_are_the_librarys(scheme: str, dtype: torch.dtype,
     pass over a stack lets no expert's scale see another's weights. Magnitudes of experts differ by up to 10^4."""
     gate_up, down = data.draw(stacks(scheme))
     low_bit = materialize_experts(gate_up, down, get_scheme(scheme), dtype, "layer")
-    ours = dict(low_bit.tensors(ExpertLayout()))
     theirs = expected(gate_up, down, scheme, dtype)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(as_bytes(ours[name]), as_bytes(tensor)), name
+    assert same_bits(sorted(low_bit.tensors(ExpertLayout())), sorted(theirs.items()))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
     """Nothing is copied between what the forward multiplies and what is published; NVFP4, whose scale spans a matrix,
     has a buffer an expert."""
-    generator = torch.Generator().manual_seed(0)
-    gate_up, down = heavy(3, 256, 128, generator=generator), heavy(3, 128, 128, generator=generator)
-    low_bit = materialize_experts(gate_up, down, get_scheme(scheme), torch.bfloat16, "layer")
+    low_bit = materialize_experts(*masters(3, 128, 128, seed=0), get_scheme(scheme), torch.bfloat16, "layer")
     single = not get_scheme(scheme).fuses_scales
     for part in ("gate_up", "down"):
         weights = [getattr(expert, part) for expert in low_bit.experts]
@@ -95,17 +89,15 @@ def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
 def test_one_bad_weight_among_all_experts_is_refused(scheme: str):
-    generator = torch.Generator().manual_seed(2)
-    gate_up, down = heavy(3, 256, 128, generator=generator), heavy(3, 128, 128, generator=generator)
+    gate_up, down = masters(3, 128, 128, seed=2)
     down[2, 100, 50] = float("nan")
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts': a master weight holds NaN"):
         materialize_experts(gate_up, down, get_scheme(scheme), torch.bfloat16, "model.layers.0.mlp.experts")
 
 
 def test_mixtrals_words():
-    generator = torch.Generator().manual_seed(3)
-    gate_up, down = heavy(2, 256, 128, generator=generator), heavy(2, 128, 128, generator=generator)
-    low_bit: LowBitExperts = materialize_experts(gate_up, down, get_scheme("bf16"), torch.bfloat16, "layer")
+    gate_up, down = masters(2, 128, 128, seed=3)
+    low_bit = materialize_experts(gate_up, down, get_scheme("bf16"), torch.bfloat16, "layer")
     found = dict(low_bit.tensors(ExpertLayout("w1", "w3", "w2")))
     assert list(found) == [f"{e}.{w}.weight" for e in range(2) for w in ("w1", "w3", "w2")]
     assert torch.equal(found["1.w1.weight"], gate_up[1, :128].bfloat16())

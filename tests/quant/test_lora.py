@@ -32,7 +32,7 @@ from tests.support.layers import (
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of, random_model
 from tests.support.models import same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
-from tests.support.tensors import heavy, normal, relative_error
+from tests.support.tensors import heavy, normal, relative_error, same_bits
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 
@@ -107,8 +107,7 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     fuse_scales([LinearStack("mlp.gate_up_proj", [full_partner, full])])
     full.refresh()
     assert linear.low_bit is not None and full.low_bit is not None
-    for (name, ours), (_, theirs) in zip(linear.low_bit.tensors(), full.low_bit.tensors(), strict=True):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+    assert same_bits(linear.low_bit.tensors(), full.low_bit.tensors())
     assert torch.equal(linear(x), full(x)) and not torch.equal(linear(x), base)
     assert torch.equal(linear.weight_used(), full.weight_used())
 
@@ -216,12 +215,8 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
             continue
         assert linear.adapter is not None and linear.adapter.lora_B.any() and linear.low_bit is not None
         fused = tuple(other.merged()[0] for other in linear.fused)
-        for (key, ours), (_, theirs) in zip(
-            linear.low_bit.tensors(),
-            materialize(linear.merged()[0], linear.scheme, torch.bfloat16, name, fused).tensors(),
-            strict=True,
-        ):
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), (name, key)
+        expected = materialize(linear.merged()[0], linear.scheme, torch.bfloat16, name, fused)
+        assert same_bits(linear.low_bit.tensors(), expected.tensors()), name
 
 
 def test_checkpointed_layers_give_adapters_the_same_gradients():

@@ -1,5 +1,7 @@
 """Random tensors, and how two tensors are compared."""
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -16,6 +18,14 @@ def heavy(*shape: int, seed: int, rows: bool = True) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8, the last dimension as many times longer: equal bytes are equal bits, NaN and signs of zero included."""
     return torch.atleast_1d(tensor.contiguous()).view(torch.uint8)
+
+
+def same_bits(ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]) -> bool:
+    """Whether the same names stand in the same order, each with one dtype, shape and bits."""
+    return all(
+        a == b and x.dtype == y.dtype and x.shape == y.shape and torch.equal(as_bytes(x), as_bytes(y))
+        for (a, x), (b, y) in zip(ours, theirs, strict=True)
+    )
 
 
 def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
