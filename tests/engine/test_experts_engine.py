@@ -16,7 +16,7 @@ from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.publisher import Publisher, PublishError
-from tests.support.engines import SEQUENCES, disturb, make_model, stage, start_engine
+from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, stage, start_engine
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
 from tests.support.tensors import as_bytes, heavy
@@ -107,11 +107,8 @@ def publish_and_compare(
         after = take_beside_the_model(model, engine, publishes + 1)
     finally:
         engine.close()
-    fresh = start_engine(model, folder, tmp_path / "fresh", dtype)
-    reloaded = fresh.logprobs(SEQUENCES)
-    fresh.close()
     assert after != before
-    assert after == reloaded
+    assert after == answers_when_fresh(model, folder, tmp_path / "fresh", dtype)
 
 
 def take_beside_the_model(model: LowBitModel, engine: VllmEngine, version: int) -> list[list[float]]:

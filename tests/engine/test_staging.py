@@ -16,7 +16,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.engine import VllmEngine
-from tests.support.engines import SEQUENCES, make_model, stage, start_engine
+from tests.support.engines import SEQUENCES, answers_when_fresh, make_model, stage, start_engine
 from tests.support.profiles import thorough
 
 PARTS = ("layers.1.self_attn.k_proj", "layernorm", "embed_tokens", "layers.0.mlp.down_proj", "")
@@ -92,9 +92,7 @@ def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
     assert made == [1, 4, 1 + tied, 1, 2 * (4 + 4) + 2 + 1]
     folder = Path(str(model.config.name_or_path))
     engine.close()
-    fresh = start_engine(model, folder, tmp_path / "fresh")
-    assert fresh.logprobs(SEQUENCES) == answers
-    fresh.close()
+    assert answers_when_fresh(model, folder, tmp_path / "fresh") == answers
 
 
 def test_a_head_whose_weight_a_kernel_keeps_is_tied_to_none():

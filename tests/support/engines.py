@@ -41,6 +41,16 @@ def start_engine(
     return VllmEngine(checkpoint, VllmOptions(rollout, dtype))
 
 
+def answers_when_fresh(
+    model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16"
+) -> list[list[float]]:
+    """Of `SEQUENCES`, by an engine that is started as `start_engine` does, and closed."""
+    engine = start_engine(model, folder, checkpoint, dtype)
+    answers = engine.logprobs(SEQUENCES)
+    engine.close()
+    return answers
+
+
 def stage(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], changed: Collection[str]) -> Any:
     """`rollout.vllm.staging.stage` in the engine's worker."""
     from qarl.rollout.vllm import staging
