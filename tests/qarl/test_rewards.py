@@ -3,6 +3,8 @@
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,44 +127,29 @@ def test_several_rewards_with_weights(questions: Path):
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("make", "code", "said"),
     [
-        ("def f(text, completions):\n    return 1.0", "are of 2 kinds of reward at once"),
-        ("f = 3", "has no function 'f'"),
-        ("import sys\nsys.exit(4)", r"sys\.exit\(4\) \(.*mine\.py, line 2, in <module>\)"),
-        ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
+        (here, "def f(text, completions):\n    return 1.0", "are of 2 kinds of reward at once"),
+        (here, "f = 3", "has no function 'f'"),
+        (here, "import sys\nsys.exit(4)", r"sys\.exit\(4\) \(.*mine\.py, line 2, in <module>\)"),
+        (here, "1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
+        (own, "1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
+        (own, "import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
+        (
+            own,
+            "import os\nos.kill(os.getpid(), 9)",
+            r"importing it ended its process \(signal 9\)",
+        ),
+        (partial(own, spec="exakt"), "", "did you mean 'exact'"),
+        (partial(own, spec="no/such/file.py:f"), "", "there is no file 'no/such/file.py'"),
+        (partial(own, spec="qarl.tasks:nothing"), "", "'qarl.tasks' has no function 'nothing'"),
+        (partial(own, spec="mine.py:f=much"), "", "the weight 'much' must be a number, as in mine.py:reward=0.5"),
     ],
 )
-def test_functions_that_cannot_be_used_are_refused(code: str, said: str, questions: Path):
+def test_what_is_no_reward_is_refused(make: Callable[[Path, str], Task], code: str, said: str, questions: Path):
+    """In this process and in another one, in the same words."""
     with pytest.raises(TaskError, match=said):
-        here(questions, code)
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
-        ("import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", r"importing it ended its process \(signal 9\)"),
-    ],
-)
-def test_another_process_refuses_in_the_same_words(code: str, said: str, questions: Path):
-    with pytest.raises(TaskError, match=said):
-        own(questions, code)
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("exakt", "did you mean 'exact'"),
-        ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
-        ("qarl.tasks:nothing", "'qarl.tasks' has no function 'nothing'"),
-        ("mine.py:f=much", "the weight 'much' must be a number, as in mine.py:reward=0.5"),
-    ],
-)
-def test_words_that_name_no_reward(spec: str, said: str, questions: Path):
-    with pytest.raises(TaskError, match=said):
-        own(questions, "def f(problem, text):\n    return 1.0", spec=spec)
+        make(questions, code)
 
 
 @pytest.mark.parametrize(

@@ -108,21 +108,10 @@ def judged(reward) -> float | None:
     return task.rewards([Response(Problem("id-9", "3 + 4 =", "7"), "some text")])[0]
 
 
-def raising(problem: Problem, text: str) -> float:
-    raise KeyError("oops")
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (raising, r"raised KeyError: 'oops' \(.*line \d+, in raising\)"),
-        (lambda problem, text: 1e300, r"returned 1e\+300 \(float\); .*at most 1e\+15 in magnitude"),
-        (lambda problem, text: float("inf"), "returned inf"),
-    ],
-)
-def test_a_bad_reward_names_problem_and_completion(reward, message) -> None:
-    with pytest.raises(RewardError, match=message) as caught:
-        judged(reward)
+def test_a_bad_reward_names_problem_and_completion() -> None:
+    """What else a reward may do wrong: tests/qarl/test_rewards.py and tests/qarl/test_planted_faults.py."""
+    with pytest.raises(RewardError, match=r"returned 1e\+300 \(float\); .*at most 1e\+15 in magnitude") as caught:
+        judged(lambda problem, text: 1e300)
     for part in ("chain_sum", "id-9", "3 + 4 =", "some text"):
         assert part in str(caught.value)
 
@@ -140,9 +129,3 @@ def test_a_checker_says_true_or_false() -> None:
     for outcome in (0.5, None, "yes"):
         with pytest.raises(RewardError, match=r"the checker of task 'chain_sum' returned .*; a verdict must be true"):
             dataclasses.replace(task, checker=lambda _, o=outcome: [o]).correct([response])
-
-
-def test_importing_tasks_loads_neither_torch_nor_reasoning_gym() -> None:
-    script = "import sys, qarl.tasks; print({'torch', 'vllm', 'reasoning_gym'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
