@@ -156,6 +156,7 @@ def test_objectives_bring_their_own_defaults():
     """Correction and aggregation follow the objective where they are not named, and stay where they are. Naming another
     objective than the file drops the file's options, which were for the other; so does naming another correction."""
     file = config_file("tiny-qwen3")
+    assert load_config(None, {}).learner.correction.name == "geometric"
     grpo = load_config(file, {"learner.objective.name": "grpo"}).learner
     assert grpo.objective.model_dump() == {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2}
     assert (grpo.correction.name, grpo.aggregation.name) == ("token_tis", "seq-mean-token-mean")

@@ -1,21 +1,97 @@
 """Random combinations of options train two steps, or are refused for a reason that is true.
 
 Two in every run of the suite, sixty in `make test-thorough`. What runs is killed after its first step's
-checkpoint and resumed in every third case. Blind spot: two steps show that parts fit together, not that they learn.
+checkpoint and resumed in every third case. `draw` may draw anything; `refusals` says, from the options alone, whether
+and why the command must refuse them. Blind spot: two steps show that parts fit together, not that they learn.
 """
 
 import os
+import random
 import signal
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.combinations import draw, refusals
 from tests.support.profiles import thorough
 from tests.support.runs import Run, lines, qarl
+
+OBJECTIVES = (
+    "tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip", "sapo", "cispo", "on_policy",
+    "pg_seq_is",
+)  # fmt: skip
+CORRECTIONS = ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric")
+SCHEMES = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """options: dotted name → value as on the command line. processes: None leaves the launcher out."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    processes: int | None = None
+
+    def arguments(self) -> list[str]:
+        """After `qarl train`."""
+        flags = [part for name, value in self.options.items() for part in (f"--{name}", value)]
+        return [*flags, *(["--processes", str(self.processes)] if self.processes else [])]
+
+    def __str__(self) -> str:
+        return " ".join(self.arguments())
+
+
+def draw(seed: int) -> Combination:
+    """The combination of a seed; every option is left at its default about half of the time."""
+    rng = random.Random(seed)
+
+    def maybe(options: dict[str, str], name: str, values: Any, often: float = 0.5) -> None:
+        if rng.random() < often:
+            options[name] = str(rng.choice(values))
+
+    options = {"scheme": rng.choice(SCHEMES)}
+    maybe(options, "model", ["tiny-qwen3-moe"], 0.35)
+    maybe(options, "dtype", ["float16", "float32"])
+    maybe(options, "learner.master_dtype", ["bfloat16", "float16"], 0.4)
+    maybe(options, "learner.optimizer.name", ["adamw"], 0.4)
+    if options.get("learner.master_dtype") and rng.random() < 0.5:
+        options["learner.optimizer.rounding"] = rng.choice(["nearest", "stochastic"])
+    maybe(options, "learner.objective.name", OBJECTIVES, 0.6)
+    options["learner.mini_batches"] = "1" if options.get("learner.objective.name") == "on_policy" else "2"
+    maybe(options, "learner.correction.name", CORRECTIONS)
+    maybe(options, "learner.advantage", ["dr_grpo", "rloo"], 0.3)
+    maybe(options, "learner.kl.name", ["k1", "k2", "k3"], 0.3)
+    maybe(options, "learner.lora.name", ["lora"], 0.25)
+    maybe(options, "learner.packing", ["false"], 0.3)
+    maybe(options, "learner.gradient_checkpointing", ["true"], 0.3)
+    maybe(options, "learner.aligned", ["false"], 0.2)
+    maybe(options, "learner.operators", ["transformers"], 0.2)
+    maybe(options, "learner.kernel", ["reference"], 0.2)
+    maybe(options, "layers", ["first:1=bf16", "*.down_proj=w8a8", "last:1=w4a16"], 0.3)
+    processes = 2 if rng.random() < 0.2 else None
+    if processes or rng.random() < 0.15:
+        options["learner.zero_stage"] = str(rng.choice([0, 1, 2, 3]))
+    return Combination(options, processes)
+
+
+def refusals(combination: Combination) -> list[str]:
+    """Parts of the messages with which the command may refuse it, each a reason that is true; empty where it runs."""
+    o, reasons = combination.options, []
+    master, stage = o.get("learner.master_dtype", "float32"), o.get("learner.zero_stage", "0")
+    if stage != "0" and master != "float32":
+        reasons.append("ZeRO 1-3 keep an fp32 copy")
+    if o.get("learner.lora.name") == "lora" and "learner.optimizer.rounding" in o:
+        reasons.append("LoRA steps fp32 adapters")
+    schemes = {o["scheme"], *(["w4a16"] if "=w4a16" in o.get("layers", "") else [])}
+    if o.get("dtype") == "float32" and any(s.startswith("w4a16") for s in schemes):
+        reasons.append("cannot run in the engine on this machine")
+    if "down_proj=w8a8" in o.get("layers", "") and o.get("model") == "tiny-qwen3-moe" and o["scheme"] != "w8a8":
+        reasons.append("as one, so its")  # an expert's three matrices are one module of the engine's
+    return reasons
+
 
 FEW, MANY = (0, 7), range(60)
 """Seeds; the few are one that is killed, and LoRA."""

@@ -71,20 +71,6 @@ def test_which_methods_are_for_a_scheme(scheme: str, methods: tuple[str, ...]):
                 check_request(BF16, "run", name, scheme, None)
 
 
-@pytest.mark.parametrize(
-    ("config", "arguments", "message"),
-    [
-        ({"scheme": "w4a16"}, ("rtn", "w4a16", None), "'run' was trained in scheme 'w4a16' and its export is that"),
-        ({"scheme": "bf16"}, ("gtpq", "w4a16", None), "'gtpq': known are rtn, gptq, awq, smoothquant"),
-        ({"scheme": "bf16"}, ("rtn", "w4a16", 8), "--calibration 8: method 'rtn' looks at no data"),
-    ],
-)
-def test_requests_that_are_refused(config: dict, arguments: tuple, message: str):
-    with pytest.raises(ConfigError) as caught:
-        check_request(config_from_tree(config), "run", *arguments)
-    assert message in str(caught.value)
-
-
 @given(st.integers(-3, 10_000), st.integers(1, 20_000), st.integers(1, 20_000))
 def test_calibration_is_bounded_by_its_worst_case(count: int, prompt: int, new: int):
     limits = {"max_prompt_tokens": prompt, "max_new_tokens": new}
@@ -97,18 +83,21 @@ def test_calibration_is_bounded_by_its_worst_case(count: int, prompt: int, new: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("scheme", "arguments", "message"),
     [
-        (["--scheme", "w4a16"], "--scheme goes with --ptq"),
-        (["--calibration", "4"], "--calibration goes with --ptq"),
-        (["--ptq", "rtn"], "--ptq needs --scheme"),
-        (["--ptq", "awq", "--scheme", "fp8"], "methods for 'fp8': rtn, gptq"),
-        (["--ptq", "rtn", "--scheme", "w4a16"], "holds no checkpoint yet"),
+        ("bf16", "--scheme w4a16", "--scheme goes with --ptq"),
+        ("bf16", "--calibration 4", "--calibration goes with --ptq"),
+        ("bf16", "--ptq rtn", "--ptq needs --scheme"),
+        ("bf16", "--ptq gtpq --scheme w4a16", "'gtpq': known are rtn, gptq, awq, smoothquant"),
+        ("bf16", "--ptq awq --scheme fp8", "methods for 'fp8': rtn, gptq"),
+        ("bf16", "--ptq rtn --scheme w4a16 --calibration 8", "--calibration 8: method 'rtn' looks at no data"),
+        ("bf16", "--ptq rtn --scheme w4a16", "holds no checkpoint yet"),
+        ("w4a16", "--ptq rtn --scheme w4a16", "was trained in scheme 'w4a16' and its export is that"),
     ],
 )
-def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, arguments: list[str], message: str):
-    run = RunFolder.create(BF16.model_copy(update={"output": str(tmp_path / "run")}))
-    assert main(["export", str(run.path), "-o", str(tmp_path / "out"), *arguments]) == 2
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, scheme: str, arguments: str, message: str):
+    run = RunFolder.create(config_from_tree({"scheme": scheme, "output": str(tmp_path / "run")}))
+    assert main(["export", str(run.path), "-o", str(tmp_path / "out"), *arguments.split()]) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 

@@ -1,12 +1,14 @@
-"""`qarl train` on servers equals `qarl train` alone."""
+"""`qarl train` on servers equals `qarl train` alone, also with a fault (`scripts/server_faults.py` makes more)."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.profiles import thorough
-from tests.support.runs import SMALL, lines, succeeded
+from tests.support.runs import ROOT, SMALL, environment, lines, succeeded
 
 
 @pytest.mark.slow
@@ -29,3 +31,13 @@ def test_a_run_on_two_servers_is_the_run_in_process(
     inside = lines(tmp_path / "inside")
     assert lines(tmp_path / "outside") == inside
     assert inside[-1]["weight_version"] == 4, "every step learned"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not thorough(), reason="two servers and a dozen runs are minutes; `make test-thorough` makes them")
+@pytest.mark.parametrize("fault", ["cut after", "disk full", "second learner"])
+def test_a_run_with_a_fault_is_the_run_without(fault: str):
+    """Contract: it goes on, or stops with a line and is resumed; metrics and digests are those of a run in process."""
+    command = [sys.executable, "scripts/server_faults.py", "--runs", "100", "--only", fault]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
