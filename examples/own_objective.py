@@ -4,7 +4,7 @@ qarl train --objective own --learner.objective.function examples/own_objective.p
 
     J = mean over tokens of w_t · max(A_t, 0) · log π_cur
 
-`given` holds what every objective gets, fp32 [B, T-1] each: `current` (log-probs of the policy being stepped, with
+`inputs` holds what every objective gets, fp32 [B, T-1] each: `current` (log-probs of the policy being stepped, with
 gradient), `proximal` (the older ones, for a ratio), `weight` (of the correction for the sampler's mismatch),
 `advantages`, and `response_mask` (bool). Return losses to be minimized, and where a bound was reached.
 """
@@ -14,7 +14,7 @@ import torch
 from qarl.learner.objectives import ObjectiveInput, ObjectiveResult
 
 
-def objective(given: ObjectiveInput, config) -> ObjectiveResult:
+def objective(inputs: ObjectiveInput, config) -> ObjectiveResult:
     """-w · max(A, 0) · log π of each token; nothing is clipped."""
-    loss = -given.weight * given.advantages.clamp_min(0) * given.current
-    return ObjectiveResult(loss, torch.zeros_like(given.response_mask))
+    loss = -inputs.weight * inputs.advantages.clamp_min(0) * inputs.current
+    return ObjectiveResult(loss, torch.zeros_like(inputs.response_mask))

@@ -127,7 +127,7 @@ class OwnConfig(Objective):
 
     name: Literal["own"] = Field(default="own", description=_WHAT)
     function: Text = Field(
-        description="objective 'own': file.py:function or package.module:function(given, config) "
+        description="objective 'own': file.py:function or package.module:function(inputs, config) "
         "(docs/reference/objectives.md)"
     )
 

@@ -29,7 +29,7 @@ class ObjectiveResult:
 
 
 class Objective(Protocol):
-    """A loss over tokens or sequences, weighted by `given.weight`."""
+    """A loss over tokens or sequences, weighted by `inputs.weight`."""
 
     def __call__(self, inputs: ObjectiveInput, config: Any) -> ObjectiveResult:
         """Losses to be minimized. config: the objective's own section."""

@@ -13,7 +13,7 @@ from qarl.configs.errors import ConfigError, QarlError
 from qarl.configs.functions import FunctionKind, in_words, load_function
 from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
 
-_KIND = FunctionKind("objective", "taking (given, config) and returning an ObjectiveResult", ConfigError)
+_KIND = FunctionKind("objective", "taking (inputs, config) and returning an ObjectiveResult", ConfigError)
 
 
 class ObjectiveError(QarlError):
@@ -55,5 +55,5 @@ def _fault(result: Any, inputs: ObjectiveInput) -> str:
     if result.clipped.dtype != torch.bool:
         return f"clipped of {result.clipped.dtype}; allowed is torch.bool"
     if inputs.current.requires_grad and not result.loss.requires_grad:
-        return "a loss without gradient; it must depend on given.current"
+        return "a loss without gradient; it must depend on inputs.current"
     return ""

@@ -58,20 +58,20 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
         ("1 / 0", r"raised ZeroDivisionError: division by zero \(.*mine\.py, line 4, in objective\)"),
         ("import sys; sys.exit(3)", r"raised sys\.exit\(3\) \(.*line 4"),
         (
-            "return ObjectiveResult(given.current.sum(), given.response_mask)",
+            "return ObjectiveResult(inputs.current.sum(), inputs.response_mask)",
             r"loss \(\); allowed are tensors \(2, 3\)",
         ),
-        ("return ObjectiveResult(given.current, None)", "clipped NoneType; allowed are tensors"),
-        ("return ObjectiveResult(given.current, given.current > 0)", None),
+        ("return ObjectiveResult(inputs.current, None)", "clipped NoneType; allowed are tensors"),
+        ("return ObjectiveResult(inputs.current, inputs.current > 0)", None),
         (
-            "return ObjectiveResult(given.current, given.advantages)",
+            "return ObjectiveResult(inputs.current, inputs.advantages)",
             r"clipped of torch\.float32; allowed is torch\.bool",
         ),
-        ("return ObjectiveResult(given.weight, given.response_mask)", "a loss without gradient; it must depend on"),
+        ("return ObjectiveResult(inputs.weight, inputs.response_mask)", "a loss without gradient; it must depend on"),
     ],
 )
 def test_results_are_checked(tmp_path: Path, body: str, said: str | None):
-    code = f"def objective(given, config):\n    {body}\n"
+    code = f"def objective(inputs, config):\n    {body}\n"
     if said is None:
         loss_of(code, tmp_path)
     else:
@@ -82,7 +82,7 @@ def test_results_are_checked(tmp_path: Path, body: str, said: str | None):
 def test_one_that_is_not_found_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="has no function 'objective'"):
         loss_of("", tmp_path)
-    with pytest.raises(ConfigError, match=r"must read file\.py:function.*taking \(given, config\)"):
+    with pytest.raises(ConfigError, match=r"must read file\.py:function.*taking \(inputs, config\)"):
         find_objective(load_config(None, {**OWN, "learner.objective.function": "mine"}).learner.objective)
     with pytest.raises(ConfigError, match=r"learner\.objective\.function: .* lacks 'function'"):
         load_config(None, {"learner.objective.name": "own"})
