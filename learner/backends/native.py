@@ -37,7 +37,8 @@ class Native:
     """See `learner.backends.Backend`. model: at stage 3 of parameters that `shard_masters` has cut."""
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
-        self.policy, self._processes = model, processes
+        self.policy = self._model = model
+        self._processes = processes
         self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer, processes)
         alone = processes.world == 1 and config.zero_stage is None
         model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
@@ -53,7 +54,7 @@ class Native:
 
     def step(self, diagnose: bool = False) -> Step:
         """See `Backend.step`."""
-        for master in self.policy.masters.values():
+        for master in self._model.masters.values():
             if shard_of(master) is None and master.grad is not None:
                 self._processes.total(master.grad)
         done = self.optimizer.clipped_step(diagnose)
@@ -66,7 +67,7 @@ class Native:
         generators = torch.stack(self._processes.gathered(mine["generator"]))
         stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))
         masters, steps = {}, {}
-        for number, (name, master) in enumerate(self.policy.masters.items()):
+        for number, (name, master) in enumerate(self._model.masters.items()):
             whole = master.detach() if shard_of(master) is None else whole_value(master)
             moments = self._whole_moments(name, master, mine["masters"][name]["moments"], name in stepped)
             if number % self._processes.world == self._processes.rank:
@@ -76,8 +77,8 @@ class Native:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Backend.load_state_dict`."""
         steps = {}
-        for name, master in self.policy.masters.items():
-            shard, saved = shard_of(master), state["masters"][name].to(self.policy.device)
+        for name, master in self._model.masters.items():
+            shard, saved = shard_of(master), state["masters"][name].to(self._model.device)
             with torch.no_grad():
                 master.copy_(saved if shard is None else shard.rows(saved))
             steps[name] = {"moments": self._own_moments(name, master, state["optimizer"]["masters"][name]["moments"])}

@@ -118,7 +118,7 @@ BLIND: dict[str, tuple[list[int], bool]] = {
 
 @pytest.mark.parametrize("case", BLIND)
 def test_where_it_fails(case: str):
-    """What docs/reference/metrics.md says it misses, and what it takes for an error and is none."""
+    """What docs/lab/experiments.md says it misses, and what it takes for an error and is none."""
     tokens, wrong = BLIND[case]
     assert repeated_tokens([tokens]).any() == (not wrong)
-    assert case in (ROOT / "docs/reference/metrics.md").read_text()
+    assert case in (ROOT / "docs/lab/experiments.md").read_text()
