@@ -19,6 +19,7 @@ from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
+from qarl.quant.runtime.libraries import has_vllm
 from qarl.quant.schemes import SCHEMES, Scheme, SchemeError, get_scheme
 
 _EXPERTS = "small.experts"
@@ -55,8 +56,10 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     experts: ask for routed experts instead of a linear layer. Imports vLLM, which takes seconds. Leaves torch's random
     state alone.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = get_scheme(scheme)
+    if not has_vllm():
+        return Support("", "vLLM, which samples, is not installed here: pip install 'qarl[cpu]' or 'qarl[cuda]'")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = _SHAPE[1]
     x = torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device).cos().view(_TOKENS, columns).to(dtype)
     try:

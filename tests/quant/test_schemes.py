@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
+import qarl.quant.kernels as kernels_module
 from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RunConfig
-from qarl.quant.kernels import make_factory
+from qarl.quant.kernels import KernelError, make_factory
 from qarl.quant.kernels import supported as support_module
+from qarl.quant.kernels.reference import ReferenceFactory
 from qarl.quant.kernels.supported import require_support, support
 from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
 from qarl.quant.layers.context import LayerContext
@@ -97,6 +99,15 @@ def test_kernels_that_compute_something_else_are_refused(scheme: str, kernel: st
     """vLLM falls back to weight-only kernels, and forward, without a word; the scheme's name would then be wrong."""
     reason = support_module._other_arithmetic(get_scheme(scheme), kernel)
     assert (said in reason) if said else reason == ""
+
+
+def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(monkeypatch: pytest.MonkeyPatch):
+    for module in (support_module, kernels_module):
+        monkeypatch.setattr(module, "has_vllm", lambda: False)
+    assert "not installed" in support.__wrapped__("w4a16", torch.bfloat16).reason
+    assert isinstance(make_factory("auto", torch.bfloat16), ReferenceFactory)
+    with pytest.raises(KernelError, match="use 'reference' or 'auto'"):
+        make_factory("vllm", torch.bfloat16)
 
 
 @no_cuda
