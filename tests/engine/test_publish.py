@@ -346,16 +346,20 @@ def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(
 
 
 def test_completions_do_not_depend_on_the_cache_of_older_weights(running: tuple[LowBitModel, VllmEngine]):
-    """Prefix caching reuses key/values within a weight version only, and every completion carries its version."""
+    """Contract: after a load of other weights a prompt longer than a block of the cache (128 tokens on CPUs) is read
+    anew: log-probs are the learner's, to the bit, and every completion carries its version."""
     model, engine = running
-    prompt = [Prompt("0", "", tuple(SEQUENCES[2]))]
-    sampling = Sampling(samples=4, max_new_tokens=8, seed=5)
-    first = engine.generate(prompt, sampling)[0]
+    tokens = torch.randint(16, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt, sampling = Prompt("0", "", tuple(tokens)), Sampling(samples=4, max_new_tokens=8, seed=5)
+    engine.generate([prompt], sampling)
+    disturb(model, 10)
     engine.load(model.low_bit_tensors(), 11)
-    second = engine.generate(prompt, sampling)[0]
-    assert [c.token_ids for c in first] == [c.token_ids for c in second]
-    assert [c.logprobs for c in first] == [c.logprobs for c in second]
-    assert {c.weight_version for c in second} == {11}
+    completions = engine.generate([prompt], sampling)[0]
+    assert {c.weight_version for c in completions} == {11}
+    batch = make_batch([Group(prompt, tuple(completions), (0.0,) * 4)], pad_token=0)
+    with torch.no_grad():
+        learner, _ = token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed())
+    assert measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask).equal == 1.0
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w4a16-channel", "w8a8", "w4a8", "fp8"])

@@ -37,7 +37,7 @@ def start_engine(
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
     temperature = 0.5 if processed else 1.0
-    rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, max_num_seqs=16, temperature=temperature)
+    rollout = RolloutConfig(max_prompt_tokens=160, max_new_tokens=32, max_num_seqs=16, temperature=temperature)
     return VllmEngine(checkpoint, VllmOptions(rollout, dtype))
 
 
