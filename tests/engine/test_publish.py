@@ -216,6 +216,17 @@ def test_the_canary_sees_an_engine_with_other_weights(running: tuple[LowBitModel
     assert publisher.canary(3).mean_abs < 1e-3
 
 
+def test_the_canary_stops_at_what_is_no_number(
+    running: tuple[LowBitModel, VllmEngine], monkeypatch: pytest.MonkeyPatch
+):
+    model, engine = running
+    monkeypatch.setattr(
+        engine, "logprobs_of_each", lambda sequences: [[[float("nan")] * (len(s) - 1) for s in sequences]]
+    )
+    with pytest.raises(PublishError, match="is nan nats, above the bound"):
+        Publisher(model, engine, SEQUENCES, 0.05, canary_every=1).canary(3)
+
+
 @pytest.fixture
 def shared(running: tuple[LowBitModel, VllmEngine]) -> Iterator[tuple[LowBitModel, VllmEngine, Publisher]]:
     """The running engine's layers are the learner's within the test."""

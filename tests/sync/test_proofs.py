@@ -1,0 +1,38 @@
+"""What a publish is held to, on values made here: the audit's comparison and the step-0 gate."""
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from qarl.learner.mismatch import measure_mismatch
+from qarl.quant.types import LayerReport
+from qarl.sync.audit import AuditError, audit, require_agreement
+from qarl.sync.gate import GateError, require_same_policy
+
+LAYER = LayerReport(name="a", scheme="w4a16", group_size=128, dtype="torch.bfloat16", kernel="Marlin")
+OTHER: dict[str, Any] = {"scheme": "w8a8", "group_size": 32, "dtype": "torch.float16", "kernel": "Machete"}
+
+
+def test_the_audit_compares_every_field():
+    """A kernel only where the learner claims the engine's; a layer that one side lacks is named."""
+    assert OTHER.keys() == {field.name for field in fields(LayerReport)} - {"name"}
+    require_agreement(audit([LAYER], [LAYER], same_kernels=True))
+    for field, value in OTHER.items():
+        with pytest.raises(AuditError, match=f"a: {field} .* {value!r}"):
+            require_agreement(audit([LAYER], [replace(LAYER, **{field: value})], same_kernels=True))
+    require_agreement(audit([LAYER], [replace(LAYER, kernel="Machete")], same_kernels=False))
+    for sides, who in ((([LAYER], []), "learner"), (([], [LAYER]), "engine")):
+        with pytest.raises(AuditError, match=f"a: known to the {who} only"):
+            require_agreement(audit(*sides, same_kernels=True))
+
+
+@pytest.mark.parametrize("field", ["mean_abs_log_w", "k3"])
+def test_the_gate_passes_its_bound_and_no_more(field: str):
+    equal = measure_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    require_same_policy(replace(equal, **{field: 0.5}), 0.5, 0.5)
+    for value in (0.51, math.nan, math.inf):
+        with pytest.raises(GateError, match=f"is {value:.4g}, above the bound 0.5"):
+            require_same_policy(replace(equal, **{field: value}), 0.5, 0.5)
