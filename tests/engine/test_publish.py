@@ -91,10 +91,12 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
 def test_forward_published_and_exported_are_the_same_bytes(
     random_policy: Callable[[bool], Path], tmp_path: Path, scheme: str
 ):
-    """forward = published = held in export, by bytes; the digest of the stream is that of the file read back."""
+    """forward = published = held in export, by bytes; the digest of the stream is that of the file read back. And the
+    export names no folder of this machine."""
     folder = random_policy(True)
     model = make_model(folder, scheme, kernel="reference")
     written = export_checkpoint(model, folder, tmp_path / "export")
+    assert str(folder) not in (tmp_path / "export" / "config.json").read_text()
     read = StreamDigest()
     with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as file:
         for item in model.low_bit_tensors():
