@@ -172,7 +172,8 @@ def running(
 ) -> Iterator[tuple[LowBitModel, VllmEngine]]:
     folder = random_policy(True)
     model = make_model(folder, "w4a16", "bfloat16")
-    engine = start_engine(model, folder, tmp_path_factory.mktemp("run") / "start", processed=True)
+    start = tmp_path_factory.mktemp("run") / "start"
+    engine = start_engine(model, folder, start, processed=True, prompt_tokens=160)
     yield model, engine
     engine.close()
 

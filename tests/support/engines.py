@@ -30,14 +30,21 @@ def make_model(
 
 
 def start_engine(
-    model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16", processed: bool = False
+    model: LowBitModel,
+    folder: Path,
+    checkpoint: Path,
+    dtype: str = "bfloat16",
+    processed: bool = False,
+    prompt_tokens: int = 32,
 ) -> VllmEngine:
     """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is. processed: log-probs of
-    the temperature that tokens are sampled at."""
+    the temperature that tokens are sampled at. prompt_tokens: a prompt's at most."""
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
     temperature = 0.5 if processed else 1.0
-    rollout = RolloutConfig(max_prompt_tokens=160, max_new_tokens=32, max_num_seqs=16, temperature=temperature)
+    rollout = RolloutConfig(
+        max_prompt_tokens=prompt_tokens, max_new_tokens=32, max_num_seqs=16, temperature=temperature
+    )
     return VllmEngine(checkpoint, VllmOptions(rollout, dtype))
 
 
