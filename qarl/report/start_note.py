@@ -2,7 +2,7 @@
 what its diagnostics will have drawn."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from qarl.configs.errors import ConfigError
@@ -24,7 +24,7 @@ class StartNote:
     audit: list[list[str]]
     canary: float | None
     accuracy: float | None
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[Figure]
 
 
 def write_start(folder: RunFolder, rows: list[AuditRow], published: "Publish", accuracy: float | None) -> None:
@@ -47,7 +47,7 @@ def read_start(folder: RunFolder) -> StartNote | None:
     try:
         tree: dict[str, Any] = json.loads(folder.start.read_text())
         numbers = {name: None if tree[name] is None else float(tree[name]) for name in ("canary", "accuracy")}
-        figures = [Figure(**figure) for figure in tree.get("figures", ())]
+        figures = [Figure(**figure) for figure in tree["figures"]]
         return StartNote(audit=[[str(cell) for cell in row] for row in tree["audit"]], figures=figures, **numbers)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(folder.start)!r} cannot be read ({error}); remove it to go on without") from error

@@ -33,7 +33,7 @@ def run(tmp_path: Path, random_policy, monkeypatch: pytest.MonkeyPatch) -> RunFo
     write_card(run.export)
     lines = ({"step": step, "accuracy": 0.25} if step == 2 else {"step": step} for step in (1, 2, 3))
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run.start.write_text(json.dumps({"audit": [], "canary": None, "accuracy": 0.125}))
+    run.start.write_text(json.dumps({"audit": [], "canary": None, "accuracy": 0.125, "figures": []}))
     return run
 
 
