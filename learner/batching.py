@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qarl.learner.objectives.advantages import group_advantages
-from qarl.quant.operators.packing import Packed, pack
+from qarl.quant.graph.packing import Packed, pack
 from qarl.rollout.types import Group
 
 

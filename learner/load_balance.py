@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from qarl.configs.errors import ConfigError
+from qarl.quant.graph.packing import Packed
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.operators.packing import Packed
 
 
 def load_balance_coefficient(model: LowBitModel, setting: float | None) -> float:

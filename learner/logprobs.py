@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl.configs.errors import ConfigError
+from qarl.quant.graph.packing import Packed
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.operators.packing import Packed
 from qarl.quant.runtime.cpu_blocks import row_blocks
 
 CHUNK_TOKENS = 512

@@ -55,7 +55,7 @@ def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = No
     are. Arguments as above."""
     watch = _Watch(short_name(model.context.forward_dtype))
     handles = []
-    for name, module in model.module.named_modules():
+    for name, module in model.run_modules.named_modules():
         handles.append(module.register_forward_pre_hook(watch.entered(name), with_kwargs=True))
         handles.append(module.register_forward_hook(watch.left(name)))
     try:

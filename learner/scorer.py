@@ -17,9 +17,9 @@ from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
 from qarl.learner.overflow import require_finite_logprobs
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
+from qarl.quant.graph.packing import Packed
 from qarl.quant.layers.context import Forward
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.operators.packing import Packed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.types import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:  # which imports torch; the protocol stays light
-    from qarl.quant.kernels import KernelFactory
+    from qarl.quant.kernels.engine_layers import EngineLayers
 
 
 class EngineError(QarlError):
@@ -61,7 +61,7 @@ class Engine(Protocol):
         """Take a published stream into the running engine; later completions carry `version`."""
         ...
 
-    def shared_layers(self) -> "KernelFactory | None":
+    def shared_layers(self) -> "EngineLayers | None":
         """The engine's own layers, to multiply the weight version it holds with; None where they are in another
         process."""
         ...

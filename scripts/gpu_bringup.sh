@@ -73,17 +73,16 @@ export -f tests run killed_and_resumed large
 # the environment, and which schemes run
 step environment 10 - make env DEVICE=cuda
 step schemes 5 environment "$qarl" schemes --json "$out/schemes-table.json"
-step rounding 2 environment "$python" scripts/norm_rounding.py
 # codes as the CPU's, products
 step codes 5 environment tests tests/gpu/test_gpu.py -k codes
 step products 5 codes tests tests/gpu/test_gpu.py -k products
 step compiled 5 codes tests tests/quant/test_fused.py
 # norms, rotation, gate, router, activation codes, attention against the engine's own
-step operators 5 environment tests tests/gpu/test_operators.py -k "not experts and not as_fast"
-# gradients, experts, real shapes and their times
+step operators 5 environment tests tests/gpu/test_operators.py -k "not experts"
+# gradients, experts at real shapes
 step gradients 5 products tests tests/gpu/test_gpu.py -k "gradients or experts_agree"
 step learning 5 gradients tests tests/gpu/test_learning.py
-step times 5 gradients tests tests/gpu/test_operators.py -k "experts or as_fast"
+step experts 5 gradients tests tests/gpu/test_operators.py -k experts
 # the engine after five publishes, dense and experts, without and with CUDA graphs
 step engine 6 products tests tests/gpu/test_gpu.py -k "fresh_one and dense and eager"
 step engine-experts 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and experts and eager"

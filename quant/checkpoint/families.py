@@ -1,17 +1,22 @@
-"""Model families: what checkpoints, engine and operators make of a transformers `model_type`, one row each.
+"""How checkpoints name a model's weights, by transformers' own account of its architectures.
 
-transformers 5 holds a layer's experts as two 3-D parameters, `mlp.experts.gate_up_proj` [E, 2I, H] and
-`mlp.experts.down_proj` [E, H, I]. Checkpoints and vLLM name every expert's three matrices, and some modules in other
-words. tests/quant/test_layout.py holds the names to what `save_pretrained` writes.
+transformers 5 holds a layer's experts as two 3-D parameters, `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj`
+[E, H, I]. Checkpoints and vLLM name every expert's three matrices, and some modules in other words; the conversions by
+which transformers loads and saves them say which. tests/quant/test_layout.py holds the names to what `save_pretrained`
+writes.
 
 Axes: E experts, H hidden columns, I expert columns.
 """
 
+import functools
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import SchemeError
@@ -20,7 +25,13 @@ STACKED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""vLLM's `packed_modules_mapping` of Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts."""
+"""vLLM's `packed_modules_mapping` of most decoders: what it multiplies as one, and so gives one scheme and one
+tensor-wide scale → its parts."""
+
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+"""Names of the number of experts a token goes to, in configurations."""
+
+_EACH = re.compile(r"(.*)\.experts\.\*\.(\w+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -52,67 +63,49 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class Family:
-    """One row of `FAMILIES`.
-
-    experts: the names of experts' matrices; None for a dense model. renamed: parts of other names that differ,
-    (transformers', the checkpoint's). stacked: what the engine multiplies as one, and so gives one scheme and one
-    tensor-wide scale → its parts. engine_operators: whether `quant.operators` computes its decoder as vLLM does.
-    quantizes_router: whether vLLM multiplies the router in the scheme the checkpoint says. windowed: whether
-    `config.sliding_window` alone limits attention; elsewhere `config.layer_types` says which layers it does.
-    centred_norms: whether norms' weights are kept less 1.
-    """
+    """The names of one architecture's weights. experts: of experts' matrices; None for a dense model. renamed: parts of
+    other names that differ, (transformers', the checkpoint's)."""
 
     experts: ExpertLayout | None = None
     renamed: tuple[tuple[str, str], ...] = ()
-    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: STACKED)
-    engine_operators: bool = False
-    quantizes_router: bool = True
-    windowed: bool = False
-    centred_norms: bool = False
 
     def checkpoint_name(self, name: str) -> str:
         """A module's or parameter's name as checkpoints have it."""
+        dotted = f"{name}."
         for ours, written in self.renamed:
-            name = name.replace(ours, written)
-        return name
+            dotted = dotted.replace(ours, written)
+        return dotted[:-1]
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(engine_operators=True),
-    "mistral": Family(engine_operators=True, windowed=True),
-    "qwen2": Family(engine_operators=True),
-    "qwen3": Family(engine_operators=True),
-    "gemma": Family(engine_operators=True, centred_norms=True),
-    "gemma3_text": Family(engine_operators=True, centred_norms=True),
-    "qwen3_moe": Family(ExpertLayout(), engine_operators=True, windowed=True),
-    "mixtral": Family(
-        ExpertLayout("w1", "w3", "w2"),
-        renamed=((".mlp.", ".block_sparse_moe."),),
-        engine_operators=True,
-        quantizes_router=False,
-        windowed=True,
-    ),
-    "qwen2_moe": Family(ExpertLayout()),
-    "deepseek_v2": Family(ExpertLayout()),
-    "deepseek_v3": Family(ExpertLayout()),
-    "glm4_moe": Family(ExpertLayout()),
-    "olmoe": Family(ExpertLayout()),
-    "dots1": Family(ExpertLayout()),
-    "ernie4_5_moe": Family(ExpertLayout(), renamed=((".gate.moe_statics.", ".moe_statics."),)),
-}
-
-
+@functools.cache
 def family_of(model_type: str) -> Family:
-    """The row of a model type. Those without one are taken for dense models in transformers' own names, run by
-    transformers' operators."""
-    return FAMILIES.get(model_type, Family())
+    """The names of a transformers `model_type`. Those without conversions are in transformers' own names."""
+    experts, renamed = {}, []
+    conversion: Any
+    for conversion in get_checkpoint_conversion_mapping(model_type) or ():
+        sources, targets = conversion.source_patterns, conversion.target_patterns
+        each = [_EACH.fullmatch(source) for source in sources]
+        if len(targets) == 1 and all(each):
+            experts[targets[0].rpartition(".")[2]] = [match[2] for match in each if match]
+        elif len(sources) == len(targets) == 1 and not getattr(conversion, "operations", None):
+            ours, written = (_plain(pattern) for pattern in (targets[0], sources[0]))
+            if ours and written:
+                renamed.append((ours, written))
+    layout = None
+    if experts.keys() == {"gate_up_proj", "down_proj"} and len(experts["gate_up_proj"]) == 2:
+        layout = ExpertLayout(*experts["gate_up_proj"], *experts["down_proj"])
+    return Family(layout, tuple(renamed))
 
 
-def attention_windows(config: PretrainedConfig) -> list[int | None]:
-    """Of every decoder layer, how many tokens one sees, itself the last; None where it sees all before it."""
-    everywhere = ["sliding_attention" if family_of(config.model_type).windowed else "full_attention"]
-    kinds = getattr(config, "layer_types", None) or everywhere * config.num_hidden_layers
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+def _plain(pattern: str) -> str:
+    """A part of a module's name out of a pattern, dots around it; "" for what is no plain name."""
+    name = pattern.replace("\\.", ".").removesuffix(".weight").strip(".")
+    return f".{name}." if re.fullmatch(r"[\w.]+", name) else ""
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """K, by whichever name a configuration has it."""
+    return next(int(getattr(config, name)) for name in _CHOSEN if getattr(config, name, None))
 
 
 def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -126,10 +119,10 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             continue
         known = family_of(model.config.model_type).experts is not None and three == {"gate_up_proj", "down_proj"}
         if not known or any(key not in three for key, _ in module.named_parameters()):
-            mixtures = sorted(kind for kind, family in FAMILIES.items() if family.experts)
+            beside = sorted({key for key, _ in module.named_parameters()} - three)
             raise SchemeError(
-                f"{name!r} holds fused experts {sorted(three)} of model type {model.config.model_type!r}, whose "
-                f"checkpoint layout is not known here; known are {', '.join(mixtures)} with gate_up_proj and "
-                "down_proj and no biases"
+                f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__} of 3-D weights "
+                f"{sorted(three)}{f' beside {beside}' if beside else ''}; known are mixtures of experts with "
+                "gate_up_proj and down_proj, no biases, and a checkpoint that names each expert's matrices"
             )
         yield name, module

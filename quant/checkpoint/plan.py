@@ -77,9 +77,9 @@ def make_plan(
     """Resolve rules against a model; the first rule that matches a layer decides.
 
     layers: checkpoint names of the linear layers, in the model's order. fixed: name → why no scheme can quantize it;
-    embeddings are named here only. stacked: `Family.stacked`. Raises `SchemeError` for a rule with an unknown scheme,
-    one that matches nothing or whose layers earlier rules took, one that would quantize a protected layer, and for
-    layers the engine multiplies as one that would differ.
+    embeddings are named here only. stacked: what the engine multiplies as one → its parts. Raises `SchemeError` for a
+    rule with an unknown scheme, one that matches nothing or whose layers earlier rules took, one that would quantize a
+    protected layer, and for layers the engine multiplies as one that would differ.
     """
     fixed = fixed or {}
     names = list(dict.fromkeys([*layers, *fixed]))

@@ -22,11 +22,8 @@ def plan_layers(model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRul
     Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for matrices whose shape
     their scheme cannot hold.
     """
-    _check_head(model)
     shapes = weight_shapes(model)
-    plan = make_plan(
-        scheme, rules, list(shapes), _never_quantized(model, shapes), family_of(model.config.model_type).stacked
-    )
+    plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
     _check_shapes(shapes, plan)
     return plan
 
@@ -37,7 +34,7 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     Raises `SchemeError` for fused experts of an unknown layout.
     """
     family, experts = family_of(model.config.model_type), dict(fused_experts(model))
-    routers = set(router_names(experts))
+    routers = set(router_names(model, experts))
     shapes: dict[str, tuple[int, int]] = {}
     module: Any
     for name, module in model.named_modules():
@@ -61,18 +58,23 @@ def expert_modules(model: PreTrainedModel) -> list[str]:
     return [family.checkpoint_name(name) for name, _ in fused_experts(model)]
 
 
-def router_names(experts: dict[str, nn.Module]) -> list[str]:
-    """The routers beside these fused experts, by module name."""
-    return [f"{name.rpartition('.')[0]}.gate" for name in experts]
+def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[str]:
+    """The routers beside these fused experts, by module name: what has a row of its weight for each expert."""
+    names = []
+    for name, fused in experts.items():
+        parent, _, own = name.rpartition(".")
+        count = whole_shape(fused.get_parameter("gate_up_proj"))[0]
+        for beside, module in model.get_submodule(parent).named_modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and beside.split(".")[0] != own and whole_shape(weight)[0] == count:
+                names.append(f"{parent}.{beside}")
+    return names
 
 
 def _never_quantized(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> dict[str, str]:
     """Modules with a weight matrix that no scheme can quantize → why not."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     family, reasons = family_of(model.config.model_type), {}
-    if not family.quantizes_router:
-        why = f"vLLM multiplies the router of a {model.config.model_type!r} model unquantized"
-        reasons = {family.checkpoint_name(name): why for name in router_names(dict(fused_experts(model)))}
     for name, module in model.named_modules():
         written = family.checkpoint_name(name)
         weight = getattr(module, "weight", None)
@@ -95,13 +97,3 @@ def _check_shapes(shapes: dict[str, tuple[int, int]], plan: Plan) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more layers)" if len(problems) > 1 else ""
         raise SchemeError(problems[0] + more)
-
-
-def _check_head(model: PreTrainedModel) -> None:
-    """Refuse models that change logits after the output head: `LowBitModel.logits` would miss it."""
-    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, key, None) not in (None, 1, 1.0):
-            raise SchemeError(
-                f"model config has {key} = {getattr(model.config, key)}: logits changed after the output head are "
-                "not supported; use a model without it"
-            )

@@ -4,7 +4,8 @@ Axes: N tokens, O output rows, I input columns, H hidden columns, K experts a to
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +19,23 @@ class KernelError(QarlError):
     """The requested kernel family cannot run here, or not for this scheme."""
 
     heading = "kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How queries and keys are scored. scale: of their products. window: how many tokens each sees, itself the last;
+    None: all before it. cap: scores are cap · tanh(score / cap); 0: they are not. slopes: fp32 [H], added a token of
+    distance (ALiBi), or None."""
+
+    scale: float
+    window: int | None = None
+    cap: float = 0.0
+    slopes: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are scaled products alone."""
+        return self.cap == 0 and self.slopes is None
 
 
 class LowBitMatmul(Protocol):
@@ -49,10 +67,17 @@ class ExpertsMatmul(Protocol):
 class KernelFactory(Protocol):
     """Makes the products of a model's layers from their low-bit weights."""
 
-    def linear(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> LowBitMatmul:
+    def linear(
+        self,
+        name: str,
+        weights: Sequence[LowBitWeight],
+        biases: Sequence[torch.Tensor | None],
+        like: Any = None,
+    ) -> LowBitMatmul:
         """One product of what the engine multiplies as one: of a layer, or of several with their rows one after the
         other. name: the checkpoint's of a layer, the engine's of several. weights: of each. biases: of each, compute
-        dtype [O] or None."""
+        dtype [O] or None. like: the engine's module, where it has a
+        dtype or a forward of its own."""
         ...
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from qarl.quant.kernels.base import Scoring
+
 _BLOCK = 32
 """Tokens of a page: the least the kernel takes. Its size changes no bit (tests/quant/test_attention.py)."""
 
@@ -18,16 +20,16 @@ def cpu_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
+    scoring: Scoring,
     lengths: Sequence[int],
     seen: Sequence[int],
-    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention within each of several sequences that follow one another.
 
     q: [N, H, D], k, v: [S, G, D], in a compute dtype. lengths: queries of each sequence, Σ = N, those of its last
-    tokens. seen: tokens of each, Σ = S. window: how many tokens each sees, itself the last; None: all before it.
-    Returns [N, H, D] in that dtype, rounded once.
+    tokens. seen: tokens of each, Σ = S. sinks: a score a head [H] of what no token is, or None. Returns
+    [N, H, D] in that dtype, rounded once.
     """
     from vllm import _custom_ops as ops
 
@@ -51,7 +53,7 @@ def cpu_attention(
         dtype=q.dtype,
         query_start_loc=start,
         causal=True,
-        sliding_window_size=window or -1,
+        sliding_window_size=scoring.window or -1,
         isa=isa,
         enable_kv_split=False,
     )
@@ -63,23 +65,16 @@ def cpu_attention(
         output=output,
         query_start_loc=start,
         seq_lens=length,
-        scale=scale,
+        scale=scoring.scale,
         causal=True,
-        alibi_slopes=None,
-        sliding_window=window or -1,
+        alibi_slopes=scoring.slopes,
+        sliding_window=scoring.window or -1,
         block_table=first[:, None] + torch.arange(int(pages.max()), dtype=torch.int32),
-        softcap=0,
+        softcap=scoring.cap,
         scheduler_metadata=plan,
-        s_aux=None,
+        s_aux=sinks,
     )
     return output
-
-
-def takes_heads_of(size: int) -> bool:
-    """Whether the kernel is there for heads of so many columns."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    return size in CPUAttentionBackend.get_supported_head_sizes()
 
 
 def cpu_isa(dtype: torch.dtype, head_size: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.base import KernelError
@@ -21,9 +21,16 @@ from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
 
 
+def operator_kind(module: nn.Module) -> str:
+    """What a module of vLLM's computes by: its class, and of an operator the method chosen for this platform."""
+    method = getattr(module, "_forward_method", None)
+    method = getattr(method, "method", method)  # of a leaf in the learner's graph, what it calls
+    return f"{type(module).__name__}{'' if method is None else '.' + getattr(method, '__name__', '?')}"
+
+
 class EngineLayers:
     """A `KernelFactory` over a loaded vLLM model: weights it is given are not read, the engine's layer of that name
-    holds them.
+    holds them. kinds: of all its modules, by name.
 
     Raises `KernelError` for a layer the engine does not have, or has a part of (tensor parallelism).
     """
@@ -31,18 +38,25 @@ class EngineLayers:
     def __init__(self, model: nn.Module):
         """model: vLLM's, in this process."""
         self._layers: dict[str, Any] = {}
+        self.kinds = {name: operator_kind(module) for name, module in model.named_modules()}
         for name, module in model.named_modules():
-            if isinstance(module, LinearBase | ParallelLMHead):
+            if isinstance(module, LinearBase | VocabParallelEmbedding):
                 self._layers[name] = module
             elif isinstance(module, RoutedExperts):
                 self._layers[module.layer_name] = module
 
-    def linear(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
+    def linear(
+        self,
+        name: str,
+        weights: Sequence[LowBitWeight],
+        biases: Sequence[torch.Tensor | None],
+        like: Any = None,
+    ) -> VllmMatmul:
         """See `KernelFactory.linear`."""
         module = self._layer(name)
         if module.tp_size != 1:
             raise KernelError(f"the engine holds one of {module.tp_size} parts of {name!r} here")
-        return VllmMatmul(module, sum(weight.shape[0] for weight in weights))
+        return VllmMatmul(module)
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
         """See `KernelFactory.experts`."""

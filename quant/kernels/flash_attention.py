@@ -13,38 +13,40 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # registers the operators
 
+from qarl.quant.kernels.base import Scoring
 from qarl.quant.runtime.batch_invariance import batch_invariant
 
 _LARGEST_HEAD = 256
 
 
-def takes(q: torch.Tensor) -> bool:
-    """Whether FlashAttention multiplies such queries [N, H, D]."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _LARGEST_HEAD
+def takes(q: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None) -> bool:
+    """Whether FlashAttention multiplies such queries [N, H, D], and scores them so."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > _LARGEST_HEAD:
+        return False
+    return (scoring.plain and sinks is None) or _engine_version(q.shape[-1], scoring, sinks) is not None
 
 
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
+    sinks: torch.Tensor | None,
+    scoring: Scoring,
     lengths: Sequence[int],
     seen: Sequence[int],
-    engine: bool,
-    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each of several sequences that follow one another.
 
-    q: [N, H, D], k, v: [S, G, D], in a 16-bit dtype. lengths: queries of each sequence, Σ = N, those of its last
-    tokens. seen: tokens of each, Σ = S. engine: by vLLM's kernel where it has one for this device. window: how many
-    tokens each sees, itself the last; None: all before it. Returns [N, H, D] and the log Σ exp, fp32 [H, N].
+    q: [N, H, D], k, v: [S, G, D], in a 16-bit dtype. sinks: a score a head [H] of what no token is, or None. lengths:
+    queries of each sequence, Σ = N, those of its last tokens. seen: tokens of each, Σ = S. By vLLM's kernel where it
+    has one for this device. Returns [N, H, D] and the log Σ exp, fp32 [H, N].
     """
-    version = _engine_version(q.shape[-1]) if engine else None
+    version, window = _engine_version(q.shape[-1], scoring, sinks), _sides(scoring.window)
     starts, longest = _starts(tuple(lengths), q.device), max(lengths)
     starts_k, longest_k = _starts(tuple(seen), q.device), max(seen)
     if version is None:
         y, sums, _ = torch.ops.torch_attn._varlen_attn(
-            q, k, v, starts, starts_k, longest, longest_k, True, scale, _sides(window), True
+            q, k, v, starts, starts_k, longest, longest_k, True, scoring.scale, window, True
         )
         return y, sums
     from vllm.v1.attention.backends import fa_utils
@@ -58,9 +60,12 @@ def flash_attention(
         cu_seqlens_q=starts,
         max_seqlen_k=longest_k,
         cu_seqlens_k=starts_k,
-        softmax_scale=scale,
+        softmax_scale=scoring.scale,
         causal=True,
-        window_size=_sides(window),
+        window_size=window,
+        softcap=scoring.cap,
+        alibi_slopes=None if scoring.slopes is None else scoring.slopes.to(q.device),
+        s_aux=sinks,
         return_softmax_lse=True,
         fa_version=version,
         num_splits=1 if batch_invariant() else 0,
@@ -92,11 +97,18 @@ def _sides(window: int | None) -> list[int]:
     return [-1 if window is None else window - 1, 0]
 
 
-def _engine_version(head_size: int) -> int | None:
-    """Of FlashAttention in vLLM's engine on this device; None where it has none."""
+def _engine_version(head_size: int, scoring: Scoring, sinks: torch.Tensor | None) -> int | None:
+    """Of FlashAttention in vLLM's engine on this device; None where it has none that scores so: its second has no
+    sinks."""
     from vllm.v1.attention.backends import fa_utils
 
-    return fa_utils.get_flash_attn_version(head_size=head_size)
+    version = fa_utils.get_flash_attn_version(
+        requires_alibi=scoring.slopes is not None,
+        head_size=head_size,
+        has_sinks=sinks is not None,
+        requires_softcap=scoring.cap != 0,
+    )
+    return None if sinks is not None and version == 2 else version
 
 
 @lru_cache(maxsize=4)

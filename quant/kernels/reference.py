@@ -5,6 +5,7 @@ Axes: N tokens, O output rows, I input columns.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,11 +56,16 @@ class ReferenceFactory:
     dtype: torch.dtype
 
     def linear(
-        self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]
+        self,
+        name: str,
+        weights: Sequence[LowBitWeight],
+        biases: Sequence[torch.Tensor | None],
+        like: Any = None,
     ) -> DequantizedMatmul:
         """See `KernelFactory.linear`."""
+        dtype = self.dtype if like is None else like.params_dtype
         parts = zip(weights, biases, strict=True)
-        return DequantizedMatmul([PlainMatmul(w.dequantized(self.dtype), bias, w.scheme) for w, bias in parts])
+        return DequantizedMatmul([PlainMatmul(w.dequantized(dtype), b, w.scheme) for w, b in parts])
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
         """See `KernelFactory.experts`."""

@@ -16,10 +16,11 @@ import torch
 from transformers import PretrainedConfig
 from vllm.config import CompilationConfig, CompilationMode, KernelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -35,16 +36,16 @@ from qarl.quant.schemes import Scheme
 class VllmMatmul:
     """One vLLM linear layer or output head, ready to multiply. Keeps every tensor its kernel may point to alive."""
 
-    def __init__(self, linear: LinearBase | ParallelLMHead, rows: int):
-        """rows: O, behind which vLLM's output heads have padding."""
+    def __init__(self, linear: LinearBase | VocabParallelEmbedding):
         self._linear: Any = linear
-        self._rows = rows
         self.name = kernel_name(linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: compute dtype [N, I] → compute dtype [N, O]."""
-        y = self._linear.quant_method.apply(self._linear, x, self._linear.bias)
-        return y[:, : self._rows]
+        """x: compute dtype [N, I] → compute dtype [N, O], or wider: vLLM pads its output heads."""
+        if isinstance(self._linear, GateLinear):  # chooses among kernels by itself
+            y = self._linear(x)
+            return y[0] if isinstance(y, tuple) else y
+        return self._linear.quant_method.apply(self._linear, x, getattr(self._linear, "bias", None))
 
 
 class VllmFactory:
@@ -60,11 +61,17 @@ class VllmFactory:
         self._config.model_config = _model_config(dtype)  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 
-    def linear(self, name: str, weights: Sequence[LowBitWeight], biases: Sequence[torch.Tensor | None]) -> VllmMatmul:
+    def linear(
+        self,
+        name: str,
+        weights: Sequence[LowBitWeight],
+        biases: Sequence[torch.Tensor | None],
+        like: Any = None,
+    ) -> VllmMatmul:
         """See `KernelFactory.linear`."""
         rows = [weight.shape[0] for weight in weights]
         with self._loading(weights[0].codes.device):
-            linear = self._empty(name, rows, weights[0].shape[1], weights[0].scheme, biases[0] is not None)
+            linear = self._empty(name, rows, weights[0].shape[1], weights[0].scheme, biases[0] is not None, like)
             for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
                 place = (part,) if len(rows) > 1 else ()
                 tensors = [*weight.tensors(), *([] if bias is None else [("bias", bias.detach())])]
@@ -74,7 +81,7 @@ class VllmFactory:
             assert linear.quant_method is not None
             linear.quant_method.process_weights_after_loading(linear)
         drop_loaders(linear)
-        return VllmMatmul(linear, sum(rows))
+        return VllmMatmul(linear)
 
     def kernel(self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, device: torch.device) -> str:
         """Name of the kernel that vLLM chooses for a layer of parts [rows, columns], of which nothing is loaded. Raises
@@ -82,16 +89,21 @@ class VllmFactory:
         with self._loading(device):
             return kernel_name(self._empty(name, rows, columns, scheme, False))
 
-    def _empty(self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, bias: bool) -> LinearBase:
+    def _empty(
+        self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, bias: bool, like: Any = None
+    ) -> LinearBase:
         """To be called while `_loading`."""
         shared = {
             "bias": bias,
-            "params_dtype": self._dtype,
+            "params_dtype": self._dtype if like is None else like.params_dtype,
             "quant_config": self._quant_config(scheme),
             "prefix": name,
             "return_bias": False,
             "disable_tp": True,
         }
+        if isinstance(like, GateLinear):
+            del shared["disable_tp"]
+            return GateLinear(columns, rows[0], out_dtype=like.out_dtype, **shared)
         if len(rows) > 1:
             return MergedColumnParallelLinear(columns, list(rows), **shared)
         return ReplicatedLinear(columns, rows[0], **shared)

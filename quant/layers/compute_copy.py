@@ -5,6 +5,7 @@ own (`learner.compute_dtype`); the gradient goes to the master by autograd, in f
 Axes: V vocabulary, H hidden columns.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,23 @@ class MasterCopy:
             fill(self.computed, master, shard_of(master))
 
 
+@dataclass(frozen=True)
+class Weight:
+    """A parameter outside linear layers and experts: its master, and the copy that is read."""
+
+    master: torch.Tensor
+    copy: MasterCopy
+
+    def routed(self) -> torch.Tensor:
+        """The copy, with a way back to the master."""
+        return _Route.apply(self.master, self.copy.read, self.copy.context.gradients)
+
+    def looked_up(self, tokens: torch.Tensor, padding: int = -1) -> torch.Tensor:
+        """Rows of the copy: compute dtype [..., H] for int64 tokens of any shape. The backward sums rows in fp32,
+        without a compute-dtype gradient [V, H] in between. padding: a token whose row is not learned."""
+        return _Lookup.apply(tokens, self.master, self.copy, padding)
+
+
 class ComputeCopy(nn.Module):
     """A torch parametrization: reading the parameter gives the copy, with a way back to the master."""
 
@@ -51,8 +69,7 @@ class ComputeCopy(nn.Module):
 
 
 class MasterEmbedding(nn.Module):
-    """Replaces an `nn.Embedding`: rows of the copy forward; backward sums rows in fp32, without a compute-dtype
-    gradient [V, H] in between."""
+    """Replaces an `nn.Embedding`: rows of the copy; see `Weight.looked_up`."""
 
     def __init__(self, embedding: nn.Embedding, copy: MasterCopy):
         super().__init__()
@@ -67,7 +84,7 @@ class MasterEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 of any shape → compute dtype [..., H]."""
-        return _Lookup.apply(tokens, self.master, self)
+        return Weight(self.master, self.copy).looked_up(tokens, self.padding_idx)
 
 
 def plain_lookup(embedding: nn.Embedding) -> bool:
@@ -101,22 +118,20 @@ class _Route(torch.autograd.Function):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, master: torch.Tensor, embedding: MasterEmbedding) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, master: torch.Tensor, copy: MasterCopy, padding: int) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.embedding = embedding
-        return nn.functional.embedding(tokens, embedding.weight)
+        ctx.master, ctx.copy, ctx.padding = master, copy, padding
+        return nn.functional.embedding(tokens, copy.read)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        embedding: MasterEmbedding = ctx.embedding
-        dy = grad_outputs[0].to(torch.float32)
-        gradients = embedding.copy.context.gradients
-        total = gradients.into(embedding.master)
+        dy, gradients = grad_outputs[0].to(torch.float32), ctx.copy.context.gradients
+        total = gradients.into(ctx.master)
         if total is not None:
-            taught = tokens != embedding.padding_idx
+            taught = tokens != ctx.padding
             total.index_put_((tokens[taught],), gradients.unscaled(dy[taught]), accumulate=True)
-            return None, None, None
-        rows = embedding.weight.shape[0]
-        gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, embedding.padding_idx, False)
-        return None, gradients.delivered(embedding.master, gradients.unscaled(gradient)), None
+            return None, None, None, None
+        rows = ctx.copy.read.shape[0]
+        gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, ctx.padding, False)
+        return None, gradients.delivered(ctx.master, gradients.unscaled(gradient)), None, None

@@ -20,7 +20,6 @@ Axes: N tokens, O output rows, I input columns.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,15 +35,6 @@ from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import LowBitActivation
 from qarl.quant.runtime.shards import fill, shard_of, whole_shape, whole_value
 from qarl.quant.schemes import Scheme
-
-
-@dataclass(frozen=True)
-class Multiplied:
-    """A product that is done. kept: of its input, for the backward (`LowBitLayer.kept_input`); nothing where there is
-    none. output: compute dtype [N, O]."""
-
-    kept: tuple[torch.Tensor | None, ...]
-    output: torch.Tensor
 
 
 class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
@@ -108,15 +98,9 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         """O."""
         return whole_shape(self.master)[0]
 
-    def forward(self, x: torch.Tensor, multiplied: Multiplied | None = None) -> torch.Tensor:
-        """x: compute dtype [..., I] → compute dtype [..., O]. multiplied: by this version, where a stack did so."""
-        flat = x.reshape(-1, x.shape[-1])
-        if multiplied is None:
-            kept = self.kept_input(flat.detach()) if torch.is_grad_enabled() else ()
-            with torch.no_grad():
-                multiplied = Multiplied(kept, self.product(flat))
-        y = _StraightThrough.apply(flat, self.master, self.bias, self, multiplied, *self.factors)
-        return y.view(*x.shape[:-1], -1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [..., I] → compute dtype [..., O]."""
+        return multiply((self,), self.product, x)
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight the forward multiplied with, dequantized in fp32 and rounded once to `dtype`, [O, I]."""
@@ -126,41 +110,65 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         return self._plain.weight.to(dtype)
 
 
+def multiply(parts: "Sequence[LowBitLinear]", product: LowBitMatmul, x: torch.Tensor) -> torch.Tensor:
+    """x: compute dtype [..., I] → compute dtype [..., O of all parts, one after the other], or wider where the engine
+    pads its output. product: over the parts' present versions."""
+    flat = x.reshape(-1, x.shape[-1])
+    kept = parts[0].kept_input(flat.detach()) if torch.is_grad_enabled() else ()
+    tensors = [t for part in parts for t in (part.master, part.bias, *part.factors)]
+    y = _StraightThrough.apply(flat, parts, product, kept, *tensors)
+    return y.view(*x.shape[:-1], -1)
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        master: torch.Tensor,
-        bias: torch.Tensor | None,
-        linear: LowBitLinear,
-        multiplied: Multiplied,
-        *factors: torch.Tensor,
+        parts: "Sequence[LowBitLinear]",
+        product: LowBitMatmul,
+        kept: tuple[torch.Tensor | None, ...],
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.linear = linear
-        ctx.save_for_backward(*multiplied.kept)
-        return multiplied.output
+        """tensors: master, bias and factors of every part."""
+        ctx.parts = parts
+        ctx.save_for_backward(*kept)
+        return product(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        linear: LowBitLinear = ctx.linear
-        gradients, dy, x = linear.context.gradients, grad_outputs[0], multiplied_input(ctx.saved_tensors)
-        need_x, need_master, need_bias, *_ = ctx.needs_input_grad
-        dx = None
-        if need_x:
-            dx = input_gradient(dy, linear.weight_used(torch.float32 if gradients.fp32_input_grad else dy.dtype))
-        dw = db = None
-        if need_master:
-            total = gradients.into(linear.master)
-            shape = whole_shape(linear.master)
-            added = torch.zeros(shape, dtype=torch.float32, device=dy.device) if total is None else total
-            add_weight_gradient(added, dy, x, gradients)
-            dw = gradients.delivered(linear.master, added) if total is None else None
-        if need_bias:
-            assert linear.bias is not None
-            db = gradients.delivered(linear.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32)))
-        dfactors = ()
-        if linear.adapter is not None:
-            used = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
-            dfactors = linear.adapter.gradients(dy.to(torch.float32), used)
-        return dx, dw, db, None, None, *(gradients.unscaled(dfactor) for dfactor in dfactors)
+        """The parts' rows of the gradient, one after the other; that of the input is summed over them."""
+        dy, x = grad_outputs[0], multiplied_input(ctx.saved_tensors)
+        need_x, needed = ctx.needs_input_grad[0], list(ctx.needs_input_grad[4:])
+        weights, gradients, start = [], [], 0
+        for part in ctx.parts:
+            rows = dy[:, start : start + part.out_features]
+            start += part.out_features
+            own, needed = needed[: 2 + len(part.factors)], needed[2 + len(part.factors) :]
+            gradients += _part_gradients(part, rows, x, *own[:2])
+            if need_x:
+                exact = part.context.gradients.fp32_input_grad
+                weights.append((rows, part.weight_used(torch.float32 if exact else dy.dtype)))
+        return input_gradient(weights) if need_x else None, None, None, None, *gradients
+
+
+def _part_gradients(
+    part: LowBitLinear, dy: torch.Tensor, x: torch.Tensor | LowBitActivation, need_master: bool, need_bias: bool
+) -> list[torch.Tensor | None]:
+    """Of its master, bias and factors. dy: compute dtype [N, O]; x: [N, I] as multiplied."""
+    gradients = part.context.gradients
+    dw = db = None
+    if need_master:
+        total = gradients.into(part.master)
+        shape = whole_shape(part.master)
+        added = torch.zeros(shape, dtype=torch.float32, device=dy.device) if total is None else total
+        add_weight_gradient(added, dy, x, gradients)
+        dw = gradients.delivered(part.master, added) if total is None else None
+    if need_bias:
+        assert part.bias is not None
+        db = gradients.delivered(part.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32)))
+    dfactors: tuple[torch.Tensor, ...] = ()
+    if part.adapter is not None:
+        used = x.dequantized(torch.float32) if isinstance(x, LowBitActivation) else x.to(torch.float32)
+        dfactors = part.adapter.gradients(dy.to(torch.float32), used)
+    return [dw, db, *(gradients.unscaled(dfactor) for dfactor in dfactors)]

@@ -5,37 +5,46 @@ one quantization of the input. Masters, codes, names and gradients stay each lay
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from qarl.quant.kernels.base import LowBitMatmul
-from qarl.quant.layers.linear import LowBitLinear, Multiplied
+from qarl.quant.layers.linear import LowBitLinear, multiply
+
+
+class _SideBySide:
+    """Masters of one input in the compute dtype, each multiplied alone, the outputs one after the other."""
+
+    name = "plain"
+
+    def __init__(self, products: Sequence[Any]):
+        self._products = products
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: floating [N, I] → its dtype [N, O of all]."""
+        return torch.cat([product(x.to(product.weight.dtype)) for product in self._products], dim=-1).to(x.dtype)
 
 
 class LinearStack:
     """name: the engine's of the whole ("model.layers.0.self_attn.qkv_proj"). parts: in the engine's order, all in one
-    scheme."""
+    scheme. like: vLLM's module, where it has a dtype or a forward of its own."""
 
-    def __init__(self, name: str, parts: Sequence[LowBitLinear]):
-        self.name = name
+    def __init__(self, name: str, parts: Sequence[LowBitLinear], like: Any = None):
+        self.name, self._like = name, like
         self.parts = tuple(parts)
         self._kernel: LowBitMatmul | None = None
         self._versions: tuple[int, ...] = ()
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x: compute dtype [..., I] → each part's output, compute dtype [..., O of the part]."""
-        context = self.parts[0].context
-        if not context.multiplies_codes:
-            return tuple(part(x) for part in self.parts)
-        flat = x.detach().reshape(-1, x.shape[-1])
-        kept = self.parts[0].kept_input(flat) if torch.is_grad_enabled() else ()
-        with torch.no_grad():
-            outputs = self.product(flat).split([part.out_features for part in self.parts], dim=-1)
-        return tuple(part(x, Multiplied(kept, y)) for part, y in zip(self.parts, outputs, strict=True))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: compute dtype [..., I] → compute dtype [..., O of all parts]."""
+        return multiply(self.parts, self.product, x)
 
     @property
     def product(self) -> LowBitMatmul:
         """The parts' present weight versions in the kernel's own layout; see `LowBitLayer.product`."""
+        if not self.parts[0].context.multiplies_codes:
+            return _SideBySide([part.product for part in self.parts])
         context, versions = self.parts[0].context, tuple(part.version for part in self.parts)
         if self._kernel is not None and versions == self._versions and context.keeps_products:
             return self._kernel
@@ -43,7 +52,8 @@ class LinearStack:
             self._kernel = None  # before the next is made
         weights = [part.to_prepare for part in self.parts]
         with torch.no_grad():
-            kernel = context.factory.linear(self.name, weights, [part.low_bit_bias for part in self.parts])
+            biases = [part.low_bit_bias for part in self.parts]
+            kernel = context.factory.linear(self.name, weights, biases, self._like)
         if context.keeps_products:
             self._kernel, self._versions = kernel, versions
         return kernel
@@ -56,7 +66,7 @@ class LinearStack:
 def stack_linears(linears: Mapping[str, LowBitLinear], stacked: Mapping[str, Sequence[str]]) -> dict[str, LinearStack]:
     """The stacks among a model's linear layers, by name.
 
-    linears: all of a model's, by checkpoint name. stacked: `Family.stacked`.
+    linears: all of a model's, by checkpoint name. stacked: what the engine multiplies as one → its parts.
     """
     stacks = {}
     for whole, leaves in stacked.items():

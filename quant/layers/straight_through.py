@@ -8,6 +8,8 @@ dW = dyᵀ · x̂   operands as they are: products of 16-bit values are exact in
 Axes: N tokens, O output rows, I input columns.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from qarl.quant.layers.gradients import Gradients
@@ -30,13 +32,18 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dy: compute dtype [N, O]; weight: Ŵ [O, I] → compute dtype [N, I].
+def input_gradient(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Σ dy · Ŵ over parts: dy, compute dtype [N, O], and weight, Ŵ [O, I] → compute dtype [N, I].
 
     The weight's dtype is that of the product's operands. fp32: the exact Ŵ, nothing is rounded but the sum. The compute
-    dtype, of unit roundoff u: |error| ≤ u · Σ_o |dy| |Ŵ| more, from Ŵ's own rounding; none where the dtype holds Ŵ.
+    dtype, of unit roundoff u: |error| ≤ u · Σ_o |dy| |Ŵ| more for each part, from Ŵ's own rounding, none where the
+    dtype holds Ŵ, and the sum so far is rounded with each.
     """
-    return (dy.to(weight.dtype) @ weight).to(dy.dtype)
+    (dy, weight), *others = parts
+    total = dy.to(weight.dtype) @ weight
+    for rows, weight in others:
+        total.addmm_(rows.to(weight.dtype), weight)
+    return total.to(dy.dtype)
 
 
 def add_weight_gradient(

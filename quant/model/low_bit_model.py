@@ -7,7 +7,7 @@ Every parameter has one master. `refresh()` makes a weight version; forward, pub
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
-from qarl.quant.kernels import KernelError, KernelFactory
+from qarl.quant.graph.errors import GraphError
+from qarl.quant.graph.packing import Packed, Pick, Sequences
+from qarl.quant.graph.router_log import RouterLog
+from qarl.quant.kernels import KernelError
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.linear import LowBitLinear
@@ -26,11 +29,12 @@ from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.materialize.scales import checked_together
 from qarl.quant.model.stream import checkpoint_tensors, layer_reports
 from qarl.quant.model.surgery import replace_layers
-from qarl.quant.operators.decoder import packed_forward
-from qarl.quant.operators.moe import OperatorError, RouterLog, replay_experts
-from qarl.quant.operators.packing import Packed, Pick
 from qarl.quant.schemes import Scheme
 from qarl.quant.types import LayerReport, LowBitTensor
+
+if TYPE_CHECKING:
+    from qarl.quant.graph.graph import Graph
+    from qarl.quant.kernels.engine_layers import EngineLayers
 
 Result = TypeVar("Result")
 
@@ -72,8 +76,15 @@ class LowBitModel(nn.Module):
         self.operators: str = self._layers.operators
         self.dtype, self.gradients = context.dtype, context.gradients
         self.module = model
-        self.router_log = RouterLog(model.get_submodule(name) for name in self._layers.routers)
+        if self.operators == "engine":  # they stand in no module of the model; whoever asks for parameters sees all
+            self._beside = nn.ModuleList(self.low_bit_layers())
+        self.router_log = RouterLog()
+        self._graphs: dict[torch.dtype, Graph] = {}
+        if self.operators == "transformers":
+            self.router_log.watch(model.get_submodule(name) for name in self._layers.routers)
         self.refresh()
+        if self.operators == "engine":
+            self._build_graph(context.forward_dtype)
 
     def low_bit_layers(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
         """All that is materialized: linear layers, then experts."""
@@ -111,7 +122,7 @@ class LowBitModel(nn.Module):
         for layer in self.low_bit_layers():
             layer.release_codes()
 
-    def multiply_with(self, engine: KernelFactory | None) -> None:
+    def multiply_with(self, engine: "EngineLayers | None") -> None:
         """Have the forward multiply with the running engine's own layers, or again with its own (None). Raises
         `KernelError`, and keeps its own, where a layer of this model is not among them."""
         if engine is not None and self.operators != "engine":
@@ -121,6 +132,7 @@ class LowBitModel(nn.Module):
         if engine is not None:
             try:
                 self.layers()  # asks for every layer's product
+                self.graph.require_same(engine.kinds)
             except KernelError:
                 self.multiply_with(None)
                 raise
@@ -138,7 +150,8 @@ class LowBitModel(nn.Module):
         for stack in self._layers.stacks.values():
             parts = [part.layer for part in stack.parts]
             if layer in parts:
-                return stack(*inputs)[parts.index(layer)]
+                rows = [part.out_features for part in stack.parts]
+                return stack(*inputs)[..., : sum(rows)].split(rows, dim=-1)[parts.index(layer)]
         return self.linears[layer](*inputs)
 
     def release_products(self) -> None:
@@ -151,11 +164,40 @@ class LowBitModel(nn.Module):
         return self.head(self.hidden(tokens, wanted, experts))
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The output head: compute dtype [n, C] → logits, compute dtype [n, V]."""
+        if self.operators == "engine":
+            return self.graph.logits
         head = self.module.get_output_embeddings()
         assert head is not None
         return head
+
+    @property
+    def graph(self) -> "Graph":
+        """The engine's model over these layers, in the dtype of the present forward."""
+        dtype = self.context.forward_dtype
+        return self._graphs[dtype] if dtype in self._graphs else self._build_graph(dtype)
+
+    def _build_graph(self, dtype: torch.dtype) -> "Graph":
+        from qarl.quant.model.engine_model import build_graph
+
+        engine = self._layers.engine
+        assert engine is not None
+        # The reference multiplies schemes, too, for which vLLM has no layer to build on this machine.
+        quantization = None if self.context.kernel == "reference" else self.plan.quantization_config()
+        graph = build_graph(self.module, engine, quantization, self._layers, self.context, self.router_log)
+        self._graphs[dtype] = graph
+        return graph
+
+    @property
+    def run_modules(self) -> nn.Module:
+        """The modules that a forward goes through."""
+        return self.graph.module if self.operators == "engine" else self.module
+
+    @property
+    def why_not_engine(self) -> str:
+        """Why the operators are transformers', where they may be the engine's; "" elsewhere."""
+        return self._layers.why_not
 
     def hidden(
         self,
@@ -168,29 +210,34 @@ class LowBitModel(nn.Module):
 
         tokens: int64 [B, T], padded on the right. wanted: bool [B, T]. experts: those to route to, integer [B, T, L, K]
         over decoder layers L, -1 where the router is to choose; None lets it choose everywhere. packed: how the
-        sequences are put into one row of N tokens, without padding, which the engine's operators alone can do (else
-        `OperatorError`). Returns compute dtype [n, C], one row for each True in row-major order. Where `router_log` is
+        sequences are put into one row of N tokens, without padding. Both are for the engine's operators alone (else
+        `GraphError`). Returns compute dtype [n, C], one row for each True in row-major order. Where `router_log` is
         enabled it then holds one [B·T, E] a layer of experts ([N, E] packed).
         """
-        if packed is None:
-            replay_experts(self.module, experts)
-            with self.router_log.one_forward():
-                return self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
-        if self.operators != "engine":
-            raise OperatorError(
-                f"packed sequences need the engine's operators, not {self.operators!r}; leave them padded"
+        if self.operators == "engine":
+            if packed is None:
+                rows = Sequences.apart([tokens.shape[1]] * len(tokens))
+                experts = None if experts is None else experts.flatten(0, 1)
+                return self.graph.hidden(tokens.flatten(), rows, experts)[wanted.flatten()]
+            experts = None if experts is None else experts[packed.kept]
+            hidden = self.graph.hidden(tokens[packed.kept], packed.sequences, experts)
+            return Pick.apply(hidden, packed.places[wanted])
+        if packed is not None or experts is not None:
+            what = "packed sequences need" if packed is not None else "replaying the engine's expert choices needs"
+            raise GraphError(
+                f"{what} the engine's operators, and this model has transformers'; leave sequences padded "
+                "(learner.packing false) and rollout.router_replay false, or set learner.operators to 'engine'"
             )
-        replay_experts(self.module, None if experts is None else experts[packed.kept][None])
         with self.router_log.one_forward():
-            hidden = packed_forward(self.module.base_model, tokens[packed.kept][None], packed.sequences)
-        return Pick.apply(hidden[0], packed.places[wanted])
+            return self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
 
     def checkpoint_layers(self, checkpointing: bool) -> None:
         """Keep only every decoder layer's input between forward and backward, or everything. Raises `ValueError` where
         transformers cannot do so for this model."""
         if self.operators == "engine":
             self.context.checkpoint(checkpointing)
-        elif checkpointing:
+            return
+        if checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.module.gradient_checkpointing_disable()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.surgery import Layers
+from qarl.quant.model.layers import Layers
 from qarl.quant.types import LayerReport, LowBitTensor
 
 

@@ -4,77 +4,130 @@ Linear layers become `LowBitLinear`, fused experts `RoutedLowBitExperts`; everyt
 compute-dtype copy whose gradient flows to its master.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 from torch import nn
 from transformers import PreTrainedModel
 
-from qarl.quant.checkpoint.families import ExpertsShape, Family, family_of, fused_experts
+from qarl.quant.checkpoint.families import (
+    STACKED,
+    ExpertsShape,
+    Family,
+    experts_per_token,
+    family_of,
+    fused_experts,
+)
 from qarl.quant.checkpoint.plan import Plan
-from qarl.quant.checkpoint.shapes import router_names
+from qarl.quant.checkpoint.shapes import router_names, weight_shapes
+from qarl.quant.graph.errors import GraphError
 from qarl.quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.layers.stack import LinearStack, fuse_scales, stack_linears
-from qarl.quant.operators.autograd import GatedMLP
-from qarl.quant.operators.decoder import EngineAttention, install_engine_operators, why_not
+from qarl.quant.model.layers import EngineModel, Layers
+from qarl.quant.runtime.libraries import has_vllm
 from qarl.quant.runtime.shards import whole_shape
-from qarl.quant.schemes import SchemeError
-
-
-@dataclass(frozen=True)
-class Layers:
-    """What a model is made of. linears, experts: by checkpoint name. copies: of everything else, by parameter name.
-    routers: by module name. operators: "engine" or "transformers". family: how checkpoints name all of it. stacks: of
-    linear layers, by the engine's name of the whole; none with transformers' operators, which multiply each alone."""
-
-    linears: dict[str, LowBitLinear]
-    stacks: dict[str, LinearStack]
-    experts: dict[str, RoutedLowBitExperts]
-    copies: dict[str, MasterCopy]
-    routers: tuple[str, ...]
-    operators: str
-    family: Family
-
-    def low_bit(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
-        """All that is materialized: linear layers, then experts."""
-        yield from self.linears.values()
-        yield from self.experts.values()
+from qarl.quant.schemes import SchemeError, get_scheme
 
 
 def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, operators: str = "auto") -> Layers:
-    """Replace modules of `model` in place; its parameters stay the same objects. Nothing is materialized yet.
+    """Make low-bit layers and copies of a model's parameters, which stay the same objects. Nothing is materialized yet.
 
-    operators: "engine" (`quant.operators.decoder`), "transformers", or "auto": the engine's for aligned models they
-    fit. Raises `SchemeError` for a quantized router that transformers' operators would multiply unquantized, and
-    `OperatorError` for "engine" where it does not fit, before anything is changed.
+    operators: "engine": the forward is vLLM's own model (`quant.graph`), and `model` keeps the parameters alone.
+    "transformers": modules of `model` are replaced in place. "auto": the engine's for aligned models that vLLM runs
+    with modules of known kinds. Raises `SchemeError` for a quantized router that transformers' operators would multiply
+    unquantized, and `GraphError` for "engine" where it cannot be, before anything is changed.
     """
-    if operators == "auto":
-        operators = "engine" if context.aligned and not why_not(model) else "transformers"
+    engine, why_not = None, ""
+    if operators == "engine" or (operators == "auto" and context.aligned):
+        try:
+            engine = _ask_vllm(model, context)
+        except GraphError as error:
+            if operators == "engine":
+                raise
+            why_not = str(error)
+    if engine is not None:
+        return _engine_layers(model, plan, context, engine)
+    _refuse_changed_logits(model, why_not)
     family = family_of(model.config.model_type)
     fused = dict(fused_experts(model))
-    routers = tuple(router_names(fused))
-    if operators == "engine":
-        install_engine_operators(model, context)
-    else:
-        _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
+    routers = tuple(router_names(model, fused))
+    _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
     linears = _replace_linears(model, family, plan, context)
-    stacks = stack_linears(linears, family.stacked)
-    fuse_scales(stacks.values())
-    if operators == "engine":
-        _multiply_stacks(model, stacks, family)
-    experts = _replace_experts(model, fused, family, plan, context)
+    fuse_scales(stack_linears(linears, STACKED).values())
     return Layers(
         linears=linears,
-        stacks=stacks if operators == "engine" else {},
-        experts=experts,
+        stacks={},
+        experts=_replace_experts(model, fused, family, plan, context),
         copies=_detach_copies(model, context),
         routers=routers,
-        operators=operators,
+        operators="transformers",
         family=family,
+        why_not=why_not,
     )
+
+
+def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
+    if not has_vllm():
+        raise GraphError(
+            "learner.operators 'engine' runs vLLM's own model, and vLLM is not installed here: pip install 'qarl[cpu]' "
+            "or 'qarl[cuda]', or set learner.operators to 'transformers'"
+        )
+    from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
+
+    return engine_model(model, checkpoint_tensors(model, weight_shapes(model)), context.dtype)
+
+
+def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, engine: EngineModel) -> Layers:
+    """Low-bit layers for all that vLLM multiplies, in the model's order, stacked as it stacks them."""
+    family, fused = family_of(model.config.model_type), dict(fused_experts(model))
+    parameters = {family.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    modules = {family.checkpoint_name(name): module for name, module in model.named_modules()}
+    multiplied = {layer for layers in engine.stacked.values() for layer in layers}
+    head = _output_head(model, family)
+    ours = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    lost = sorted(ours - multiplied - {head})
+    if lost:
+        raise GraphError(f"the engine's {engine.architecture} does not multiply {lost[0]!r}, which the checkpoint has")
+    linears: dict[str, LowBitLinear] = {}
+    for name, module in modules.items():
+        if name in multiplied or name == head:
+            weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
+            bias = parameters.get(f"{name}.bias")
+            scheme = plan.scheme(name) if name in plan.schemes else get_scheme("bf16")
+            linears[name] = LowBitLinear(name, weight, bias, scheme, context)
+    stacks = {
+        name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
+        for name, layers in engine.stacked.items()
+    }
+    stacks |= {name: LinearStack(name, [linears[head]]) for name in engine.heads}
+    fuse_scales(stacks.values())
+    experts = _make_experts(model, fused, family, plan, context)
+    taken = {id(m) for layer in (*linears.values(), *experts.values()) for m in layer.masters}
+    taken |= {id(layer.bias) for layer in linears.values()}
+    embedding = model.get_input_embeddings().weight  # where the output head is tied to it, both read it
+    copies = {
+        name: MasterCopy(parameter, context)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in taken or parameter is embedding
+    }
+    routers = [name for name in multiplied - ours if name in modules]
+    return Layers(
+        linears=linears,
+        stacks=stacks,
+        experts=experts,
+        copies=copies,
+        routers=tuple(sorted({*router_names(model, fused), *routers})),
+        operators="engine",
+        family=family,
+        engine=engine,
+        frozen=tuple(name for name, p in model.named_parameters() if name in copies and not p.requires_grad),
+    )
+
+
+def _output_head(model: PreTrainedModel, family: Family) -> str:
+    """Checkpoint name of the module that makes logits."""
+    head = model.get_output_embeddings()
+    return next(family.checkpoint_name(name) for name, module in model.named_modules() if module is head)
 
 
 def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: LayerContext) -> dict[str, LowBitLinear]:
@@ -88,20 +141,19 @@ def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: Laye
     return replaced
 
 
-def _multiply_stacks(model: nn.Module, stacks: dict[str, LinearStack], family: Family) -> None:
-    """Have the decoder's attention and MLP multiply their stacks."""
-    for name, module in model.named_modules():
-        layer = family.checkpoint_name(name)
-        if isinstance(module, EngineAttention):
-            module.qkv = stacks.get(f"{layer}.qkv_proj")
-        elif isinstance(module, GatedMLP):
-            module.gate_up = stacks.get(f"{layer}.gate_up_proj")
-
-
 def _replace_experts(
     model: PreTrainedModel, fused: dict[str, nn.Module], family: Family, plan: Plan, context: LayerContext
 ) -> dict[str, RoutedLowBitExperts]:
-    replaced = {}
+    replaced = _make_experts(model, fused, family, plan, context)
+    for name, experts in zip(fused, replaced.values(), strict=True):
+        model.set_submodule(name, experts)
+    return replaced
+
+
+def _make_experts(
+    model: PreTrainedModel, fused: dict[str, nn.Module], family: Family, plan: Plan, context: LayerContext
+) -> dict[str, RoutedLowBitExperts]:
+    layers = {}
     for name, module in fused.items():
         layer, config = family.checkpoint_name(name), model.config
         gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
@@ -109,16 +161,15 @@ def _replace_experts(
         assert family.experts is not None
         shape = ExpertsShape(
             experts=count,
-            top_k=config.num_experts_per_tok,
+            top_k=experts_per_token(config),
             hidden=hidden,
             intermediate=merged // 2,
             activation=config.hidden_act,
             layout=family.experts,
         )
         scheme = plan.scheme(f"{layer}.0.{family.experts.down}")  # one for all, as plans make sure
-        replaced[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
-        model.set_submodule(name, replaced[layer])
-    return replaced
+        layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
+    return layers
 
 
 def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterCopy]:
@@ -145,3 +196,14 @@ def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
             f"a rule quantizes the router {forced[0]!r}, which transformers' own operators multiply unquantized; drop "
             "the rule, or set learner.operators to 'engine' where the model allows"
         )
+
+
+def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
+    """Raise `GraphError` for models that change logits after the output head: transformers' forward is left before."""
+    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config, key, None) not in (None, 1, 1.0):
+            remedy = f", which cannot be: {why_not}" if why_not else "; set learner.operators to 'engine'"
+            raise GraphError(
+                f"model config has {key} = {getattr(model.config, key)}: logits that change after the output head need "
+                f"the engine's operators{remedy}"
+            )

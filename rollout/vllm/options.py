@@ -90,7 +90,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
 
 def _graph_arguments(enforce_eager: bool) -> dict[str, Any]:
     """CUDA graphs of vLLM's own kernels. Its default is to compile them by Inductor, whose norms round otherwise than
-    the learner's (`quant.operators.rounding`)."""
+    vLLM's own, which the learner's graph calls (`quant.graph`)."""
     import torch
 
     if enforce_eager or not torch.cuda.is_available():

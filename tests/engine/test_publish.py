@@ -258,7 +258,7 @@ def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(
             assert torch.equal(logits(model), theirs)
     theirs = {id(module) for module in engine.shared_layers()._layers.values()}
     assert len(multiplied_with(model)) == 2 * (2 + 2) + 1  # qkv and gate_up, o and down of two layers, the head
-    assert {id(module) for module in multiplied_with(model)} == theirs
+    assert {id(module) for module in multiplied_with(model)} < theirs  # which have the input embedding, too
 
 
 def logits(model: LowBitModel) -> torch.Tensor:

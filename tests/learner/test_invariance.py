@@ -17,7 +17,7 @@ from qarl.configs.errors import ConfigError
 from qarl.learner.batching import Batch, micro_batches
 from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
-from qarl.quant.operators.decoder import OperatorError
+from qarl.quant.graph.errors import GraphError
 from tests.support.learners import (
     VOCABULARY,
     assert_same_trajectory,
@@ -180,9 +180,14 @@ def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
     kept, expected = logprob_gradients(model, batch)
     model.checkpoint_layers(True)
     calls = mock.Mock(return_value=None)
-    model.linears["model.layers.0.self_attn.q_proj"].register_forward_pre_hook(calls)
+    first = (
+        model.graph.module.get_submodule("model.layers.0.self_attn")
+        if operators == "engine"
+        else (model.linears["model.layers.0.self_attn.q_proj"])
+    )
+    first.register_forward_pre_hook(calls)
     again, found = logprob_gradients(model, batch)
-    assert calls.call_count == 2, "the first layer's query is computed in the forward and once more in the backward"
+    assert calls.call_count == 2, "the first layer's attention is computed in the forward and once more in the backward"
     model.checkpoint_layers(False)
     back, _ = logprob_gradients(model, batch)
     assert calls.call_count == 3
@@ -246,5 +251,5 @@ def test_what_cannot_be_packed_is_said():
     with pytest.raises(ConfigError, match=r"learner\.share_prompts is true.*not packed.*learner\.packing"):
         shares_prompts(packed=False, setting=True, device=torch.device("cpu"))
     batch = batch_of()
-    with pytest.raises(OperatorError, match="'transformers'"):
+    with pytest.raises(GraphError, match="has transformers'; leave sequences padded"):
         token_logprobs(plain, batch.tokens, batch.response_mask, packed=batch.packed())

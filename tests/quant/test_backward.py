@@ -38,7 +38,7 @@ def test_a_rounded_weight_moves_dx_by_its_own_rounding_alone(dtype: torch.dtype,
     sums = dy.double().abs() @ weight.double().abs()
     unit, fp32 = torch.finfo(dtype).eps / 2, 96 * 2.0**-24
     for operand, allowed in ((weight, fp32), (weight.to(dtype), unit + fp32)):
-        dx = input_gradient(dy, operand)
+        dx = input_gradient([(dy, operand)])
         assert dx.dtype == dtype
         error = (dx.double() - exact).abs()
         assert (error <= unit * dx.double().abs() + allowed * sums + 2.0**-24).all()

@@ -1,19 +1,15 @@
-"""vLLM's batch-invariant mode on both sides (`bitwise`): kernels under a stand-in for the platform, operators on CPU
-tensors. Blind spot: whether bits are equal on a GPU (tests/gpu/test_runs.py)."""
-
-from typing import Any
+"""vLLM's batch-invariant mode on both sides (`bitwise`): kernels under a stand-in for the platform. Blind
+spot: whether bits are equal on a GPU (tests/gpu/test_runs.py)."""
 
 import pytest
 import torch
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import load_config
 from qarl.learner.mismatch import measure_mismatch
-from qarl.quant.kernels import flash_attention, supported, vllm_operators
+from qarl.quant.kernels import flash_attention, supported
+from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.vllm import VllmFactory
-from qarl.quant.operators.decoder import EngineAngles
 from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, get_scheme
 from qarl.quant.types import LayerReport
@@ -23,7 +19,6 @@ from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.gate import GateError, require_equal
 from tests.support.cuda_platform import stub_cuda
 from tests.support.kernels import no_cuda
-from tests.support.tensors import normal
 
 BF16, META = torch.bfloat16, torch.device("meta")
 QKV = ([2048, 1024, 1024], 2048)
@@ -74,45 +69,19 @@ def test_the_engine_is_told_the_same(mode: None):
     assert AttentionBackendEnum[arguments["attention_backend"]] is AttentionBackendEnum.FLASH_ATTN
 
 
-def test_norms_and_attention_ask_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
-    """Contract: the norm is vLLM's for the mode, alone and with a residual; attention does not split keys."""
-    asked = []
-
-    def norm(x, weight, epsilon, residual=None):
-        asked.append(residual is not None)
-        total = x if residual is None else x + residual
-        return total if residual is None else (total, residual)
-
-    monkeypatch.setattr(vllm_operators, "rms_norm_batch_invariant", norm)
-    x, weight = normal(6, 8, seed=0).to(BF16), torch.ones(8, dtype=BF16)
-    for added in (False, True):
-        assert torch.equal(vllm_operators.rms_norm(x, weight, 1e-6, added), x)
-    assert asked == [False, True]
-
+def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
+    """Contract: it does not split keys. Norms are vLLM's own modules, which read the mode themselves."""
     from vllm.v1.attention.backends import fa_utils
 
     splits = []
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
-    monkeypatch.setattr(
-        fa_utils, "flash_attn_varlen_func", lambda **given: splits.append(given["num_splits"]), raising=False
-    )
-    q = x.view(6, 1, 8)
-    flash_attention.flash_attention(q, q, q, 1.0, [6], [6], engine=True)
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **needed: 3)
+    kernel = "flash_attn_varlen_func"
+    monkeypatch.setattr(fa_utils, kernel, lambda **how: splits.append(how["num_splits"]), raising=False)
+    q, scoring = torch.zeros(6, 1, 8, dtype=BF16), Scoring(scale=1.0)
+    flash_attention.flash_attention(q, q, q, None, scoring, [6], [6])
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
-    flash_attention.flash_attention(q, q, q, 1.0, [6], [6], engine=True)
+    flash_attention.flash_attention(q, q, q, None, scoring, [6], [6])
     assert splits == [1, 0]
-
-
-def test_angles_are_out_of_the_engines_table():
-    """Contract: transformers' angles, at the positions asked for; one table, which vLLM keeps."""
-    config = Qwen3Config(head_dim=32, max_position_embeddings=64, rope_parameters={"rope_theta": 1e6})
-    x, positions = torch.empty(0, dtype=BF16), torch.tensor([[3, 0, 63, 17]])
-    expected, found = Qwen3RotaryEmbedding(config)(x, positions), EngineAngles(config)(x, positions)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == BF16 and ours.shape == (1, 4, 32)
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
-    table: Any = (32, 64, config.rope_parameters, BF16, torch.device("cpu"))
-    assert vllm_operators.rotary_table(*table) is vllm_operators.rotary_table(*table)
 
 
 def test_what_replaces_torchs_linear_has_no_backward():

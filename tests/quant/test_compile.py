@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.quant.layers.gradients import Gradients
 from qarl.quant.materialize import by_operators
-from qarl.quant.operators.autograd import RMSNorm
 from qarl.quant.runtime import compile as runtime
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from tests.support.learners import VOCABULARY, logprob_gradients, policy, random_batch
+from tests.support.operators import make_operator
 from tests.support.profiles import thorough
 from tests.support.tensors import as_bytes
 
@@ -88,11 +87,12 @@ def test_every_kind_is_compiled_apart_and_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: None):
     """Contract: once for the first number of tokens, once more for any, and never again."""
-    gradients, weight, counts = Gradients(), torch.ones(64), []
-    gradients.compiled = True
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norm, counts = make_operator(lambda: RMSNorm(64), torch.float32, compiled=True), []
     for tokens in (9, 20, 19, 30):
         x = torch.linspace(-1.0, 1.0, tokens * 64).view(tokens, 64).requires_grad_()
-        RMSNorm.apply(x, weight, 1e-6, gradients, False).sum().backward()
+        norm(x).sum().backward()
         counts.append(graphs())
     assert counts == [1, 2, 2, 2]
 

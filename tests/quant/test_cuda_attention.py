@@ -5,55 +5,77 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.v1.attention.backends import fa_utils
 
+from qarl.quant.graph.attention import attention, torch_attention
+from qarl.quant.graph.packing import Sequences
 from qarl.quant.kernels import flash_attention as flash
-from qarl.quant.operators.attention import attention, torch_attention
-from qarl.quant.operators.packing import Sequences
+from qarl.quant.kernels.base import Scoring
 from tests.support.fake_cuda import Calls
 from tests.support.tensors import normal
 
 BF16 = torch.bfloat16
 LENGTHS = [5, 1, 7, 3]
 APART = Sequences.apart(LENGTHS)
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=BF16)
+KINDS = {"plain": {}, "window": {"window": 4}, "cap and sinks": {"cap": 2.0}, "ALiBi": {"slopes": torch.ones(4)}}
 
 
 def test_attention_of_many_sequences_is_one_call(monkeypatch: pytest.MonkeyPatch):
-    """Contract: one product forward and one backward, whatever the number of sequences, without asking for a value."""
-    monkeypatch.setattr(flash, "takes", lambda q: True)
-    q, k, v = (torch.empty(1, sum(LENGTHS), heads, 64, dtype=BF16, device="meta") for heads in (4, 2, 2))
+    """Contract: one product forward and one backward, whatever the number of sequences, without asking for a value.
+    Torch's operators, which round each, score in fp32 where that is more than a product."""
+    monkeypatch.setattr(flash, "takes", lambda *query: True)
+    monkeypatch.setattr(flash, "_engine_version", lambda *query: None)
+    q, k, v = (torch.empty(sum(LENGTHS), heads, 64, dtype=BF16, device="meta") for heads in (4, 2, 2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     with Calls() as calls:
-        y = attention(q, k, v, 0.125, APART, "reference")
+        y = attention(q, k, v, None, Scoring(scale=0.125), APART)
         y.sum().backward()
     assert y.shape == q.shape and [t.grad.shape for t in leaves] == [t.shape for t in leaves]  # type: ignore[union-attr]
     assert [name for name in calls.names if "attn" in name] == ["_varlen_attn", "_varlen_attn_backward"]
+    with Calls() as calls:
+        torch_attention(q, k, v, None, Scoring(scale=0.125, cap=2.0), APART)
+    assert calls.dtypes == {torch.float32}
 
 
-def test_attention_asks_the_engines_kernel(monkeypatch: pytest.MonkeyPatch):
-    """Contract: its arguments are those vLLM's function has, and what it returns is used. The function here is torch's
-    attention; its backward is that of the values kept."""
-    from vllm.v1.attention.backends import fa_utils
-
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_asks_the_engines_kernel(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Contract: its arguments are those vLLM's function has, what scores are made of among them, and what it returns is
+    used; where scores are more than scaled products, gradients are those of torch's attention in fp32."""
     # Its module does not import without the CUDA extensions; its text tells as much.
     file = Path(fa_utils.__file__).parents[3] / "vllm_flash_attn" / "flash_attn_interface.py"
     functions = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
     known = {argument.arg for argument in functions["flash_attn_varlen_func"].args.args}
-    asked = {}
+    scoring, calls = Scoring(scale=0.3, **KINDS[kind]), []
+    sinks = SINKS if "sinks" in kind else None
 
-    def by_torch(**kwargs):
-        assert kwargs.keys() <= known
-        asked.update(kwargs)
-        q, k, v = (kwargs[name] for name in "qkv")
-        return torch_attention(q, k, v, kwargs["softmax_scale"], APART), torch.zeros(q.shape[1::-1])
+    def by_torch(q, k, v, **rest):
+        assert {"q", "k", "v", *rest} <= known
+        calls.append(rest)
+        return torch_attention(q, k, v, sinks, scoring, APART) + 1, torch.zeros(q.shape[1::-1])
 
-    monkeypatch.setattr(flash, "takes", lambda q: True)
+    monkeypatch.setattr(flash, "takes", lambda *query: True)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", by_torch, raising=False)
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
-    q, k, v = (normal(sum(LENGTHS), heads * 32, seed=heads).to(BF16).view(1, -1, heads, 32) for heads in (4, 2, 2))
-    attention(q, k, v, 0.3, APART, "vllm", window=4)
-    assert asked["window_size"] == [3, 0]
-    y = attention(q, k, v, 0.3, APART, "vllm")
-    assert asked["window_size"] == [-1, 0]
-    assert torch.equal(y[0], torch_attention(q[0], k[0], v[0], 0.3, APART))
-    assert asked["cu_seqlens_q"].tolist() == [0, 5, 6, 13, 16] and asked["max_seqlen_k"] == 7
-    assert (asked["causal"], asked["fa_version"], asked["cu_seqlens_q"].dtype) == (True, 3, torch.int32)
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **needed: 2 if needed["requires_alibi"] else 3)
+    q, k, v = rows = [normal(sum(LENGTHS), heads, 32, seed=heads).to(BF16).requires_grad_() for heads in (4, 2, 2)]
+    y, expected = attention(q, k, v, sinks, scoring, APART), torch_attention(q, k, v, sinks, scoring, APART)
+    (asked,) = calls
+    assert torch.equal(y, expected + 1)
+    assert asked["cu_seqlens_q"].tolist() == [0, 5, 6, 13, 16] and asked["cu_seqlens_q"].dtype == torch.int32
+    how = {"causal": True, "max_seqlen_k": 7, "softmax_scale": 0.3, "softcap": scoring.cap, "s_aux": sinks}
+    how |= {"window_size": [(scoring.window or 0) - 1, 0], "fa_version": 3 - (kind == "ALiBi")}
+    assert {name: asked[name] for name in how} == how and asked["alibi_slopes"] is scoring.slopes
+    if kind in ("cap and sinks", "ALiBi"):
+        ours, theirs = (torch.autograd.grad(t, rows, y.detach()) for t in (y, expected))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_what_flash_attention_cannot_score_takes_torchs(monkeypatch: pytest.MonkeyPatch):
+    """Contract: sinks, which its second version has not, and scores of more than scaled products without vLLM's."""
+    q, plain, capped = torch.empty(16, 4, 64, dtype=BF16), Scoring(scale=1.0), Scoring(scale=1.0, cap=2.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    taken = [(2, plain, None), (None, plain, None), (2, capped, None), (3, plain, SINKS)]
+    for version, *how in [*taken, (2, plain, SINKS), (None, capped, None)]:
+        monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda version=version, **needed: version)
+        assert flash.takes(q, *how) is ((version, *how) in taken)
+    assert not flash.takes(q.float(), plain, None)

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts, fused_moe
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-from qarl.quant.checkpoint.families import FAMILIES, ExpertLayout, ExpertsShape
+from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.kernels.vllm_experts import VllmExperts, empty_experts
@@ -24,7 +24,7 @@ SHAPES = {  # experts, of which a token, hidden columns, columns of an expert
     "Mixtral-8x7B": (8, 2, 4096, 14336),
 }
 META = torch.device("meta")
-LAYOUTS = {family.experts for family in FAMILIES.values() if family.experts}
+LAYOUTS = {ExpertLayout(), ExpertLayout("w1", "w3", "w2")}
 numbers = itertools.count()
 """vLLM takes a layer's name once a process."""
 

@@ -22,16 +22,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
+from qarl.quant.graph.errors import GraphError
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.operators.decoder import OperatorError, install_engine_operators, why_not
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.quant.types import LayerReport
 from tests.support.models import (
@@ -122,9 +120,14 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
         for suffix, tensor in linear.low_bit.tensors():
             if suffix not in ("weight_shape", "input_global_scale"):  # constants, no storage of the forward's
                 assert streamed[f"{name}.{suffix}"].data_ptr() == tensor.data_ptr()
-    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_norm.weight"):
-        read = model.module.get_submodule(name.removesuffix(".weight")).weight
-        assert isinstance(read, torch.Tensor) and streamed[name].data_ptr() == read.data_ptr()
+    run = model.graph.module
+    read = {
+        f"{name}.weight": run.get_submodule(name).weight for name in ("model.norm", "model.layers.1.self_attn.k_norm")
+    }
+    tokens = torch.arange(VOCABULARY)
+    assert torch.equal(run.get_submodule("model.embed_tokens")(tokens), streamed["model.embed_tokens.weight"])
+    for name, tensor in read.items():
+        assert isinstance(tensor, torch.Tensor) and streamed[name].data_ptr() == tensor.data_ptr()
         assert streamed[name].dtype == torch.bfloat16
     before = all_logits(model, some_tokens()).detach()
     name = "model.layers.0.mlp.up_proj"
@@ -298,34 +301,33 @@ def test_engine_operators_compute_the_same_function(family: str, dtype: torch.dt
     """Contract: parameter names and order stay; in float32 logits are transformers' up to the order of sums; in 16
     bits they are within three roundings of it (relative Frobenius error), being rounded in other places. Gradients
     reach every parameter and in float32 are transformers' own."""
+    if family == "gemma3" and dtype == torch.float16:
+        pytest.skip("vLLM refuses it")
     plain = cast(randomize(FAMILIES[family]()), dtype)
-    engine = copy.deepcopy(plain)
-    names = [name for name, _ in plain.named_parameters()]
-    install_engine_operators(engine, LayerContext(dtype, "reference"))
-    assert [name for name, _ in engine.named_parameters()] == names
-    assert engine.state_dict().keys() == plain.state_dict().keys()
-    tokens = some_tokens()
+    names, tokens = [name for name, _ in plain.named_parameters()], some_tokens()
     theirs = plain(input_ids=tokens).logits
-    ours = engine.get_output_embeddings()(engine.base_model(input_ids=tokens, use_cache=False).last_hidden_state)  # type: ignore[misc]
+    expected = plain_gradients(plain, tokens)
+    plain.zero_grad()
+    engine = wrap(plain, "bf16", dtype, operators="engine")
+    assert [name for name, _ in engine.module.named_parameters()] == names == list(engine.masters)
+    ours = all_logits(engine, tokens)
     assert ours.dtype == dtype
     assert relative_error(ours, theirs) < bound
-    loss_of(ours, tokens).backward()
-    expected = plain_gradients(plain, tokens)
-    for name, parameter in engine.named_parameters():
-        assert parameter.grad is not None and parameter.grad.any(), name
+    for name, gradient in gradients(engine, tokens).items():
+        assert gradient.any(), name
         if dtype == torch.float32:
-            assert relative_error(parameter.grad, expected[name]) < 1e-4, name
+            assert relative_error(gradient, expected.pop(name)) < 1e-4, name
+    assert dtype != torch.float32 or not expected
 
 
 def test_engine_operators_say_why_they_do_not_fit():
-    """Other architectures are refused with a reason and the setting to change; "auto" falls back to transformers'
-    operators and the model says so."""
-    assert why_not(qwen3()) == ""
+    """Models that vLLM does not run, or whose weights it turns around, are refused with the reason and the setting to
+    change; "auto" takes transformers' operators and says why."""
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY))
-    assert "'gpt2' is none of llama" in why_not(gpt2)
-    with pytest.raises(OperatorError, match=r"'gpt2'.*learner\.operators.*'transformers'"):
-        install_engine_operators(gpt2, LayerContext(torch.bfloat16, "reference"))
-    assert wrap(PhiForCausalLM(PhiConfig(**SIZES)), "w8a8").operators == "transformers"
+    with pytest.raises(GraphError, match=r"vLLM changes what it loads into 'transformer\.h\.0\.attn\.c_attn\.weight'"):
+        wrap(copy.deepcopy(gpt2), "bf16", operators="engine")
+    model = wrap(gpt2, "bf16")
+    assert model.operators == "transformers" and "c_attn" in model.why_not_engine
     assert wrap(qwen3(), "w8a8").operators == "engine"
 
 
@@ -348,14 +350,16 @@ def test_widths_a_scheme_cannot_hold_are_refused_before_anything_changes(hidden:
     assert wrap(model, "w8a8").operators == "engine"
 
 
-def test_logits_changed_after_the_head_are_refused():
-    """`LowBitModel.logits` stops at the head; a model that caps logits there would be learned wrongly."""
-    sizes = {**SIZES, "final_logit_softcapping": 30.0}
-    model = randomize(Gemma2ForCausalLM(Gemma2Config(**sizes)))
+def test_logits_changed_after_the_head_are_the_engines_matter():
+    """Contract: its model caps them; transformers' forward is left at the head, and such a model refused there."""
+    model = randomize(Gemma2ForCausalLM(Gemma2Config(**{**SIZES, "final_logit_softcapping": 2.0})))
     before: dict[str, torch.Tensor] = dict(model.named_parameters())
-    with pytest.raises(SchemeError, match=r"final_logit_softcapping = 30\.0"):
-        wrap(model, "w8a8")
+    with pytest.raises(GraphError, match=r"final_logit_softcapping = 2\.0.*set learner\.operators to 'engine'"):
+        wrap(model, "w8a8", operators="transformers")
     assert is_untouched(model, before)
+    logits = all_logits(wrap(model, "bf16"), some_tokens())
+    expected = model(input_ids=some_tokens()).logits
+    assert 1.5 < float(logits.abs().max()) <= 2 and relative_error(logits, expected) < 2.5e-2
 
 
 @tied_or_not

@@ -25,9 +25,9 @@ from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.checkpoint.load import load_masters
+from qarl.quant.graph.errors import GraphError
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.operators.decoder import why_not
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
@@ -76,8 +76,10 @@ def _model(job: Job, kind: str) -> LowBitModel:
     masters = load_masters(Path(job.folder), torch.float32, device)
     context = LayerContext(COMPUTE_DTYPES[job.options.dtype], job.options.kernel, aligned=kind != "plain")
     # A plain run takes transformers' operators, which are slower; here it is to differ in what it multiplies alone.
-    operators = "transformers" if why_not(masters) else "engine"
-    return LowBitModel(masters, get_scheme(job.scheme), context, operators)
+    try:
+        return LowBitModel(masters, get_scheme(job.scheme), context, "engine")
+    except GraphError:
+        return LowBitModel(masters, get_scheme(job.scheme), context, "transformers")
 
 
 def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> list[Prompt]:

@@ -17,6 +17,7 @@ def register() -> None:
     import torch
     from vllm.platforms import current_platform
 
+    _leave_transformers_classes()
     if not current_platform.is_cpu():
         return
     from qarl.quant.kernels.vllm_cpu.experts import register_per_expert_products
@@ -34,6 +35,24 @@ def register() -> None:
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
         _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
         register_fp32_attention()
+
+
+def _leave_transformers_classes() -> None:
+    """vLLM's Transformers backend prepares transformers' own *class* for compilation, after which no other model of it
+    can be built or run in the process. Where nothing is compiled, it has no use of that."""
+    from vllm.config import CompilationMode
+    from vllm.model_executor.models.transformers.base import Base
+
+    prepare = Base._decorate_for_torch_compile
+    if getattr(prepare, "leaves_classes", False):
+        return
+
+    def prepare_to_compile(self: Base) -> None:
+        if self.vllm_config.compilation_config.mode != CompilationMode.NONE:
+            prepare(self)
+
+    prepare_to_compile.leaves_classes = True  # type: ignore[attr-defined]
+    Base._decorate_for_torch_compile = prepare_to_compile  # type: ignore[method-assign]
 
 
 def _replace(kernel: type, kind: str) -> None:

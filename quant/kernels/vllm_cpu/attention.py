@@ -1,7 +1,7 @@
 """Attention that rounds alike on every CPU.
 
 With AMX vLLM 0.32 rounds the probabilities of bfloat16 attention to bfloat16, block by block under a running maximum,
-before they meet the values; without, it keeps them in fp32, as `quant.operators.attention.torch_attention` does. Here
+before they meet the values; without, it keeps them in fp32, as `quant.graph.attention.torch_attention` does. Here
 the fp32 kernel runs with AMX too. Remove this when an option of vLLM's chooses the kernel.
 """
 

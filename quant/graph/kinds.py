@@ -1,0 +1,68 @@
+"""What the graph has no leaf for, by a module's class and what is loaded into it, before anything is built on it."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.v1.attention.backend import AttentionType
+
+from qarl.quant.graph.errors import GraphError
+
+
+def refuse_unknown(name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]) -> None:
+    """Raise `GraphError` for a module of vLLM's that the learner has no gradient for.
+
+    sources: what is loaded into each parameter (`quant.graph.loading`).
+    """
+    needed = _needed(name, module, sources)
+    if needed:
+        raise GraphError(
+            f"the engine's model has a {type(module).__name__} at {name!r}, which the learner has no gradient for: "
+            f"needed is {needed}; set learner.operators to 'transformers', or take another model"
+        )
+
+
+def _needed(name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]) -> str:
+    """What the learner would have to have; "" where it has it."""
+    if isinstance(module, LinearBase):
+        if not sources.get((name, "weight")):
+            return "a weight of the checkpoint that is loaded into it"
+        adds_bias_itself = module.skip_bias_add and sources.get((name, "bias"))
+        return "a product without its bias, which the model adds by itself" if adds_bias_itself else ""
+    if isinstance(module, Attention):
+        causal = module.attn_type == AttentionType.DECODER and module.head_size_v == module.head_size
+        return "" if causal else "causal attention of keys and values of one size"
+    if isinstance(module, AttentionLayerBase):
+        return "a leaf with this attention's values in decoding and its gradient"
+    if isinstance(module, MoERunner):
+        return _of_experts(module)
+    if isinstance(module, RoutedExperts | VocabParallelEmbedding):
+        return ""
+    return _of_parameters(name, module, sources)
+
+
+def _of_experts(runner: Any) -> str:
+    experts, config = runner.routed_experts, runner.moe_config
+    reasons = {
+        "experts with biases": config.has_bias,
+        "a gate with a limit or a slope": config.swiglu_limit is not None or config.swiglu_alpha is not None,
+        "weights of experts applied to inputs": experts.apply_router_weight_on_input,
+        "a router fused with the gate of shared experts": runner._fse_fuse_gate,
+        "experts without a gate": not config.is_act_and_mul,
+        "a router by the root of a softplus": getattr(runner.router, "scoring_func", "softmax") == "sqrtsoftplus",
+    }
+    return " and ".join(reason for reason, is_so in reasons.items() if is_so)
+
+
+def _of_parameters(name: str, module: nn.Module, sources: Mapping[tuple[str, str], Collection[str]]) -> str:
+    """Of a module whose own parameters are read as tensors."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None and len(sources.get((name, key), ())) != 1:
+            return f"one tensor of the checkpoint that is loaded into its {key!r}"
+    return ""

@@ -1,0 +1,90 @@
+"""Which tensors of the checkpoint each of vLLM's modules takes, by vLLM's own account.
+
+The model's `load_weights` is run over tensors that hold nothing, with loaders that write down what they are given.
+So renamings, stacked projections and fused checkpoints are the model's business, and no table of ours names a family.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from qarl.quant.graph.errors import GraphError
+from qarl.quant.graph.skeleton import Skeleton, alone, quiet
+
+
+def trace_loading(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, str], list[str]]:
+    """Follow a checkpoint into an unquantized model. shapes: of its tensors, by name. Returns (module, parameter) by
+    vLLM's names → checkpoint names of the tensors that are put into it, in the order of their rows.
+
+    Raises `GraphError` where vLLM cannot load such a checkpoint.
+    """
+    taken: dict[tuple[str, str], list[tuple[Any, str]]] = {}
+
+    def recorder(key: tuple[str, str]) -> Any:
+        def load(*args: Any, **named: Any) -> bool:
+            loaded = next((v for v in (*args, *named.values()) if isinstance(v, _Followed)), None)
+            if loaded is None or not (loaded.in_order or ".routed_experts" in key[0]):
+                raise GraphError(f"vLLM changes what it loads into {'.'.join(key)!r}, and not as a cast or a view does")
+            taken.setdefault(key, []).append((next(iter(args[2:]), named.get("shard_id")), loaded.source))
+            return True
+
+        return load
+
+    for module_name, module in skeleton.module.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                tensor.weight_loader = recorder((module_name, key))  # type: ignore[attr-defined]
+        if isinstance(module, VocabParallelEmbedding):  # some heads get their bias when it comes
+            module.__dict__["weight_loader"] = recorder((module_name, "bias"))
+    try:
+        with alone(), quiet():
+            skeleton.module.load_weights(_followed(shapes, skeleton.config.model_config.dtype).items())  # type: ignore[operator]
+    except GraphError:
+        raise
+    except Exception as error:  # what a loader of its own raises for names it does not know
+        kind = type(skeleton.module).__name__
+        reason = f"{type(error).__name__}: {error}"
+        raise GraphError(f"vLLM's {kind} loads no checkpoint of such names: {reason}") from error
+    return {key: [name for _, name in _in_order(parts)] for key, parts in taken.items()}
+
+
+def _in_order(parts: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """By shard: q, k, v; or their numbers."""
+    places = {"q": 0, "k": 1, "v": 2}
+    return sorted(parts, key=lambda part: places.get(part[0], part[0] if isinstance(part[0], int) else 0))
+
+
+class _Followed(torch.Tensor):
+    """A tensor without values. source: name in the checkpoint of what it was made from. in_order: whether by nothing
+    but casts and views of values where they are."""
+
+    source = ""
+    in_order = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        first = next((a for a in args if isinstance(a, _Followed)), None)
+        for part in result if isinstance(result, tuple | list) else (result,):
+            if first is not None and isinstance(part, _Followed):
+                part.source = first.source
+                part.in_order = first.in_order and getattr(func, "__name__", "") in _IN_ORDER
+        return result
+
+
+_IN_ORDER = {
+    "to", "float", "half", "bfloat16", "type", "detach", "contiguous", "clone", "cpu", "view", "view_as", "reshape",
+    "squeeze", "unsqueeze", "flatten", "narrow", "chunk", "split", "__get__",
+}  # fmt: skip
+"""torch's functions that leave values where they are in a row-major order."""
+
+
+def _followed(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, _Followed]:
+    tensors = {}
+    for name, shape in shapes.items():
+        followed = torch.empty(shape, device="meta", dtype=dtype).as_subclass(_Followed)
+        followed.source = name
+        tensors[name] = followed
+    return tensors

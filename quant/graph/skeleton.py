@@ -1,0 +1,181 @@
+"""vLLM's model of an architecture, in this process, without an engine, a cache or weights.
+
+It is the class the engine builds, by the same configuration, so whatever vLLM's Python does between its layers is
+there. Large weights are on the meta device: the graph multiplies with layers of its own, and whoever reads a weight
+behind its back fails loudly.
+"""
+
+import contextlib
+import copy
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
+from vllm import ir
+from vllm.config import VllmConfig
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+from vllm.plugins import load_general_plugins
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from qarl.quant.graph.errors import GraphError
+from qarl.quant.runtime.batch_invariance import linear_backends
+
+_SMALL = 1 << 16
+"""Elements of the largest tensor that is really there: cosines of few positions, correction biases, sinks."""
+
+_GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
+_ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+_ALONE = SimpleNamespace(
+    rank=0,
+    rank_in_group=0,
+    ranks=[0],
+    world_size=1,
+    is_first_rank=True,
+    is_last_rank=True,
+    device_group=_ONE,
+    cpu_group=_ONE,
+)
+
+
+class Skeleton:
+    """vLLM's model and what it needs around it. module: the model, in eval mode. config: vLLM's."""
+
+    def __init__(self, module: nn.Module, config: VllmConfig):
+        self.module = module
+        self.config = config
+
+    @contextlib.contextmanager
+    def running(self, tokens: int) -> Iterator[None]:
+        """Within this context the model finds what its engine's step would give it. tokens: of this forward."""
+        with alone(), set_forward_context(None, self.config, num_tokens=tokens):
+            yield
+
+
+def build_skeleton(
+    config: PretrainedConfig,
+    architecture: str,
+    quantization: dict[str, Any] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Skeleton:
+    """Build vLLM's model of a transformers configuration.
+
+    architecture: the transformers class's name. quantization: the checkpoint's `quantization_config`. dtype: the
+    engine's compute dtype. device: where the forward runs. Raises `GraphError` with vLLM's reason where it has no such
+    model.
+    """
+    load_general_plugins()
+    try:
+        with quiet(), tempfile.TemporaryDirectory() as folder:
+            _write_config(Path(folder), config, architecture, quantization)
+            _inspect_here(architecture)
+            vllm_config = EngineArgs(
+                model=folder,
+                dtype=str(dtype).removeprefix("torch."),
+                enforce_eager=True,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                kernel_config={"linear_backend_per_quant": linear_backends()},  # type: ignore[arg-type]
+            ).create_engine_config()
+            with alone(), _own_rotary(), set_default_torch_dtype(dtype), device, _LargeOnMeta():
+                module = initialize_model(vllm_config)
+    except Exception as error:
+        raise GraphError(
+            f"vLLM builds no model of {architecture} to learn through: {_reason(error)}; set learner.operators to "
+            "'transformers', whose log-probs agree within the floor, or take a model that vLLM runs"
+        ) from error
+    if not ir.ops.rms_norm.get_priority():  # an engine in this process has chosen already
+        vllm_config.kernel_config.ir_op_priority.set_default()
+    return Skeleton(module.eval(), vllm_config)
+
+
+def _reason(error: Exception) -> str:
+    """vLLM's words on one line, those of a check of its own without pydantic's around them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    own = (line.removeprefix("Value error, ").partition(" [type=")[0] for line in lines if "Value error, " in line)
+    return next(own, lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def _inspect_here(architecture: str) -> None:
+    """Have vLLM look at its class in this process, which imports it anyway, and not in one that takes seconds."""
+    for name in (architecture, "TransformersForCausalLM", "TransformersMoEForCausalLM"):
+        entry = ModelRegistry.models.get(name)
+        if entry is not None and not isinstance(entry, _RegisteredModel):
+            ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
+        if name == architecture and entry is not None:
+            return
+
+
+def _write_config(
+    folder: Path, config: PretrainedConfig, architecture: str, quantization: dict[str, Any] | None
+) -> None:
+    """config.json as an export of this model has it."""
+    written = copy.deepcopy(config)
+    written.architectures = [architecture]
+    written.save_pretrained(folder)
+    if quantization is not None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Has vLLM's layers make room for large weights on the meta device, and for what is small where it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            with torch.device("meta"):
+                planned = func(*args, **{**kwargs, "device": "meta"})
+            if planned.numel() > _SMALL:
+                return planned
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _own_rotary() -> Iterator[None]:
+    """vLLM keeps one rotary embedding of a kind in a process; the engine's is not ours to change."""
+    kept = dict(rotary_embedding._ROPE_DICT)
+    rotary_embedding._ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(kept)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """vLLM's groups as in a process by itself. Those of an engine in this process are put back unchanged."""
+    names = [name for name in _GROUPS if hasattr(parallel_state, name)]
+    before = {name: getattr(parallel_state, name) for name in names}
+    try:
+        for name in names:
+            setattr(parallel_state, name, _ALONE)
+        yield
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without vLLM's remarks on an engine that is none. Its loggers set their own levels as they are first used."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)

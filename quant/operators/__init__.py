@@ -1,1 +1,0 @@
-"""Norms, rotary embedding, attention, gates and routers, rounded as the engine rounds them."""

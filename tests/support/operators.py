@@ -1,0 +1,54 @@
+"""One of vLLM's operators with gradients, as a graph has it, without an engine."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from qarl.quant.graph.operators import Operator
+from qarl.quant.layers.compute_copy import MasterCopy, Weight
+from qarl.quant.layers.context import LayerContext
+from tests.support.tensors import normal
+
+
+def make_operator(
+    make: Callable[[], CustomOp], dtype: torch.dtype, compiled: bool = False, device: str = "cpu"
+) -> Operator:
+    """Weights are about one, and in every dtype bfloat16's."""
+    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    with set_current_vllm_config(config), set_default_torch_dtype(dtype), torch.device(device):
+        module = make()
+    context, weights = LayerContext(dtype, "reference"), {}
+    context.gradients.configure(compiled=compiled)
+    for seed, (key, parameter) in enumerate(list(module.named_parameters())):
+        values = (1 + 0.3 * normal(*parameter.shape, seed=seed)).bfloat16()
+        master = nn.Parameter(values.float().to(device))
+        weights[key] = Weight(master, MasterCopy(master, context))
+        weights[key].copy.refresh(master)
+        del module._parameters[key]
+        module.__dict__[key] = weights[key].copy.read
+    return Operator(module, weights, context.gradients)
+
+
+def rope(head: int, part: float = 1.0, neox: bool = True, **scaling: Any) -> Callable[[], CustomOp]:
+    """part: how much of a head is turned. neox: its halves, not neighbours."""
+    parameters = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": part, **scaling}
+    return lambda: get_rope(head, 4096, neox, rope_parameters=parameters)
+
+
+def outputs_of(y: Any) -> list[torch.Tensor]:
+    return [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
+
+
+def differentiated(
+    call: Callable[..., Any], arguments: Sequence[torch.Tensor], masters: Sequence[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What it returns, and gradients of those arguments that have one, and of masters."""
+    y, leaves = outputs_of(call(*arguments)), [t for t in arguments if t.requires_grad]
+    dy = [normal(t.numel(), 1, seed=7 + n).view(t.shape).to(t) for n, t in enumerate(y)]
+    return [t.detach() for t in y], list(torch.autograd.grad(y, [*leaves, *masters], dy))
