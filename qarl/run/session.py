@@ -14,6 +14,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.backends.native import shard_masters
 from qarl.learner.backends.zero_loading import partitioned_loading
+from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.gradients import require_compiler
 from qarl.learner.learner import Learner
 from qarl.learner.mismatch import Mismatch
@@ -69,8 +70,8 @@ def require_schemes(config: RunConfig) -> None:
     experts = tuple(f"{name}." for name in expert_modules(skeleton))
     if experts and batch_invariant():
         raise ConfigError(
-            f"bitwise true with {config.model!r}, a mixture of experts: the learner multiplies its routers by torch, "
-            "the engine on GPUs by a batch-invariant product; leave bitwise out"
+            f"bitwise true with {config.model!r}, a mixture of experts: that its routers' products are "
+            "batch-invariant on GPUs has not been shown; leave bitwise out"
         )
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
@@ -178,15 +179,23 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
     # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
     reference = initial_model() if config.learner.kl.name != "none" else None
+    if processes and model.operators == "engine":
+        require_gradients(model, together)
     learner = Learner(model, learning, reference, together, config.seed, config.steps, config.rollout.temperature)
     return Policy(folder=folder, task=task, prompter=prompter, model=model, learner=learner, processes=together)
 
 
 def trained_part(policy: Policy, config: RunConfig) -> list[str]:
-    """For the startup output: a learner's own compute dtype, what LoRA trains and what it leaves frozen, and the
-    processes that share the work; nothing where one process trains every master in the engine's dtype."""
+    """For the startup output: why an aligned learner's log-probs are not the engine's to the last bit, its own compute
+    dtype, what LoRA trains and what it leaves frozen, and the processes that share the work; nothing where one process
+    trains every master in the engine's model and dtype."""
     lora, stage = config.learner.lora, config.learner.zero_stage
     lines = [describe_adapters(policy.model, lora)] if isinstance(lora, LoraConfig) else []
+    if policy.model.why_not_engine:
+        lines.append(
+            "the learner computes norms, rotary embeddings and attention as transformers does, within the floor of the "
+            f"engine's log-probs: {policy.model.why_not_engine}"
+        )
     if policy.model.context.compute_dtype != policy.model.context.dtype:
         lines.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
     if policy.processes.world > 1 or stage is not None:

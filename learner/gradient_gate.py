@@ -1,0 +1,46 @@
+"""That a backward reaches every master, before a run learns from it.
+
+A forward through the engine's own model can be exact while its gradient is cut: by a weight read outside autograd, a
+`no_grad` within, a compiled helper, an operator nobody knew. No log-prob tells; a master that never moves does, too
+late.
+"""
+
+import torch
+from torch import nn
+
+from qarl.learner.logprobs import token_logprobs
+from qarl.learner.processes import Processes
+from qarl.quant.graph.errors import GraphError
+from qarl.quant.model.low_bit_model import LowBitModel
+
+_TOKENS = 8
+_NAMED = 4
+
+
+def require_gradients(model: LowBitModel, processes: Processes) -> None:
+    """Raise `GraphError` with the names of masters that no gradient reaches: none, or zeros in every element.
+
+    One sequence of a few tokens is scored and differentiated; no master is changed and no gradient kept. Adapters may
+    get zeros, for B is zero at first. All processes that share masters come here together.
+    """
+    vocabulary = model.config.vocab_size
+    tokens = torch.arange(1, _TOKENS + 1, device=model.device).remainder(vocabulary)[None]
+    responses = torch.ones(1, _TOKENS - 1, dtype=torch.bool, device=model.device)
+    logprobs, _ = token_logprobs(model, tokens, responses, entropy=False)
+    (logprobs * torch.linspace(0.5, 1.0, _TOKENS - 1, device=model.device)).sum().backward()
+    trained = {name: master for name, master in model.masters.items() if master.requires_grad}
+    reached = processes.total(torch.tensor([_reached(master, bool(model.adapted)) for master in trained.values()]))
+    for master in trained.values():
+        master.grad = None
+    lost = [name for name, by in zip(trained, reached.tolist(), strict=True) if not by]
+    if lost:
+        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+        raise GraphError(
+            f"no gradient reaches {', '.join(map(repr, lost[:_NAMED]))}{more}: the engine's model computes with them "
+            "where autograd does not follow, so they would never be learned; set learner.operators to 'transformers', "
+            "and report the model"
+        )
+
+
+def _reached(master: nn.Parameter, zeros_count: bool) -> float:
+    return float(master.grad is not None and (zeros_count or bool(master.grad.any())))

@@ -1,0 +1,85 @@
+"""A gradient that is cut while values stay exact: each way it has happened, in a model made for it, ends the run."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from qarl.configs.schema.lora import LoraConfig
+from qarl.learner.gradient_gate import require_gradients
+from qarl.learner.processes import Processes
+from qarl.quant.graph.errors import GraphError
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.add_lora import add_adapters
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
+from tests.support.learners import batch_of, logprob_gradients, policy
+from tests.support.moe_models import CONFIGS, random_moe
+
+FIRST = "model.layers.0"
+
+
+def by_data(run: Any) -> None:
+    """A norm reads its weight outside autograd."""
+    run.model.norm._forward_method.weights = {}
+
+
+def without_grad(run: Any) -> None:
+    """A decorator around a forward."""
+    run.model.layers[0].self_attn.forward = torch.no_grad()(run.model.layers[0].self_attn.forward)
+
+
+def compiled_helper(run: Any) -> None:
+    """A helper that autograd sees as one operator without a derivative."""
+    act = run.model.layers[0].mlp.act_fn
+    kept = act._forward_method
+    act._forward_method = lambda x: kept(x.detach()) + 0 * x.sum(-1, keepdim=True).detach()
+
+
+def by_weight_of_its_own(run: Any) -> None:
+    """A linear layer that the graph does not know as one: its weight is read as a tensor."""
+    layer = run.model.layers[0].self_attn.o_proj
+    product = layer.quant_method
+
+    class Apart:
+        def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+            return x @ product._stack.parts[0].weight_used(x.dtype).t()
+
+    layer.quant_method = Apart()
+
+
+TRAPS: dict[Callable[[Any], None], str] = {
+    by_data: "'model.norm.weight'",
+    without_grad: f"'{FIRST}.self_attn.q_proj.weight', '{FIRST}.self_attn.k_proj.weight'",
+    compiled_helper: f"'{FIRST}.mlp.gate_proj.weight', '{FIRST}.mlp.up_proj.weight'",
+    by_weight_of_its_own: f"'{FIRST}.self_attn.o_proj.weight'",
+}
+
+
+@pytest.mark.parametrize("plant", TRAPS, ids=lambda plant: plant.__name__)
+def test_a_cut_gradient_is_told_with_the_masters_it_misses(plant: Callable[[Any], None]):
+    """Contract: log-probs are what they were, to the bit or a rounding, and the gate names the masters. Blind spot: a
+    gradient that is wrong and not zero, which tests hold against transformers'."""
+    model = policy("w8a8")
+    before, _ = logprob_gradients(model, batch_of())
+    require_gradients(model, Processes())
+    plant(model.graph.module)
+    after, _ = logprob_gradients(model, batch_of())
+    assert (after - before).abs().max() < 0.2
+    with pytest.raises(GraphError, match=f"no gradient reaches {re.escape(TRAPS[plant])}"):
+        require_gradients(model, Processes())
+
+
+def test_mixtures_and_adapters_pass_and_nothing_is_left_behind():
+    """A router that no module of transformers multiplies has its layer and its gradient; B is zero at first."""
+    experts = LowBitModel(
+        random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), LayerContext(torch.bfloat16, "reference")
+    )
+    assert "model.layers.1.mlp.gate" in experts.linears
+    adapted = policy()
+    add_adapters(adapted, LoraConfig(rank=4, alpha=8), seed=0)
+    for model in (experts, adapted):
+        require_gradients(model, Processes())
+        assert all(master.grad is None for master in model.masters.values())
