@@ -64,7 +64,10 @@ def _schemes(known: argparse.Namespace, console: Console) -> int:
     quiet_libraries()
     with phases_shown_on(Console(stderr=True)):
         rows = scheme_rows(known.model, known.dtype)
+        agrees = agreement_line(known.model, known.dtype)
     _show(console, rows, known.model, known.verbose)
+    if agrees:
+        say(console, agrees)
     write_json(known.json, [dataclasses.asdict(row) for row in rows])
     return 0
 
@@ -88,6 +91,32 @@ def scheme_rows(model: str | None, dtype: str) -> list[SchemeRow]:
         rows = [_row(scheme, empty, dtype) for scheme in SCHEMES.values()]
     keep_answer("schemes", question, [dataclasses.asdict(row) for row in rows])
     return rows
+
+
+_LEVELS = {
+    "exact": "learner and sampler agree to the last bit: the learner computes through vLLM's own model",
+    "floor": "learner and sampler agree within the floor of two implementations, by transformers' operators",
+    "refused": "a learner would not be the sampler's policy",
+}
+
+
+def agreement_line(model: str | None, dtype: str) -> str:
+    """How near a learner of this model comes to its sampler, and why not nearer; "" without a model or without vLLM."""
+    from qarl.quant.runtime.libraries import has_vllm
+
+    if model is None or not has_vllm():
+        return ""
+    question = {"model": model, "config": _config_digest(model), "dtype": dtype}
+    kept = read_answer("agreement", question)
+    if not kept:
+        with phase("asking vLLM for its model"):
+            from qarl.quant.checkpoint.load import empty_model
+            from qarl.quant.model.agreement import agreement
+            from qarl.quant.schemes import COMPUTE_DTYPES
+
+            kept = dataclasses.asdict(agreement(empty_model(_architecture(model)), COMPUTE_DTYPES[dtype]))
+        keep_answer("agreement", question, kept)
+    return f"{_LEVELS[kept['level']]}{': ' if kept['reason'] else ''}{kept['reason']}"
 
 
 def _config_digest(model: str | None) -> str:
