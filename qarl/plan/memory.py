@@ -268,23 +268,23 @@ class _Count:
 
     @property
     def stream(self) -> int:
-        """Bytes a value of the residual stream between layers (`quant.operators.rounding`)."""
-        return _FP32 if self.device == "cpu" else self.itemsize
+        """Bytes a column of what passes between layers: a branch, and the residual that the next norm adds it to."""
+        return 2 * self.itemsize
 
     @cached_property
     def kept_a_layer(self) -> float:
-        """Bytes a token that one decoder layer keeps for its backward (`quant.operators`): of both norms their input,
-        of every product its input as multiplied, queries, keys and values before and after their rotation, gate and
-        up; on CPUs 1 / rms, on GPUs attention's output and the sum of its scores."""
+        """Bytes a token that one decoder layer keeps for its backward (`quant.graph`): of both norms what they
+        normalize, of every product its input as multiplied, queries, keys and values before and after their rotation,
+        gate and up; on GPUs attention's output and the sum of its scores."""
         s, b, cpu = self.shapes, self.itemsize, self.device == "cpu"
         a = SCHEME_SPECS[self.config.scheme].input_bytes(b) if self.config.learner.aligned else b
         c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
         attention = a * c + b * (2 * q + 3 * k)
         attention += a * q if cpu or a < b else 0
-        attention += _FP32 * (2 + s.heads + s.kv_heads) if cpu else b * q + _FP32 * s.heads
+        attention += 0 if cpu else b * q + _FP32 * s.heads
         routed = s.experts_a_token * (8 + 8 + _FP32 + b) if cpu else _FP32 * s.experts + 16 * s.experts_a_token
         mlp = b * c + (a * c if a < b else 0) + routed if s.experts else a * c + 2 * b * i + a * i
-        return (2 * self.stream * c + attention + mlp) * (1.0 if self.engine_operators else _TRANSFORMERS_FACTOR)
+        return (2 * b * c + attention + mlp) * (1.0 if self.engine_operators else _TRANSFORMERS_FACTOR)
 
     def activations(self) -> int:
         """What is kept between forward and backward."""
@@ -293,7 +293,7 @@ class _Count:
             a_token = s.layers * self.stream * s.hidden + self.kept_a_layer
         else:
             a_token = s.layers * self.kept_a_layer
-        return int(self.tokens * (a_token + (self.stream + self.itemsize) * s.hidden))
+        return int(self.tokens * (a_token + 2 * self.itemsize * s.hidden))
 
     def working(self) -> int:
         """The most that is there at once of what is not there all the time, activations included."""
