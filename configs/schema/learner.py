@@ -125,8 +125,8 @@ class LearnerConfig(Section):
     )
     compile: bool | Literal["auto"] = Field(
         default="auto",
-        description="torch.compile the backwards of norms, rotary and gated MLPs; start-up takes longer; auto: on GPUs "
-        "with the engine's operators",
+        description="torch.compile the backwards of norms and gated MLPs; start-up takes longer; auto: on GPUs with "
+        "the engine's operators",
     )
     master_dtype: Dtype = Field(
         default="float32", description="of the master weights; bfloat16 halves their memory (docs/guide/precision.md)"
@@ -140,7 +140,7 @@ class LearnerConfig(Section):
     )
     operators: Literal["auto", "engine", "transformers"] = Field(
         default="auto",
-        description="norms, rotary, attention; engine: rounded as it does, auto: where the model allows",
+        description="engine: vLLM's own model; auto: where it can be (docs/explain/families.md)",
     )
     router_aux_loss: float | None = Field(
         default=None,
