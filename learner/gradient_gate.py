@@ -18,16 +18,19 @@ _NAMED = 4
 
 
 def require_gradients(model: LowBitModel, processes: Processes) -> None:
-    """Raise `GraphError` with the names of masters that no gradient reaches: none, or zeros in every element.
+    """Raise `GraphError` with the names of masters that no gradient reaches: none, or zeros in every element; and for
+    a model that does not run.
 
     One sequence of a few tokens is scored and differentiated; no master is changed and no gradient kept. Adapters may
     get zeros, for B is zero at first. All processes that share masters come here together.
     """
-    vocabulary = model.config.vocab_size
-    tokens = torch.arange(1, _TOKENS + 1, device=model.device).remainder(vocabulary)[None]
-    responses = torch.ones(1, _TOKENS - 1, dtype=torch.bool, device=model.device)
-    logprobs, _ = token_logprobs(model, tokens, responses, entropy=False)
-    (logprobs * torch.linspace(0.5, 1.0, _TOKENS - 1, device=model.device)).sum().backward()
+    try:
+        _differentiate(model)
+    except Exception as error:  # vLLM's Python, for a model nobody tried: whatever it raises, the run cannot learn
+        raise GraphError(
+            f"the engine's model could not be run and differentiated: {type(error).__name__}: {error}; set "
+            "learner.operators to 'transformers', and report the model"
+        ) from error
     trained = {name: master for name, master in model.masters.items() if master.requires_grad}
     reached = processes.total(torch.tensor([_reached(master, bool(model.adapted)) for master in trained.values()]))
     for master in trained.values():
@@ -40,6 +43,13 @@ def require_gradients(model: LowBitModel, processes: Processes) -> None:
             "where autograd does not follow, so they would never be learned; set learner.operators to 'transformers', "
             "and report the model"
         )
+
+
+def _differentiate(model: LowBitModel) -> None:
+    tokens = torch.arange(1, _TOKENS + 1, device=model.device).remainder(model.config.vocab_size)[None]
+    responses = torch.ones(1, _TOKENS - 1, dtype=torch.bool, device=model.device)
+    logprobs, _ = token_logprobs(model, tokens, responses, entropy=False)
+    (logprobs * torch.linspace(0.5, 1.0, _TOKENS - 1, device=model.device)).sum().backward()
 
 
 def _reached(master: nn.Parameter, zeros_count: bool) -> float:

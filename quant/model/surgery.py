@@ -88,6 +88,9 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
     lost = sorted(ours - multiplied - {head})
     if lost:
         raise GraphError(f"the engine's {engine.architecture} does not multiply {lost[0]!r}, which the checkpoint has")
+    unknown = sorted(multiplied - modules.keys())
+    if unknown:
+        raise GraphError(f"the engine's {engine.architecture} multiplies {unknown[0]!r}, which is no module here")
     linears: dict[str, LowBitLinear] = {}
     for name, module in modules.items():
         if name in multiplied or name == head:
@@ -125,9 +128,12 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
 
 
 def _output_head(model: PreTrainedModel, family: Family) -> str:
-    """Checkpoint name of the module that makes logits."""
+    """Checkpoint name of the module that makes logits. Raises `GraphError` where it is no linear layer."""
     head = model.get_output_embeddings()
-    return next(family.checkpoint_name(name) for name, module in model.named_modules() if module is head)
+    names = [family.checkpoint_name(name) for name, module in model.named_modules() if module is head]
+    if not names or not isinstance(head, nn.Linear):
+        raise GraphError(f"{type(model).__name__} has a {type(head).__name__} for an output head, and no nn.Linear")
+    return names[0]
 
 
 def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: LayerContext) -> dict[str, LowBitLinear]:

@@ -72,6 +72,13 @@ def test_a_cut_gradient_is_told_with_the_masters_it_misses(plant: Callable[[Any]
         require_gradients(model, Processes())
 
 
+def test_a_model_that_does_not_run_is_told_in_words():
+    model = policy("w8a8")
+    model.graph.module.get_submodule("model.layers.1").forward = lambda *_: 1 / 0
+    with pytest.raises(GraphError, match=r"could not be run and differentiated: ZeroDivisionError.*'transformers'"):
+        require_gradients(model, Processes())
+
+
 def test_mixtures_and_adapters_pass_and_nothing_is_left_behind():
     """A router that no module of transformers multiplies has its layer and its gradient; B is zero at first."""
     experts = LowBitModel(
