@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,13 +42,8 @@ def compiled_helper(run: Any) -> None:
 def by_weight_of_its_own(run: Any) -> None:
     """A linear layer that the graph does not know as one: its weight is read as a tensor."""
     layer = run.model.layers[0].self_attn.o_proj
-    product = layer.quant_method
-
-    class Apart:
-        def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-            return x @ product._stack.parts[0].weight_used(x.dtype).t()
-
-    layer.quant_method = Apart()
+    part = layer.quant_method._stack.parts[0]
+    layer.quant_method = SimpleNamespace(apply=lambda _, x, bias=None: x @ part.weight_used(x.dtype).t())
 
 
 TRAPS: dict[Callable[[Any], None], str] = {

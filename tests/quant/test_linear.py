@@ -98,7 +98,8 @@ def test_vllm_multiplies_w8a8_of_any_rows(rows: int, dtype: torch.dtype):
 
 @no_cuda
 def test_fp8_products_in_fp32_are_those_of_e4m3():
-    """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums in another order."""
+    """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums in another order,
+    which does not depend on how many tokens there are: the last to be decoded is alone, and scored with others."""
     from qarl.quant.kernels.vllm_cpu.fp8 import decoded
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -111,6 +112,9 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
         decoded(x) @ decoded(weight).t(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max())
     )
     assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
+    linear, tokens = make_linear("fp8", "vllm", torch.float32, (512, 128), bias=False), heavy(48, 128, seed=1)
+    for count in (1, 2, 3, 5):
+        assert torch.equal(torch.cat([linear(part) for part in tokens.split(count)]), linear(tokens)), count
 
 
 @no_cuda

@@ -18,6 +18,11 @@ _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """fp32 [256], of every e4m3 code; looked up, for torch's own conversion takes ten times as long on CPUs."""
 
 
+_ROWS = 4
+"""The least that are multiplied. torch adds up products of fewer in another order: the last sequences to be decoded
+would differ, now and then, from what the learner scores."""
+
+
 class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
     """vLLM's kernel with its product of e4m3 values, and nothing else of it, in fp32."""
 
@@ -43,7 +48,8 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
         output_shape: list[Any],
     ) -> torch.Tensor:
         """vLLM's hook. A: e4m3 [N, I]; B: e4m3 values in fp32 [I, O]; As, Bs: fp32 [N, 1] and [O, 1]."""
-        output = (decoded(A) @ B).mul_(As).mul_(Bs.t())
+        rows = nn.functional.pad(decoded(A), (0, 0, 0, max(0, _ROWS - len(A))))
+        output = (rows @ B)[: len(A)].mul_(As).mul_(Bs.t())
         if bias is not None:
             output = output + bias
         return output.to(out_dtype).view(*output_shape)
