@@ -33,6 +33,7 @@ def engine_model(model: PreTrainedModel, tensors: Mapping[str, tuple[int, ...]],
     architecture = type(model).__name__
     skeleton = build_skeleton(model.config, architecture, None, dtype, _device(model))
     sources = trace_loading(skeleton, tensors)
+    steering: list[Any] = []
     stacked, unusual, experts, read, heads, embeddings = {}, {}, {}, {}, [], []
     modules = dict(skeleton.module.named_modules())
     for name, module in modules.items():
@@ -47,12 +48,16 @@ def engine_model(model: PreTrainedModel, tensors: Mapping[str, tuple[int, ...]],
             embeddings.append(name)
         elif isinstance(module, MoERunner):
             experts[name] = _experts_of(name, sources)
+            steering.append(getattr(module.router, "e_score_correction_bias", None))
         multiplied = ("weight", "bias") if isinstance(module, LinearBase | ParallelLMHead) else ()
         for key in {*module._parameters, *module._buffers} - {*multiplied}:
             if len(sources.get((name, key), ())) == 1:
                 read[name, key] = sources[name, key][0]
+    biases = {id(bias) for bias in steering if bias is not None}
+    steered = [(n, key) for n, module in modules.items() for key, p in module._parameters.items() if id(p) in biases]
     return EngineModel(
         architecture=architecture,
+        steering=tuple(source for key in steered for source in sources.get(key, ())),
         unusual=unusual,
         stacked={name: layers for name, layers in stacked.items() if layers},
         experts=experts,

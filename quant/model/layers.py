@@ -16,7 +16,8 @@ class EngineModel:
     """What vLLM makes of a checkpoint of this model. stacked: its linear layers and what it loads into each, layers by
     checkpoint name. unusual: of those, the modules with a dtype or a forward of their own. experts: vLLM's name → the
     checkpoint's of the module. read: (module, parameter) → checkpoint name of the tensor, for everything else. heads:
-    names of the modules that make logits. embedding: of the input's."""
+    names of the modules that make logits. embedding: of the input's. steering: tensors that say which experts are
+    chosen and nothing else, so that no gradient comes to them."""
 
     architecture: str
     unusual: Mapping[str, Any]
@@ -24,6 +25,7 @@ class EngineModel:
     experts: Mapping[str, str]
     read: Mapping[tuple[str, str], str]
     heads: tuple[str, ...]
+    steering: tuple[str, ...]
     embedding: str
 
 

@@ -91,6 +91,9 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
     unknown = sorted(multiplied - modules.keys())
     if unknown:
         raise GraphError(f"the engine's {engine.architecture} multiplies {unknown[0]!r}, which is no module here")
+    for name in engine.steering:
+        if name in parameters:
+            parameters[name].requires_grad_(False)
     linears: dict[str, LowBitLinear] = {}
     for name, module in modules.items():
         if name in multiplied or name == head:
