@@ -137,7 +137,7 @@ class _StraightThrough(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
-        return experts.product(x, weights, index)
+        return experts.product(x, weights, index).data  # see `quant.layers.linear`
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
