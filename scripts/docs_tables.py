@@ -58,16 +58,18 @@ def families(rows: list[dict[str, Any]]) -> str:
     lines = [line(("family", *schemes)), "|---|" + "---:|" * len(schemes)]
     for name in names:
         measured = [of.get((name, scheme)) for scheme in schemes]
-        cells = [
-            f"{row['equal']:.3f}, {row['equal_own']:.3f}; {row['cosine']:.3f}, {row['relative']:.2f}" if row else ""
-            for row in measured
-        ]
+        cells = [_of_family(row) if row else "" for row in measured]
         if any(measured):
             lost = next((row["unreached"] for row in measured if row and row["unreached"]), None)
             lines.append(line((f"{name}, refused: no gradient for `{lost[0]}`" if lost else name, *cells)))
     refused = [row for row in rows if "refused" in row]
-    lines += ["", *(f"- {row['family']}, {row['scheme']}: {row['refused'].split(';')[0][:300]}" for row in refused)]
+    lines += ["", *(f"- {row['family']}, {row['scheme']}: {row['refused'].split(';')[0][:200]}" for row in refused)]
     return "\n".join(lines) + "\n"
+
+
+def _of_family(row: dict[str, Any]) -> str:
+    gradient = "no number" if row["cosine"] is None else f"{row['cosine']:.3f}, {row['relative']:.2f}"
+    return f"{row['equal']:.3f}, {row['equal_own']:.3f}; {gradient}"
 
 
 def speed(data: dict[str, Any]) -> str:
