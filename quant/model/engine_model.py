@@ -90,7 +90,7 @@ def build_graph(
     log: RouterLog,
 ) -> Graph:
     """The graph in the context's present dtype. quantization: the checkpoint's `quantization_config`. layers: of the
-    model. Raises `GraphError` for a module of no known kind."""
+    model. Raises `GraphError` for a layer that vLLM leaves unquantized and the plan does not."""
     named = family_of(model.config.model_type).checkpoint_name
     parameters = {
         named(name): (parameter, layers.copies[name])
