@@ -4,7 +4,7 @@ The model's `load_weights` is run over tensors that hold nothing, with loaders t
 So renamings, stacked projections and fused checkpoints are the model's business, and no table of ours names a family.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,27 @@ from qarl.quant.graph.errors import GraphError
 from qarl.quant.graph.skeleton import Skeleton, alone, quiet
 
 
-def trace_loading(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, str], list[str]]:
-    """Follow a checkpoint into an unquantized model. shapes: of its tensors, by name. Returns (module, parameter) by
-    vLLM's names → checkpoint names of the tensors that are put into it, in the order of their rows.
+def trace_loading(
+    skeleton: Skeleton, shapes: Mapping[str, Sequence[int]], in_order: bool = True
+) -> dict[tuple[str, str], list[str]]:
+    """Follow a checkpoint into a model. shapes: of its tensors, by name. Returns (module, parameter) by vLLM's names →
+    checkpoint names of the tensors that are put into it, in the order of their rows.
 
-    Raises `GraphError` where vLLM cannot load such a checkpoint.
+    in_order: refuse what loading changes. Raises `GraphError` where vLLM cannot load such a checkpoint.
     """
     taken: dict[tuple[str, str], list[tuple[Any, str]]] = {}
+    places: dict[int, list[tuple[str, str]]] = {}  # several modules may have one tensor: a router's bias, tied weights
 
-    def recorder(key: tuple[str, str]) -> Any:
+    def recorder(keys: list[tuple[str, str]]) -> Any:
         def load(*args: Any, **named: Any) -> bool:
             loaded = next((v for v in (*args, *named.values()) if isinstance(v, _Followed)), None)
-            if loaded is None or not (loaded.in_order or ".routed_experts" in key[0]):
-                raise GraphError(f"vLLM changes what it loads into {'.'.join(key)!r}, and not as a cast or a view does")
-            taken.setdefault(key, []).append((next(iter(args[2:]), named.get("shard_id")), loaded.source))
+            for key in keys:
+                if in_order and not (loaded is not None and (loaded.in_order or ".routed_experts" in key[0])):
+                    name = ".".join(key)
+                    raise GraphError(f"vLLM changes what it loads into {name!r}, and not as a cast or a view does")
+                if loaded is not None:
+                    shard = next(iter(args[2:]), named.get("shard_id"))
+                    taken.setdefault(key, []).append((shard, loaded.source))
             return True
 
         return load
@@ -35,9 +42,10 @@ def trace_loading(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]]) -> 
     for module_name, module in skeleton.module.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                tensor.weight_loader = recorder((module_name, key))  # type: ignore[attr-defined]
+                places.setdefault(id(tensor), []).append((module_name, key))
+                tensor.weight_loader = recorder(places[id(tensor)])  # type: ignore[attr-defined]
         if isinstance(module, VocabParallelEmbedding):  # some heads get their bias when it comes
-            module.__dict__["weight_loader"] = recorder((module_name, "bias"))
+            module.__dict__["weight_loader"] = recorder([(module_name, "bias")])
     try:
         with alone(), quiet():
             skeleton.module.load_weights(_followed(shapes, skeleton.config.model_config.dtype).items())  # type: ignore[operator]
@@ -81,10 +89,10 @@ _IN_ORDER = {
 """torch's functions that leave values where they are in a row-major order."""
 
 
-def _followed(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, _Followed]:
+def _followed(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, _Followed]:
     tensors = {}
     for name, shape in shapes.items():
-        followed = torch.empty(shape, device="meta", dtype=dtype).as_subclass(_Followed)
+        followed = torch.empty(tuple(shape), device="meta", dtype=dtype).as_subclass(_Followed)
         followed.source = name
         tensors[name] = followed
     return tensors

@@ -81,25 +81,31 @@ def build_skeleton(
     try:
         with quiet(), tempfile.TemporaryDirectory() as folder:
             _write_config(Path(folder), config, architecture, quantization)
-            _inspect_here(architecture)
-            vllm_config = EngineArgs(
-                model=folder,
-                dtype=str(dtype).removeprefix("torch."),
-                enforce_eager=True,
-                skip_tokenizer_init=True,
-                load_format="dummy",
-                kernel_config={"linear_backend_per_quant": linear_backends()},  # type: ignore[arg-type]
-            ).create_engine_config()
-            with alone(), _own_rotary(), set_default_torch_dtype(dtype), device, _LargeOnMeta():
-                module = initialize_model(vllm_config)
+            skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
         raise GraphError(
             f"vLLM builds no model of {architecture} to learn through: {_reason(error)}; set learner.operators to "
             "'transformers', whose log-probs agree within the floor, or take a model that vLLM runs"
         ) from error
     if not ir.ops.rms_norm.get_priority():  # an engine in this process has chosen already
-        vllm_config.kernel_config.ir_op_priority.set_default()
-    return Skeleton(module.eval(), vllm_config)
+        skeleton.config.kernel_config.ir_op_priority.set_default()
+    return skeleton
+
+
+def skeleton_of(folder: Path, architecture: str, dtype: torch.dtype, device: torch.device) -> Skeleton:
+    """As `build_skeleton`, of the config.json in a folder. Raises whatever vLLM does."""
+    _inspect_here(architecture)
+    config = EngineArgs(
+        model=str(folder),
+        dtype=str(dtype).removeprefix("torch."),
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        kernel_config={"linear_backend_per_quant": linear_backends()},  # type: ignore[arg-type]
+    ).create_engine_config()
+    with alone(), _own_rotary(), set_default_torch_dtype(dtype), device, _LargeOnMeta():
+        module = initialize_model(config)
+    return Skeleton(module.eval(), config)
 
 
 def _reason(error: Exception) -> str:

@@ -31,7 +31,8 @@ from vllm.platforms import current_platform
 
 from qarl.quant.kernels.vllm_cpu.experts import PerExpertMethod
 from qarl.rollout.engine import EngineError
-from qarl.rollout.vllm.worker import checkpoint_names, name_w4a8_weights_once, own_parameters
+from qarl.rollout.vllm.names import checkpoint_names
+from qarl.rollout.vllm.worker import name_w4a8_weights_once, own_parameters
 
 _TORCHS = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()

@@ -35,6 +35,7 @@ from qarl.quant.kernels.vllm_layers import kernel_name
 from qarl.quant.schemes import scheme_of_args
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import LoadReport
+from qarl.rollout.vllm.names import checkpoint_names, layer_names, trace_names
 
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
@@ -55,20 +56,19 @@ class WorkerExtension:
         """Every linear layer of the model, fused ones by their checkpoint names, and every layer's experts as one."""
         model: nn.Module = self.model_runner.get_model()
         dtype = str(self.vllm_config.model_config.dtype)
-        packed = getattr(model, "packed_modules_mapping", {})
+        trace_names(model, self.vllm_config)
         reports = []
         for name, module in model.named_modules():
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
                 scheme, group = _scheme_of(module, name, self.vllm_config)
-                parts = _parts(name, packed)
             elif isinstance(module, RoutedExperts):
                 one = f"{module.layer_name}.0.{module.ckpt_down_proj_name}"
                 scheme, group = _scheme_of(module, one, self.vllm_config)
-                parts = [module.layer_name]
             else:
                 continue
             kernel = kernel_name(module)
-            reports += [LayerReport(part, scheme, group_size=group, dtype=dtype, kernel=kernel) for part in parts]
+            for layer in layer_names(model, name, module):
+                reports.append(LayerReport(layer, scheme, group_size=group, dtype=dtype, kernel=kernel))
         return reports
 
 
@@ -83,6 +83,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
             sent.append(item.name)
             yield item.name, item.tensor
 
+    trace_names(model, config)
     expected = _checkpoint_layers(model)
     with set_current_vllm_config(config), torch.no_grad():
         if current_platform.is_cpu():
@@ -166,34 +167,6 @@ def _prepare_heads(model: nn.Module) -> None:
 
 def _checkpoint_layers(model: nn.Module) -> set[str]:
     return {name for names in checkpoint_names(model).values() for name in names}
-
-
-def checkpoint_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module that owns parameters, with the checkpoint's names of the layers that are in it; without tied heads,
-    which have none of their own, and layers of latent attention, made from other layers'."""
-    packed = getattr(model, "packed_modules_mapping", {})
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, RoutedExperts):
-            names[module] = list(_expert_matrices(module))
-        elif is_deferred_attention_layer(module) or (tied and isinstance(module, ParallelLMHead)):
-            continue
-        elif own_parameters(module):
-            names[module] = _parts(name, packed)
-    return names
-
-
-def _expert_matrices(experts: RoutedExperts) -> Iterator[str]:
-    projections = (experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name)
-    for expert in range(experts.global_num_experts):
-        yield from (f"{experts.layer_name}.{expert}.{projection}" for projection in projections)
-
-
-def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
-    """Checkpoint names of a possibly fused vLLM module: "…qkv_proj" → q_proj, k_proj, v_proj."""
-    parent, _, leaf = name.rpartition(".")
-    return [f"{parent}.{part}" if parent else part for part in packed.get(leaf, [leaf])]
 
 
 def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:
