@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qarl.configs.errors import ConfigError
+from qarl.quant.checkpoint.families import experts_per_token
 from qarl.quant.graph.packing import Packed
 from qarl.quant.model.low_bit_model import LowBitModel
 
@@ -36,11 +37,10 @@ def load_balance_loss(model: LowBitModel, real: torch.Tensor, packed: Packed | N
     read; a token counts as often as there are sequences with it. It is the function of the model's own transformers
     module (Switch Transformer, arXiv 2101.03961, eq. 4-6).
     """
-    config = model.config
     module: Any = sys.modules[type(model.module).__module__]
     experts = next(iter(model.experts.values())).shape.experts
     logits, real = tuple(model.router_log.logits), real.flatten()
     if packed is not None:
         places = packed.places.flatten()[real]
         logits, real = tuple(layer[places] for layer in logits), real[real]
-    return module.load_balancing_loss_func(logits, experts, config.num_experts_per_tok, real)
+    return module.load_balancing_loss_func(logits, experts, experts_per_token(model.config), real)

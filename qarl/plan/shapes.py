@@ -12,7 +12,7 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.quant.checkpoint.folder import check_model, hub_file, local_folder, read_config
+from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN, check_model, hub_file, local_folder, read_config
 from qarl.quant.checkpoint.patterns import matching
 
 Matrix = tuple[int, int]
@@ -140,12 +140,17 @@ def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
         vocabulary=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
-        experts_a_token=config["num_experts_per_tok"] if experts else 0,
+        experts_a_token=_first(config, EXPERTS_A_TOKEN) if experts else 0,
     )
 
 
 def _experts(config: Mapping[str, Any]) -> int:
-    return config.get("num_experts") or config.get("num_local_experts") or 0
+    return _first(config, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """Of what families call differently; 0 where it is nowhere."""
+    return next((config[name] for name in names if config.get(name)), 0)
 
 
 def _unusual(config: Mapping[str, Any]) -> Iterator[str]:

@@ -43,7 +43,7 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
     compute = COMPUTE_DTYPES[dtype]
     masters = load_masters(folder, compute)
     model = LowBitModel(masters, get_scheme(scheme), LayerContext(compute, "reference"))
-    experts = family_of(model.config.model_type).experts or ExpertLayout()
+    experts = family_of(model.config.model_type).experts
     tensors = tuple((item.name, item.tensor.shape, item.tensor.dtype) for item in model.low_bit_tensors())
     return Layout(
         tensors=tensors,

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN
 from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import SchemeError
 
@@ -28,19 +29,18 @@ STACKED: Mapping[str, tuple[str, ...]] = {
 """vLLM's `packed_modules_mapping` of most decoders: what it multiplies as one, and so gives one scheme and one
 tensor-wide scale → its parts."""
 
-_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
-"""Names of the number of experts a token goes to, in configurations."""
-
 _EACH = re.compile(r"(.*)\.experts\.\*\.(\w+)\.weight")
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A checkpoint's names of an expert's matrices."""
+    """A checkpoint's names of an expert's matrices. stacked: an unquantized one has a layer's experts in two tensors,
+    as transformers has them (Granite, Gemma 4); quantized ones name each matrix, as vLLM reads them."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    stacked: bool = False
 
     @property
     def projections(self) -> tuple[str, str, str]:
@@ -63,10 +63,10 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class Family:
-    """The names of one architecture's weights. experts: of experts' matrices; None for a dense model. renamed: parts of
-    other names that differ, (transformers', the checkpoint's)."""
+    """The names of one architecture's weights. experts: of experts' matrices, where it has any. renamed: parts of other
+    names that differ, (transformers', the checkpoint's)."""
 
-    experts: ExpertLayout | None = None
+    experts: ExpertLayout = ExpertLayout(stacked=True)
     renamed: tuple[tuple[str, str], ...] = ()
 
     def checkpoint_name(self, name: str) -> str:
@@ -88,24 +88,25 @@ def family_of(model_type: str) -> Family:
         if len(targets) == 1 and all(each):
             experts[targets[0].rpartition(".")[2]] = [match[2] for match in each if match]
         elif len(sources) == len(targets) == 1 and not getattr(conversion, "operations", None):
-            ours, written = (_plain(pattern) for pattern in (targets[0], sources[0]))
+            suffix = ".weight" if targets[0].endswith(".weight") else ""  # of a module's name, not of a parameter's
+            ours, written = (_plain(pattern, suffix) for pattern in (targets[0], sources[0]))
             if ours and written:
                 renamed.append((ours, written))
-    layout = None
+    layout = Family.experts
     if experts.keys() == {"gate_up_proj", "down_proj"} and len(experts["gate_up_proj"]) == 2:
         layout = ExpertLayout(*experts["gate_up_proj"], *experts["down_proj"])
     return Family(layout, tuple(renamed))
 
 
-def _plain(pattern: str) -> str:
-    """A part of a module's name out of a pattern, dots around it; "" for what is no plain name."""
-    name = pattern.replace("\\.", ".").removesuffix(".weight").strip(".")
+def _plain(pattern: str, suffix: str) -> str:
+    """A part of a name out of a pattern, dots around it; "" for what is no plain name. suffix: not to be in it."""
+    name = pattern.replace("\\.", ".").removesuffix(suffix).strip(".")
     return f".{name}." if re.fullmatch(r"[\w.]+", name) else ""
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
     """K, by whichever name a configuration has it."""
-    return next(int(getattr(config, name)) for name in _CHOSEN if getattr(config, name, None))
+    return next(int(getattr(config, name)) for name in EXPERTS_A_TOKEN if getattr(config, name, None))
 
 
 def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -117,12 +118,20 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         three = {key for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3}
         if not three:
             continue
-        known = family_of(model.config.model_type).experts is not None and three == {"gate_up_proj", "down_proj"}
+        known = three == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
         if not known or any(key not in three for key, _ in module.named_parameters()):
             beside = sorted({key for key, _ in module.named_parameters()} - three)
             raise SchemeError(
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__} of 3-D weights "
                 f"{sorted(three)}{f' beside {beside}' if beside else ''}; known are mixtures of experts with "
-                "gate_up_proj and down_proj, no biases, and a checkpoint that names each expert's matrices"
+                "gate_up_proj [E, 2I, H] and down_proj [E, H, I], and no biases"
             )
         yield name, module
+
+
+def _gate_rows_first(experts: nn.Module) -> bool:
+    """Whether these are [E, 2I, H] and [E, H, I], and not their transposes (Llama 4, gpt-oss)."""
+    (_, merged, hidden), (_, rows, columns) = (
+        whole_shape(experts.get_parameter(key)) for key in ("gate_up_proj", "down_proj")
+    )
+    return (merged, hidden) == (2 * columns, rows) and not getattr(experts, "is_transposed", False)

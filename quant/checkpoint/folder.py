@@ -18,6 +18,9 @@ _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 _HEADER_LIMIT = 100 * 2**20
 """Bytes of the largest header the safetensors format allows."""
 
+EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+"""Names of the number of experts a token goes to, in configurations."""
+
 
 def local_folder(name: str) -> Path | None:
     """The folder `name`, or None where it reads as a hub id (owner/name). Raises `ModelError` for anything else."""

@@ -43,7 +43,6 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
             rows, columns = whole_shape(module.weight)
             shapes[written] = (rows, columns)
         elif name in experts:
-            assert family.experts is not None
             count, merged, hidden = whole_shape(module.gate_up_proj)
             for expert in range(count):
                 for projection in (family.experts.gate, family.experts.up):

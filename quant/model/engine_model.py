@@ -124,7 +124,7 @@ def checkpoint_tensors(model: PreTrainedModel, matrices: Mapping[str, tuple[int,
     tensors: dict[str, tuple[int, ...]] = {}
     for name, tensor in state.items():
         shape = tuple(whole_shape(tensor)) if isinstance(tensor, nn.Parameter) else tuple(tensor.shape)
-        layer, _, _ = named(name).rpartition(".")
+        layer = named(name.rpartition(".")[0])
         if len(shape) == 3 and layer.endswith(".experts"):
             tensors |= {f"{n}.weight": of_one for n, of_one in matrices.items() if n.startswith(f"{layer}.")}
         else:

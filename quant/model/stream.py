@@ -19,8 +19,9 @@ def checkpoint_tensors(
     named = layers.family.checkpoint_name
     for name in parameters:
         layer, _, key = named(name).rpartition(".")
-        if layer in layers.experts:
-            yield from _experts_tensors(layers, layer) if key == "gate_up_proj" else ()
+        module, _, own = name.rpartition(".")
+        if named(module) in layers.experts:
+            yield from _experts_tensors(layers, named(module), own, named(name))
         elif layer in layers.linears:
             yield from _linear_tensors(layers, layer, key)
         else:
@@ -39,10 +40,17 @@ def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTens
             yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
 
-def _experts_tensors(layers: Layers, layer: str) -> Iterator[LowBitTensor]:
+def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iterator[LowBitTensor]:
+    """All of a layer's, at the first of its two parameters; unless the checkpoint has those two, too. key, written:
+    the parameter's own name, and the checkpoint's."""
     experts = layers.experts[layer]
-    for suffix, tensor in experts.codes().tensors(experts.shape.layout):
-        yield LowBitTensor(f"{layer}.{suffix}", tensor)
+    layout, stacks = experts.shape.layout, experts.codes().stacks
+    if layout.stacked and experts.scheme.quantization is None and stacks is not None:
+        stack = stacks[key == "down_proj"].codes
+        yield LowBitTensor(written, stack.view(experts.shape.experts, -1, stack.shape[-1]))
+    elif key == "gate_up_proj":
+        for suffix, tensor in experts.codes().tensors(layout):
+            yield LowBitTensor(f"{layer}.{suffix}", tensor)
 
 
 def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
@@ -50,6 +58,8 @@ def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
     them; then routers that no linear layer multiplies."""
     dtype = str(context.dtype)
     multiplies = {part.layer: stack for stack in layers.stacks.values() for part in stack.parts}
+    # The engine has no layer for an output head that multiplies with the embedding itself (Gemma, Cohere).
+    looked_up = layers.engine and layers.stacks.get(layers.engine.embedding)
     reports = [
         LayerReport(
             name=layer.layer,
@@ -59,6 +69,7 @@ def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
             kernel=multiplies.get(layer.layer, layer).product.name,
         )
         for layer in layers.low_bit()
+        if not looked_up or layer not in looked_up.parts
     ]
     routers = [name for name in map(layers.family.checkpoint_name, layers.routers) if name not in layers.linears]
     return reports + [

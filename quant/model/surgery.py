@@ -116,7 +116,8 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
         for name, parameter in model.named_parameters()
         if id(parameter) not in taken or parameter is embedding
     }
-    routers = [name for name in multiplied - ours if name in modules]
+    written = {family.checkpoint_name(name): name for name, _ in model.named_modules()}
+    routers = [written[name] for name in multiplied - ours]
     return Layers(
         linears=linears,
         stacks=stacks,
@@ -167,13 +168,12 @@ def _make_experts(
         layer, config = family.checkpoint_name(name), model.config
         gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
         count, merged, hidden = whole_shape(gate_up)
-        assert family.experts is not None
         shape = ExpertsShape(
             experts=count,
             top_k=experts_per_token(config),
             hidden=hidden,
             intermediate=merged // 2,
-            activation=config.hidden_act,
+            activation=getattr(config, "hidden_activation", None) or config.hidden_act,
             layout=family.experts,
         )
         scheme = plan.scheme(f"{layer}.0.{family.experts.down}")  # one for all, as plans make sure
