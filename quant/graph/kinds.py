@@ -7,6 +7,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -20,6 +21,11 @@ def refuse_unknown(name: str, module: Any, sources: Mapping[tuple[str, str], Col
 
     sources: what is loaded into each parameter (`quant.graph.loading`).
     """
+    if isinstance(module, MoERunner) and _drops_bias(module.router):
+        raise GraphError(
+            f"vLLM's router on CPUs leaves out the correction bias of {name!r}, so that it samples from another model "
+            "than the checkpoint's; train it on a GPU, or take another model"
+        )
     needed = _needed(name, module, sources)
     if needed:
         raise GraphError(
@@ -58,6 +64,12 @@ def _of_experts(runner: Any) -> str:
         "a router by the root of a softplus": getattr(runner.router, "scoring_func", "softmax") == "sqrtsoftplus",
     }
     return " and ".join(reason for reason, is_so in reasons.items() if is_so)
+
+
+def _drops_bias(router: Any) -> bool:
+    """vLLM 0.32's router of CPUs reads a correction bias where experts are in groups, and nowhere else (ERNIE 4.5)."""
+    biased = isinstance(router, CPURouter) and router.e_score_correction_bias is not None
+    return biased and not router.use_grouped_topk and router.scoring_func != "sqrtsoftplus"
 
 
 def _of_parameters(name: str, module: nn.Module, sources: Mapping[tuple[str, str], Collection[str]]) -> str:
