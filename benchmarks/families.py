@@ -3,10 +3,11 @@ right?
 
 python -m benchmarks.families [NAME …] [--schemes w4a16,w8a8] [--dtype bfloat16] [--json FILE]
 
-For each family and scheme vLLM samples from the exported codes, and three things are measured: the share of sampled
-tokens whose log-prob the learner has to the last bit; over all masters' gradients of a policy-gradient loss the cosine
-with, and the error relative to, transformers' in float32 on the weights that the codes stand for (which has no low-bit
-activations: with those it bounds the error from above); and whether every master is reached.
+For each family and scheme vLLM starts on the exported codes, is audited, takes another version of them, and samples.
+Three things are measured: the share of sampled tokens whose log-prob the learner has to the last bit; over all masters'
+gradients of a policy-gradient loss the cosine with, and the error relative to, transformers' in float32 on the weights
+that the codes stand for (which has no low-bit activations: with those it bounds the error from above); and whether
+every master is reached.
 """
 
 import argparse
@@ -35,6 +36,8 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.types import Group, Prompt, Sampling
+from qarl.sync.audit import audit, require_agreement
+from qarl.sync.publisher import Publisher
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -112,9 +115,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1Config", {**_HEADS, **_MOE, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
                               "topk_group": 1, "first_k_dense_replace": 1}),
     "hunyuan-moe": ("HunYuanMoEV1Config", {**_HEADS, **_MOE, "moe_topk": 2, "moe_intermediate_size": 256}),
-    "granite-moe": ("GraniteMoeConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}),
+    "granite-moe": ("GraniteMoeConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128,
+                                         "attention_multiplier": 0.2}),
     "granite-moe-shared": ("GraniteMoeSharedConfig", {"num_local_experts": 8, "num_experts_per_tok": 2,
-                                                      "intermediate_size": 128, "shared_intermediate_size": 128}),
+                                                      "intermediate_size": 128, "shared_intermediate_size": 128,
+                                                      "attention_multiplier": 0.2}),
+    "exaone-moe": ("ExaoneMoeConfig", {**_HEADS, **_MOE, **_SLIDING, "num_shared_experts": 1,
+                                       "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+    "gemma4": ("Gemma4TextConfig", {**_HEADS, **_SLIDING, "num_kv_shared_layers": 1, "global_head_dim": 64,
+                                    "hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": 512}),
+    "gemma4-moe": ("Gemma4TextConfig", {**_HEADS, **_SLIDING, "num_kv_shared_layers": 0, "global_head_dim": 64,
+                                        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8,
+                                        "top_k_experts": 2, "moe_intermediate_size": 128}),
     "gpt-oss": ("GptOssConfig", {**_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2,
                                  "sliding_window": 24}),
     "minimax-m2": ("MiniMaxM2Config", {**_HEADS, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16}),
@@ -183,6 +195,7 @@ def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> di
         prompts = [Prompt(str(n), "", tuple(row)) for n, row in enumerate(drawn)]
         rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=tokens)
         with engine_of(model, folder, rollout, dtype) as engine:
+            _publish_another(model, engine, drawn)
             completions = engine.generate(prompts, Sampling(1, tokens, seed=0))
             groups = [Group(p, tuple(c), (1.0,)) for p, c in zip(prompts, completions, strict=True)]
             batch = make_batch(groups, pad_token=0)
@@ -204,6 +217,16 @@ def measure(name: str, scheme: str, dtype: str, samples: int, tokens: int) -> di
             "mean_abs": by_engine.mean_abs, "reference": plain, "cosine": cosine, "relative": error,
             "unreached": missing[:4],
         }  # fmt: skip
+
+
+def _publish_another(model: LowBitModel, engine: Any, sequences: list[list[int]]) -> None:
+    """Audit, move all masters a little, and publish."""
+    require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
+    with torch.no_grad():
+        for master in (master for master in model.masters.values() if master.requires_grad):
+            master.add_(0.1 * master.abs().mean() * torch.randn_like(master))
+    model.refresh()
+    Publisher(model, engine, sequences, bound=float("inf"), canary_every=1).publish(1)
 
 
 def _scores(model: Any, batch: Batch) -> torch.Tensor:

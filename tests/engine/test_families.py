@@ -9,18 +9,20 @@ from benchmarks.families import measure
 @pytest.mark.parametrize(
     "family",
     [
-        "granite",  # scales of embedding, residual and logits
+        "granite-moe-shared",  # scales of embedding, residual and logits; stacked experts, a router of another name
         "cohere2",  # parallel blocks, LayerNorm by a compiled helper, a head that is the embedding
         "glm4-moe",  # sigmoid routing in groups with a correction bias, a router in fp32, shared experts
         "smollm3",  # by vLLM's Transformers backend, layers without positions
-        "phi3",  # fused checkpoints
+        "glm4",  # a checkpoint that has stacked some of what vLLM stacks
+        "stablelm",  # a model without a list of what it stacks
     ],
 )
 def test_a_family_agrees_to_the_last_bit_and_learns(family: str):
-    """Contract: in w8a8, whose activations amplify any other rounding, every sampled token's log-prob, by the engine's
-    own layers and by layers of the learner's own; every master reached; all gradients together near those of
-    transformers in float32 on the codes' values. That it is transformers' model to the floor follows from both: values
-    are vLLM's, the reference is not. Blind spot: sizes; `python -m benchmarks.families` has more of them."""
+    """Contract: in w8a8, whose activations amplify any other rounding, every token that is sampled after a publish has
+    the learner's log-prob, by the engine's own layers and by layers of the learner's own; every master reached; all
+    gradients together near those of transformers in float32 on the codes' values. That it is transformers' model to the
+    floor follows from both: values are vLLM's, the reference is not. Blind spot: sizes; `python -m benchmarks.families`
+    has more of them."""
     row = measure(family, "w8a8", "bfloat16", samples=2, tokens=24)
     assert (row["equal"], row["equal_own"], row["unreached"]) == (1.0, 1.0, [])
     assert row["cosine"] > 0.97 and row["reference"] < 0.25

@@ -15,6 +15,7 @@ from qarl.quant.model.agreement import agreement
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import get_scheme
 from tests.support.models import SIZES, all_logits, qwen3, some_tokens
+from tests.support.moe_models import CONFIGS, random_moe
 
 
 def test_vllm_has_its_leaves_where_the_graph_takes_them():
@@ -72,8 +73,9 @@ LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nop
             **{**SIZES, "num_key_value_heads": 4, **LATENT}, n_routed_experts=4, n_group=1, topk_group=1,
             num_experts_per_tok=2, moe_intermediate_size=64)),
          r"MLAAttention at 'model\.layers\.0\..*needed is a leaf"),
+        (lambda: random_moe(CONFIGS["ernie4_5_moe"]), r"leaves out the correction bias of 'model\.layers\.1\.mlp"),
     ],
-    ids=["turned weights", "latent attention"],
+    ids=["turned weights", "latent attention", "bias left out"],
 )  # fmt: skip
 def test_what_the_graph_has_no_leaf_for_is_refused_by_class_and_name(model: Any, words: str):
     """Contract: "engine" refuses before anything is changed; "auto" takes transformers' operators and says why, and

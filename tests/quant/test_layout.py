@@ -73,6 +73,11 @@ def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: s
     """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone; nothing else changes."""
     random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
     plain, model = load_file(tmp_path / "model.safetensors"), wrap(tmp_path, scheme)
+    for name in [name for name, tensor in plain.items() if tensor.ndim == 3]:  # Granite's: [E, 2I, H] and [E, H, I]
+        stack, layer = plain.pop(name), name.rsplit(".", 2)[0] + ".experts"
+        keys = ("gate_proj", "up_proj") if "input" in name else ("down_proj",)
+        parts = list(zip(keys, stack.chunk(len(keys), 1), strict=True))
+        plain |= {f"{layer}.{e}.{key}.weight": part[e] for key, part in parts for e in range(len(stack))}
     ours, shapes = streamed(model), weight_shapes(model_skeleton(tmp_path))
     experts = [layer for layer in shapes if ".experts." in layer]
     assert len(experts) > 8 and (scheme == "bf16" or not set(experts) & set(model.plan.ignored))
@@ -104,9 +109,9 @@ def test_qarl_schemes_counts_the_bytes_that_are_streamed(kind: str, scheme: str,
 def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tmp_path: Path):
     random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
     plan = plan_layers(model_skeleton(tmp_path), get_scheme("w8a8"))
-    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    expected = {f"model.layers.1.{block}.gate", "lm_head"}
-    expected |= {"model.layers.0.block_sparse_moe.gate"} if kind == "mixtral" else set()
+    router = {"mixtral": "block_sparse_moe.gate", "granitemoe": "block_sparse_moe.router.layer"}.get(kind, "mlp.gate")
+    expected = {f"model.layers.1.{router}", "lm_head"}
+    expected |= {f"model.layers.0.{router}"} if kind in ("mixtral", "granitemoe") else set()
     expected |= {"model.layers.0.mlp.gate"} if kind == "olmoe" else set()
     expected |= {"model.layers.1.mlp.shared_expert_gate"} if kind == "qwen2_moe" else set()
     assert set(plan.ignored) == expected

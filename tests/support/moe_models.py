@@ -12,6 +12,7 @@ from transformers import (
     Dots1Config,
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
+    GraniteMoeConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -51,6 +52,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=128, moe_num_shared_experts=1,
         moe_layer_start_index=1,
     ),
+    "granitemoe": GraniteMoeConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2, attention_multiplier=0.2),
 }  # fmt: skip
 
 
