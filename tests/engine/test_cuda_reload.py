@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
+from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -18,10 +22,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from qarl.quant.checkpoint.families import ExpertLayout
+from qarl.quant.graph.skeleton import alone
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
+from qarl.rollout.engine import EngineError
+from qarl.rollout.vllm.worker import quantize_in_layers
 from tests.support.cuda_platform import fits, stub_cuda
 from tests.support.kernels import no_cuda
 from tests.support.tensors import normal
@@ -104,3 +111,18 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
     assert before.keys() == after.keys(), name
     for key, (parameter, *place) in before.items():
         assert after[key][0] is parameter and list(after[key][1:]) == place, (name, key)
+
+
+def test_an_engine_quantizes_inputs_in_its_layers():
+    """As the learner does, for a kernel over gate and quantization rounds otherwise. No graph was captured before."""
+    with alone(), set_current_vllm_config(VllmConfig()):
+        gate, linear = SiluAndMul(), ReplicatedLinear(32, 32, disable_tp=True)
+    linear._input_quant_key = kFp8StaticTensorSym  # type: ignore[assignment]
+    model, x = nn.ModuleDict({"down": linear}), normal(3, 64, seed=0)
+    with pytest.raises((AttributeError, TypeError)):  # no such kernel for CPUs
+        maybe_fused_act_quant(gate, x, linear)
+    with pytest.raises(EngineError, match=r"input of 'down' quantized .* set rollout\.enforce_eager true"):
+        quantize_in_layers(model, eager=False)
+    quantize_in_layers(model, eager=True)
+    unfused = maybe_fused_act_quant(gate, x, linear)
+    assert isinstance(unfused, torch.Tensor) and torch.equal(unfused, gate(x))

@@ -22,9 +22,8 @@ from vllm.config import VllmConfig
 from qarl.quant.delta import VersionCache
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.servers.versions import read_version
-from qarl.rollout.vllm.names import trace_names
 from qarl.rollout.vllm.staging import Staged, stage, staging_refusal
-from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream
+from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream, prepare
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class ReceivedVersions:
 
     def __init__(self, model: nn.Module, config: VllmConfig):
         self._model, self._config = model, config
-        trace_names(model, config)
+        prepare(model, config)
         self.cached: VersionCache | None = None
         self.loaded: LoadReport | None = None
         self._staging: Future[StagedVersion] | None = None
