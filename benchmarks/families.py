@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from benchmarks.random_policy import SIZES
 from qarl.advice.mismatch import engine_of
 from qarl.bench.record import record
 from qarl.cli.options import json_file, write_json
@@ -39,19 +40,7 @@ from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.publisher import Publisher
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _HEADS = {"head_dim": 32}
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _LATENT = {**_MOE, "num_key_value_heads": 4, "n_routed_experts": 8, "kv_lora_rank": 512, "q_lora_rank": 64,
@@ -149,7 +138,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", {}),
     "falcon-h1": ("FalconH1Config", {}),
 }  # fmt: skip
-"""Name → transformers' configuration class, and what differs from `SIZES`."""
+"""Name → transformers' configuration class, and what differs from `SIZES` and `_TOKENS`."""
 
 _PEAK = 3.0
 """Spread of an untrained model's logits: flat distributions hide what mismatch does to peaks."""
@@ -162,7 +151,7 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
     shutil.copytree(ensure_recipe("random-qwen3", untrained), folder, dirs_exist_ok=True)
     for file in (*folder.glob("*.safetensors*"), folder / "config.json", folder / "generation_config.json"):
         file.unlink(missing_ok=True)
-    config = getattr(transformers, kind)(**{**SIZES, **changes})
+    config = getattr(transformers, kind)(**{**SIZES, **_TOKENS, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -20,17 +20,18 @@ from qarl.embedded.recipe import RECIPES, ensure_recipe
 _LIKE = {"random-qwen3": "tiny-qwen3", "random-qwen3-moe": "tiny-qwen3-moe"}
 """Names → the embedded policy whose sizes they have."""
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+"""Of random models, here and in `benchmarks.families`."""
+_HEADED = {**SIZES, "head_dim": 32}
 _LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 _WINDOW = 24
 """Tokens: shorter than what benchmarks sample."""
@@ -38,10 +39,10 @@ _PEAK = 12.0
 """Factor on the output head: distributions of untrained weights are flat, and hide what mismatch does to peaks."""
 
 _CONFIGS: dict[str, PretrainedConfig] = {
-    "random-llama": LlamaConfig(**_SIZES),
-    "random-mistral": MistralConfig(**_SIZES, sliding_window=_WINDOW),
+    "random-llama": LlamaConfig(**_HEADED),
+    "random-mistral": MistralConfig(**_HEADED, sliding_window=_WINDOW),
     "random-gemma3": Gemma3TextConfig(
-        **_SIZES,
+        **_HEADED,
         sliding_window=_WINDOW,
         layer_types=_LAYERS,
         rope_parameters={
