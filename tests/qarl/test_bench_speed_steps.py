@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from qarl.bench.models import MODELS, write_model
 from qarl.bench.process import answer_line, last_answer
@@ -20,6 +21,7 @@ from qarl.configs.errors import ConfigError
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.plan.shapes import NAMED, Shapes, shapes_of
 from qarl.quant.checkpoint.load import empty_model
+from qarl.quant.graph.errors import GraphError
 from qarl.quant.schemes import SchemeError
 from tests.support.transformers_engine import TransformersEngine
 
@@ -83,9 +85,7 @@ def test_engine_rows_by_hand():
 def options(**changes) -> speed.Options:
     found = speed.Options(
         model="tiny", schemes=(), dtype="bfloat16", batches=(1, 4), contexts=(10,), decode_tokens=8, prompts=2,
-        samples=4, prompt_tokens=16, tokens=16, updates=2, optimizer="adamw", steps=1, rounds=2,
-        kernel="auto",
-        seed=0,
+        samples=4, prompt_tokens=16, tokens=16, updates=2, optimizer="adamw", steps=1, rounds=2, kernel="auto", seed=0,
     )  # fmt: skip
     return dataclasses.replace(found, **changes)
 
@@ -163,14 +163,16 @@ def test_a_process_measures_engine_and_steps(tmp_path: Path, monkeypatch: pytest
         assert tuple(step) == PHASES and min(step.values()) > 0
 
 
+def test_a_model_without_the_engines_operators_is_refused(tmp_path: Path):
+    """Transformers' are slower: their steps under the engine's name would be another figure."""
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    with pytest.raises(GraphError, match="vLLM changes what it loads into"):
+        run(speed.job(tmp_path, "bf16", 0, options(), SMALL))
+
+
 def test_odd_decoders_are_refused():
-    config = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 9,
-        "intermediate_size": 8,
-    }
+    config = dict.fromkeys(("hidden_size", "vocab_size", "intermediate_size"), 8)
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     assert shapes_of(config, "m").kv_heads == 2 and shapes_of(config, "m").head_dim == 4
     with pytest.raises(ConfigError, match=r"config\.json has no vocab_size"):
         shapes_of({**config, "vocab_size": None}, "m")

@@ -25,7 +25,6 @@ from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
@@ -45,7 +44,8 @@ _LONG_SECONDS = 1.5
 
 
 def run(job: Job) -> Answer:
-    """Everything, in the order engine, steps of each kind."""
+    """Everything, in the order engine, steps of each kind. Raises `GraphError`, as a run by `learner.operators engine`
+    does, for a model without the engine's operators: with others, other work would be timed."""
     with tempfile.TemporaryDirectory(prefix="qarl-bench-") as folder:
         model = _model(job, "qarl")
         vocabulary = model.config.vocab_size
@@ -76,10 +76,7 @@ def _model(job: Job, kind: str) -> LowBitModel:
     masters = load_masters(Path(job.folder), torch.float32, device)
     context = LayerContext(COMPUTE_DTYPES[job.options.dtype], job.options.kernel, aligned=kind != "plain")
     # A plain run takes transformers' operators, which are slower; here it is to differ in what it multiplies alone.
-    try:
-        return LowBitModel(masters, get_scheme(job.scheme), context, "engine")
-    except GraphError:
-        return LowBitModel(masters, get_scheme(job.scheme), context, "transformers")
+    return LowBitModel(masters, get_scheme(job.scheme), context, "engine")
 
 
 def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> list[Prompt]:
