@@ -62,10 +62,7 @@ UPSTREAM = {
         "vllm/v1/attention/backends/cpu_attn.py",
         "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",
     ),
-    "classes are decorated": (
-        "vllm/model_executor/models/transformers/base.py",
-        "self._decorate_for_torch_compile()",
-    ),
+    "classes are decorated": ("vllm/model_executor/models/transformers/base.py", "self._decorate_for_torch_compile()"),
     "classes are looked at apart": ("vllm/model_executor/models/registry.py", "mi = _run_in_subprocess("),
     "schedule is dumped": ("vllm/v1/engine/core.py", "dump_engine_exception("),
     "shared memory is compiled": ("deepspeed/comm/torch.py", "self.shm_comm_op = build_shm_op()"),

@@ -27,10 +27,7 @@ from tests.support.gpu_schemes import RUNS_EXPERTS, need
 from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error, same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs_cuda("the products and codes of GPUs"),
-]
+pytestmark = [pytest.mark.gpu, needs_cuda("the products and codes of GPUs")]
 DTYPE = torch.bfloat16
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
 

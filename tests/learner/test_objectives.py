@@ -103,8 +103,7 @@ def test_the_switch_has_every_objective_of_the_configuration():
     ],
 )
 @pytest.mark.parametrize(
-    ("mean_low", "weight"),
-    [(0.0, 1.0), (0.3, math.exp(0.3)), (-0.4, math.exp(-0.4)), (1.1, 2.0), (-0.9, 0.5)],
+    ("mean_low", "weight"), [(0.0, 1.0), (0.3, math.exp(0.3)), (-0.4, math.exp(-0.4)), (1.1, 2.0), (-0.9, 0.5)]
 )
 def test_tbpo_by_hand(advantage: float, mean_up: float, banded: float, inside: bool, mean_low: float, weight: float):
     """QaRL: loss = -w̃ · r̃ · A, r = exp(mean_t(cur - old)), w̃ = clip(exp(mean_t(old - sampler)), 1/2, 2); r̃ clips r

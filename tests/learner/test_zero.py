@@ -188,9 +188,7 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     config = LearnerConfig.model_validate(settings)
     model, reference = (
         LowBitModel(
-            load_masters(folder, torch.float32),
-            get_scheme(scheme),
-            LayerContext(dtype, "reference", config.aligned),
+            load_masters(folder, torch.float32), get_scheme(scheme), LayerContext(dtype, "reference", config.aligned)
         )
         for _ in range(2)
     )

@@ -15,13 +15,7 @@ from qarl.configs.errors import ConfigError
 from qarl.quant.types import LowBitTensor
 from qarl.report.metrics import _drop_after, read_metrics
 from qarl.run import checkpoint
-from qarl.run.checkpoint import (
-    CheckpointError,
-    intact_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from qarl.run.checkpoint import CheckpointError, intact_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from qarl.sync.export import ExportError, write_checkpoint
 
 

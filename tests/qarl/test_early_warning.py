@@ -61,11 +61,7 @@ COLLAPSES: dict[str, tuple[Curve, dict[str, Curve], set[str]]] = {
     "mismatch grows": (HEALTHY["learns"], {"learn__mismatch__mean_abs": late(0.01, 0.4)}, {"mismatch"}),
     "one answer, no gain": (HEALTHY["flat"], {"learn__entropy": late(0.7, 0.01)}, {"entropy"}),
     "noise": (late(0.6, 0.0), {"learn__entropy": late(0.7, 3.0)}, {"entropy", "reward"}),
-    "loops": (
-        late(0.6, 0.1),
-        {"response_tokens": late(80, 400), "truncated": late(0.01, 0.9)},
-        {"length", "reward"},
-    ),
+    "loops": (late(0.6, 0.1), {"response_tokens": late(80, 400), "truncated": late(0.01, 0.9)}, {"length", "reward"}),
     "nothing said": (late(0.6, 0.0), {"response_tokens": late(80, 3)}, {"length", "reward"}),
     "rewards are noise": (late(0.8, 0.3), {"reward_deviation": late(0.07, 0.28)}, {"deviation", "reward"}),
     "falls below its start": (late(0.6, 0.2), {"reward_deviation": lambda x: 0.4}, {"reward"}),

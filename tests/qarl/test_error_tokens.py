@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qarl.report.error_tokens import (
-    IMPROBABLE,
-    LONGEST_PERIOD,
-    REPEATS,
-    count_error_tokens,
-    repeated_tokens,
-)
+from qarl.report.error_tokens import IMPROBABLE, LONGEST_PERIOD, REPEATS, count_error_tokens, repeated_tokens
 from qarl.rollout.types import Completion, Group, Prompt
 
 ROOT = Path(__file__).parents[2]

@@ -135,11 +135,7 @@ def test_several_rewards_with_weights(questions: Path):
         (here, "1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
         (own, "1 / 0", r"ZeroDivisionError: division by zero \(.*mine\.py, line 1"),
         (own, "import os\nos._exit(5)", r"importing it ended its process \(exit status 5\)"),
-        (
-            own,
-            "import os\nos.kill(os.getpid(), 9)",
-            r"importing it ended its process \(signal 9\)",
-        ),
+        (own, "import os\nos.kill(os.getpid(), 9)", r"importing it ended its process \(signal 9\)"),
         (partial(own, spec="exakt"), "", "did you mean 'exact'"),
         (partial(own, spec="no/such/file.py:f"), "", "there is no file 'no/such/file.py'"),
         (partial(own, spec="qarl.tasks:nothing"), "", "'qarl.tasks' has no function 'nothing'"),

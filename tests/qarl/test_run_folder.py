@@ -106,10 +106,7 @@ def test_what_a_finished_run_answers(
 
 @pytest.mark.parametrize("noted", [{"digest": "d1ce"}, {"verified": True, "step": 4}], ids=["unproven", "earlier"])
 def test_a_run_whose_export_is_not_proven_goes_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    noted: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], noted: dict[str, Any]
 ):
     """Contract: it exports and proves again, whether the proof was missing or failed, or is of fewer steps."""
     run = new_run(tmp_path / "run", 4, 8, **noted)

@@ -125,10 +125,7 @@ def test_a_prompt_may_be_a_chat(tmp_path: Path):
 
 
 def test_an_explicit_split_is_obeyed(tmp_path: Path):
-    rows = [
-        {"question": "a", "answer": "1", "split": "train"},
-        {"question": "b", "answer": " 2", "split": "heldout"},
-    ]
+    rows = [{"question": "a", "answer": "1", "split": "train"}, {"question": "b", "answer": " 2", "split": "heldout"}]
     (problem,) = load(write(tmp_path / "t.jsonl", rows)).problems("heldout", 0, 1, 0)
     assert problem == Problem("t.jsonl:2", "b", " 2")
 

@@ -56,8 +56,7 @@ def test_chain_sum_defaults_to_two_terms_of_at_most_two_digits(chain_sum) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "score", "correct"),
-    [("7", 1.0, True), (" 7\n", 1.0, True), ("77", 0.5, False), ("8", 0.0, False)],
+    ("text", "score", "correct"), [("7", 1.0, True), (" 7\n", 1.0, True), ("77", 0.5, False), ("8", 0.0, False)]
 )
 def test_chain_sum_gives_partial_credit_that_is_not_accuracy(text, score, correct, chain_sum) -> None:
     problem = Problem("p", "3 + 4 =", "7")

@@ -13,15 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
-from qarl.embedded.recipe import (
-    IGNORED,
-    RECIPES,
-    TinyRecipe,
-    build_tiny,
-    encode_problems,
-    ensure_recipe,
-    recipe_config,
-)
+from qarl.embedded.recipe import IGNORED, RECIPES, TinyRecipe, build_tiny, encode_problems, ensure_recipe, recipe_config
 from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import load_task
 from tests.support.profiles import examples

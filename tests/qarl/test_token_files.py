@@ -170,10 +170,7 @@ def test_equal_records_are_equal_files(tmp_path: Path):
     assert a == b
 
 
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [("12 + 3", 4), ("你好🙂", 3), ("<|im_end|>", 1)],
-)
+@pytest.mark.parametrize(("text", "pieces"), [("12 + 3", 4), ("你好🙂", 3), ("<|im_end|>", 1)])
 def test_texts_of_tokens_add_up(text: str, pieces: int):
     ids = TOKENIZER(text)["input_ids"]
     texts = token_texts(TOKENIZER, ids)

@@ -50,10 +50,7 @@ from tests.support.tensors import relative_error
 LINEARS = [
     f"model.layers.{layer}.{part}"
     for layer in range(2)
-    for part in (
-        *(f"self_attn.{p}_proj" for p in "qkvo"),
-        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
-    )
+    for part in (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
 ]
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
