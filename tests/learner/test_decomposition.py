@@ -264,9 +264,3 @@ def test_ages_come_from_the_versions_that_sampled():
         assert behind[mask].tolist() == [7 - n, *[5 - n] * (int(mask.sum()) - 1)]
         assert not behind[~mask].any()
     assert make_batch(groups, 0).versions_behind is None
-
-
-def test_a_batch_that_teaches_nothing_has_no_age():
-    learner, batch = learner_of("w4a16", True), batch_of()
-    found = learner.learn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)), 0).records["ages"]
-    assert found.age == found.mean_abs == found.tokens == ()

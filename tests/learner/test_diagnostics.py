@@ -1,9 +1,6 @@
 """Lost updates and flipped codes: counted right for every way codes are stored, and without a trace in the run."""
 
-import dataclasses
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch, mini_batches
 from qarl.learner.diagnostics.base import is_due
-from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.learner import Learner
 from qarl.learner.optim import master_step
 from qarl.learner.optim.master_step import crossed_bfloat16
@@ -24,7 +20,6 @@ from qarl.quant.materialize import code_changes as flips
 from qarl.quant.materialize.code_changes import changed_codes
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
-from qarl.report.metrics import StepMetrics
 from tests.support.learners import batch_of, make_learner, masters_of
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
@@ -52,13 +47,6 @@ def test_changed_codes_are_those_that_differ_when_unpacked(scheme: str, seed: in
         assert changed_codes(second.codes, second) == 0
     finally:
         flips._CHUNK_BYTES = chunk
-
-
-def test_a_batch_without_updates_has_no_measurement():
-    batch, learner = batch_of(), make_learner()
-    measured = learner.learn(dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages)), step=0)
-    names = ("lost_updates", "crossed_bfloat16", "flipped_codes", "kl_from_start")
-    assert all(measured.records[name] is None for name in names) and measured.records["layers"] == LayerChanges()
 
 
 def test_crossings_by_hand():
@@ -113,22 +101,6 @@ def apart(old: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
 @pytest.mark.parametrize(("every", "due"), [(0, []), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
 def test_measured_steps(every: int, due: list[int]):
     assert [step for step in range(7) if is_due(every, step)] == due
-
-
-def test_steps_without_a_measurement_log_null(tmp_path: Path):
-    """The learner's missing figures are null in metrics.jsonl; other missing fields are left out, as before."""
-    stats = make_learner().learn(batch_of(), step=0)
-    numbers = dict.fromkeys(("reward", "reward_deviation", "response_tokens", "truncated", "mixed_reward_groups"), 0.5)
-    shares = dict.fromkeys(("error_tokens", "improbable_tokens", "repeated_tokens"), 0.0)
-    step = StepMetrics(
-        step=1, weight_version=1, prompts=2, **numbers, **shares, error_tokens_negative=None,
-        error_tokens_positive=None, skipped_batches=0, learn=stats, accuracy=None, digest=None, seconds={},
-        unscored=0, canary=None, staleness=None,
-    )  # fmt: skip
-    line = json.loads(json.dumps(step.flat()))
-    assert line["learn/lost_updates"] is None and line["learn/flipped_codes"] is None
-    assert line["learn/layers/layer"] is None and line["learn/log_ratio/scheme"] is None
-    assert "accuracy" not in line and "digest" not in line
 
 
 @pytest.mark.parametrize("aligned", [True, False])

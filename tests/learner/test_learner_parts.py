@@ -98,18 +98,22 @@ def test_mini_batches_are_shuffled_by_their_seed():
     assert len(firsts) > 10
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("how", ["padded", "packed", "sharing prompts"])
 @given(batches(), st.integers(1, 200), st.data())
-def test_micro_batches_cover_rows_within_the_token_budget(packed: bool, batch: Batch, budget: int, data: st.DataObject):
-    """Contract: each given row exactly once; rows · longest, or packed their own tokens, ≤ budget, except that a row
-    longer than the budget goes alone; and no cut is needless: one more row would have exceeded the budget."""
+def test_micro_batches_cover_rows_within_the_token_budget(how: str, batch: Batch, budget: int, data: st.DataObject):
+    """Contract: each given row exactly once; rows · longest, or packed their own tokens, without prompts that another
+    has, ≤ budget, except that a row longer than the budget goes alone; and no cut is needless: one more row would have
+    exceeded the budget."""
+    packed, sharing = how != "padded", how == "sharing prompts"
 
     def size(rows: torch.Tensor) -> int:
+        if sharing:
+            return int(batch.rows(rows).packed(share_prompts=True).kept.sum())
         return int(batch.length[rows].sum() if packed else len(rows) * batch.length[rows].max())
 
     index = torch.tensor(data.draw(st.permutations(range(len(batch.tokens)))))
     index = index[: data.draw(st.integers(1, len(index)))]
-    parts = list(micro_batches(batch, index, budget, packed))
+    parts = list(micro_batches(batch, index, budget, packed, sharing))
     assert sorted(torch.cat(parts).tolist()) == sorted(index.tolist())
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         assert size(part) <= budget or len(part) == 1

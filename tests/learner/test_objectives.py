@@ -259,8 +259,7 @@ def test_reinforce_like_gradients_in_closed_form(name: str):
 def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float, weight: float):
     """clip_low = δ_l, clip_high = ε_h, dual_clip = 1 + δ_h: the same losses, gradients and clipped sequences, bit for
     bit. Derivation for A < 0: max(min(s A, clip(s, 1-δ_l, 1+ε_h) A), (1+δ_h) A) = clip(s, 1-δ_l, 1+δ_h) A, since
-    multiplying by A < 0 turns max and min around. Weights are powers of two, as products are taken in another order;
-    the paper's weight follows below."""
+    multiplying by A < 0 turns max and min around. Weights are powers of two, as products are taken in another order."""
     bounds = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.0 + 0.3}
     given_ = random_input(seed, (4, 1, 7, 3, 2, 2), spread, torch.float32)
     found = []
@@ -273,11 +272,6 @@ def test_tbpo_is_gspo_with_dual_clip_at_matching_bounds(seed: int, spread: float
         found.append((result.loss, result.clipped, gradient(result.loss.sum(), given_)))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
-    shares = [
-        policy_loss(given_, learner_config(objective), totals(given_)).loss
-        for objective in (TBPO, {"name": "gspo_dual_clip", **bounds})
-    ]
-    torch.testing.assert_close(*shares, rtol=1e-6, atol=1e-7)
 
 
 differences = st.floats(-1.0, 1.0, width=32)

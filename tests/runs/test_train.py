@@ -48,7 +48,9 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
         assert m["learn/updates"] in (1, 2)  # a mini-batch of equal rewards teaches nothing
         assert (m["learn/mismatch/mean_abs"] < 0.005) or not aligned
         assert (m["learn/mismatch/equal"] == 1) or not exact
-        assert (m["learn/lost_updates"] is None) == (m["step"] != 1)  # every tenth step from the first
+        unmeasured = {m["learn/lost_updates"], m["learn/flipped_codes"], m["learn/layers/layer"]} == {None}
+        assert unmeasured == (m["step"] != 1)  # every tenth step from the first
+        assert ("accuracy" in m) == (m["step"] % 2 == 0), "what a step has not is left out"
     assert sum(m["learn/updates"] for m in metrics) > 4
     written = json.loads((run / "export" / "config.json").read_text())
     assert ("quantization_config" in written) == (scheme != "bf16")
