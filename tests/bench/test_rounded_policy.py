@@ -6,10 +6,8 @@ import torch
 
 from benchmarks.rounded_policy import rounded_policy
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
 from tests.support.learners import random_model
+from tests.support.models import low_bit
 
 
 def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):
@@ -18,9 +16,9 @@ def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):
     random_model(tied=False).save_pretrained(source)
     folder = rounded_policy(source, "w4a16", tmp_path / "rounded")
     before, after = (load_masters(path, torch.float32) for path in (source, folder))
-    low_bit = LowBitModel(before, get_scheme("w4a16"), LayerContext(torch.bfloat16, "reference"), "transformers")
-    for name, master in low_bit.masters.items():
-        linear = low_bit.linears.get(name.removesuffix(".weight"))
+    model = low_bit(before, "w4a16", operators="transformers")
+    for name, master in model.masters.items():
+        linear = model.linears.get(name.removesuffix(".weight"))
         expected = master if linear is None else linear.codes().dequantized(torch.float32)
         assert torch.equal(after.get_parameter(name), expected), name
         assert linear is None or linear.scheme.name == "bf16" or not torch.equal(master, expected)

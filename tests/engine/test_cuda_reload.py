@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
 from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -21,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from qarl.quant.checkpoint.families import ExpertLayout
+from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.graph.skeleton import alone
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.materialize import materialize
@@ -29,13 +28,12 @@ from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.worker import quantize_in_layers
-from tests.support.cuda_platform import fits, stub_cuda
+from tests.support.cuda_platform import LAYOUT, config_of, engines_experts, fits, stub_cuda
 from tests.support.kernels import no_cuda
 from tests.support.tensors import normal
 
 HIDDEN, HEAD, EXPERTS = 256, 64, 4
 ROWS = {"q": 2 * HEAD, "k": HEAD, "v": HEAD}
-LAYOUT = ExpertLayout()
 Stream = Iterator[tuple[str, Any]]
 
 
@@ -58,10 +56,7 @@ def stacked(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str
 
 
 def routed(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str) -> tuple[nn.Module, Stream]:
-    layer = FusedMoEFactory(
-        num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, intermediate_size=HIDDEN, quant_config=quantized, prefix=name,
-        tp_size=1, dp_size=1, pcp_size=1,
-    ).routed_experts  # fmt: skip
+    layer = engines_experts(ExpertsShape(EXPERTS, 2, HIDDEN, HIDDEN, "silu", LAYOUT), quantized, name)
 
     def stream() -> Stream:
         shapes = (EXPERTS, 2 * HIDDEN, HIDDEN), (EXPERTS, HIDDEN, HIDDEN)
@@ -82,8 +77,7 @@ def test_a_publish_refills_one_layer_object(kind: Any):
     with stub_cuda((9, 0)):
         for number, name in enumerate(name for name in SCHEMES if fits(get_scheme(name), (HEAD, HIDDEN))):
             scheme = get_scheme(name)
-            written = scheme.quantization_config([])
-            quantized = CompressedTensorsConfig.from_config(written) if written else None
+            quantized = config_of(scheme)
             with factory._loading(torch.device("cpu")):
                 try:
                     layer, stream = kind(scheme, quantized, f"model.layers.{number}.mlp.experts")

@@ -16,11 +16,9 @@ from qarl.learner.diagnostics.decomposition import SAMPLE_TOKENS, Decomposition,
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.learner import Learner
-from qarl.quant.layers.context import Forward, LayerContext
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
+from qarl.quant.layers.context import Forward
 from tests.support.learners import all_equal, batch_of, make_groups, masters_of, random_model
-from tests.support.models import cast
+from tests.support.models import cast, low_bit
 
 MINI_BATCHES = 4
 PARTS = ("dtype", "scheme", "staleness", "kernel")
@@ -30,8 +28,8 @@ NOISE = 0.05
 def learner_of(
     scheme: str, aligned: bool, compute: torch.dtype | None = None, master: torch.dtype = torch.float32, **config: Any
 ) -> Learner:
-    context = LayerContext(torch.bfloat16, "reference", aligned, compute)
-    model = LowBitModel(cast_to(random_model(tied=False), master), get_scheme(scheme), context, "transformers")
+    masters = cast(random_model(tied=False), master)
+    model = low_bit(masters, scheme, operators="transformers", aligned=aligned, compute=compute)
     settings = {"aligned": aligned, "diagnostics_every": 1, "mini_batches": 1, "optimizer": {"lr": 1e-2}, **config}
     return Learner(model, LearnerConfig.model_validate(settings))
 
@@ -53,8 +51,7 @@ def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
     """A plain bfloat16 model whose linear weights are the values that the masters' codes stand for."""
     model = random_model(tied=False)
     model.load_state_dict(masters)
-    low_bit = LowBitModel(copy.deepcopy(model), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
-    for name, linear in low_bit.linears.items():
+    for name, linear in low_bit(copy.deepcopy(model), scheme).linears.items():
         model.get_parameter(f"{name}.weight").data = linear.codes().dequantized(torch.bfloat16)
     return cast_to(model, torch.bfloat16)
 

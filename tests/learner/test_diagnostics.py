@@ -14,13 +14,13 @@ from qarl.learner.diagnostics.base import is_due
 from qarl.learner.learner import Learner
 from qarl.learner.optim import master_step
 from qarl.learner.optim.master_step import crossed_bfloat16
-from qarl.quant.layers.context import Forward, LayerContext
+from qarl.quant.layers.context import Forward
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize import code_changes as flips
 from qarl.quant.materialize.code_changes import changed_codes
-from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import batch_of, make_learner, masters_of
+from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
 
@@ -64,7 +64,7 @@ def test_changes_by_layer_are_those_of_its_masters_and_codes(scheme: str):
     """Contract: over one update of a mixture of experts, each layer's share of crossings is that of the masters before
     and after, of flips that of the codes it publishes, unpacked; a layer in the compute dtype (routers, output head,
     embeddings) has no codes. The shares over all are the layers' put together, of crossings less vectors."""
-    model = LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+    model = low_bit(random_moe(CONFIGS["qwen3_moe"]), scheme)
     learner = Learner(model, LearnerConfig.model_validate({"mini_batches": 1, "optimizer": {"lr": 1e-4}}))
     before = masters_of(learner)
     codes = {layer.layer: flips.quantized_weights(layer.low_bit) for layer in model.low_bit_layers()}

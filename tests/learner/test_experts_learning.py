@@ -8,9 +8,7 @@ from torch import nn
 
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.optimizer import MasterOptimizer, matrices_of
-from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
+from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples
 
@@ -65,8 +63,7 @@ def test_muon_on_stacks_is_muon_on_matrices(experts: int, inner: int, hidden: in
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"])
 def test_which_matrices_muon_takes(kind: str):
     """Experts, shared experts and attention; no router, embedding or output head."""
-    dtype = torch.bfloat16
-    model = LowBitModel(random_moe(CONFIGS[kind]), get_scheme("w8a8"), LayerContext(dtype, "reference"))
+    model = low_bit(random_moe(CONFIGS[kind]), "w8a8")
     taken = model.matrices()
     left = {name for name, master in model.masters.items() if master.ndim > 1} - taken
     routers = {name for name in model.masters if name.endswith((".gate.weight", ".shared_expert_gate.weight"))}

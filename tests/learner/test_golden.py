@@ -17,10 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
 from tests.support.learners import batch_of, make_learner, random_model
+from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
 GOLDEN = Path(__file__).with_suffix(".json")
@@ -45,8 +43,7 @@ def digest(name: str) -> str:
     """SHA-256 of the published stream: names, dtypes, shapes and bytes. Not by `quant.digest`, which may change."""
     masters = random_moe(CONFIGS["qwen3_moe"]) if name == "moe" else random_model()
     fill(masters)
-    scheme = get_scheme("w4a16-g32" if name == "moe" else name)
-    model = LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference"))
+    model = low_bit(masters, "w4a16-g32" if name == "moe" else name)
     total = hashlib.sha256()
     for item in model.low_bit_tensors():
         total.update(f"{item.name}|{item.tensor.dtype}|{tuple(item.tensor.shape)}|".encode())

@@ -12,12 +12,8 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
 from qarl.quant.graph.errors import GraphError
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
-from tests.support.learners import batch_of, logprob_gradients, policy
-from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.learners import batch_of, experts_policy, logprob_gradients, policy
 
 FIRST = "model.layers.0"
 
@@ -77,9 +73,7 @@ def test_a_model_that_does_not_run_is_told_in_words():
 
 def test_mixtures_and_adapters_pass_and_nothing_is_left_behind():
     """A router that no module of transformers multiplies has its layer and its gradient; B is zero at first."""
-    experts = LowBitModel(
-        random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), LayerContext(torch.bfloat16, "reference")
-    )
+    experts = experts_policy(torch.bfloat16)
     assert "model.layers.1.mlp.gate" in experts.linears
     adapted = policy()
     add_adapters(adapted, LoraConfig(rank=4, alpha=8), seed=0)

@@ -18,9 +18,8 @@ from qarl.learner.learner import Learner
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.objectives import OBJECTIVES
 from qarl.learner.restraint import Damping
-from qarl.quant.layers.context import Forward, LayerContext
+from qarl.quant.layers.context import Forward
 from qarl.quant.model.kept_scales import keep_scales
-from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import (
     SAMPLES,
@@ -33,7 +32,7 @@ from tests.support.learners import (
     poison,
     random_model,
 )
-from tests.support.models import cast, same_stream, stream_bytes
+from tests.support.models import cast, low_bit, same_stream, stream_bytes
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -43,7 +42,7 @@ def test_token_logprobs_are_a_full_softmax_of_transformers_logits(tied: bool, dt
     outside the response; entropy -Σ p log p of the same distribution, in nats. In bfloat16 bit for bit with
     transformers' operators and nothing quantized: same logits, then fp32."""
     plain = cast(random_model(tied), dtype)
-    model = LowBitModel(random_model(tied), get_scheme("bf16"), LayerContext(dtype, "reference"), "transformers")
+    model = low_bit(random_model(tied), "bf16", dtype, operators="transformers")
     batch = batch_of()
     with torch.no_grad():
         full = plain(input_ids=batch.tokens).logits.float().log_softmax(-1)[:, :-1]

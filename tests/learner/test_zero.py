@@ -19,10 +19,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
 from qarl.learner.optim.optimizer import MasterOptimizer
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import save_checkpoint
 from tests.support.forks import ROOT, Fork
@@ -34,6 +31,7 @@ from tests.support.learners import (
     moved_and_off,
     random_model,
 )
+from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.zero_worker import SHAPES, gradient_of
 
@@ -187,10 +185,7 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     """One process that learned as `zero_worker` does."""
     config = LearnerConfig.model_validate(settings)
     model, reference = (
-        LowBitModel(
-            load_masters(folder, torch.float32), get_scheme(scheme), LayerContext(dtype, "reference", config.aligned)
-        )
-        for _ in range(2)
+        low_bit(load_masters(folder, torch.float32), scheme, dtype, aligned=config.aligned) for _ in range(2)
     )
     if isinstance(config.lora, LoraConfig):
         add_adapters(model, config.lora, seed=0)

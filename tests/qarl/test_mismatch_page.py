@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from qarl.advice.mismatch import (
     LEARNERS,
@@ -18,10 +17,9 @@ from qarl.advice.mismatch import (
 )
 from qarl.learner.batching import Batch
 from qarl.page.mismatch import FAULTY, POINTS, faulty_layers, findings, mismatch_page
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
 from tests.support.learners import batch_of, random_model
+from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
 WRONG = "model.layers.1.mlp.up_proj"
@@ -35,8 +33,7 @@ def three(scheme: str, moe: bool = False) -> Three:
     models = []
     for kind in LEARNERS.values():
         masters = random_moe(CONFIGS["qwen3_moe"]) if moe else random_model()
-        context = LayerContext(torch.bfloat16, kind.kernel, kind.aligned)
-        models.append(LowBitModel(masters, get_scheme(scheme), context, kind.operators))
+        models.append(low_bit(masters, scheme, kernel=kind.kernel, operators=kind.operators, aligned=kind.aligned))
     plain, dequantized, aligned = models
     return plain, dequantized, aligned
 

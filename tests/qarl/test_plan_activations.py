@@ -14,9 +14,7 @@ from qarl.configs.load import config_file, load_config
 from qarl.plan.memory import count_memory
 from qarl.plan.shapes import shapes_of
 from qarl.quant.graph.packing import Sequences
-from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
+from tests.support.models import low_bit
 
 LENGTHS, LAYERS, HIDDEN = (60, 70, 62), 3, 256
 TOKENS = sum(LENGTHS)
@@ -52,7 +50,7 @@ def kept(config: dict[str, Any], scheme: str, checkpointing: bool) -> int:
     """Bytes of the storages with a row a token that autograd holds after a forward in bfloat16, and of its result."""
     torch.manual_seed(0)
     masters = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-    model = LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "auto"), "engine")
+    model = low_bit(masters, scheme, kernel="auto", operators="engine")
     model.checkpoint_layers(checkpointing)
     held: dict[int, torch.UntypedStorage] = {}
 

@@ -148,9 +148,3 @@ def test_zero_rows_and_dequantization(name: str, dtype: torch.dtype):
     for n in range(4):
         alone = quantize_activation(x[n : n + 1], get_scheme(name))
         assert torch.equal(as_bytes(alone.codes[0]), as_bytes(low_bit.codes[n]))
-
-
-@pytest.mark.parametrize("name", ["bf16", "w4a16", "w8a16", "mxfp4a16"])
-def test_schemes_without_activation_quantization_are_refused(name: str):
-    with pytest.raises(AssertionError, match=f"'{name}' does not quantize activations"):
-        quantize_activation(torch.ones(1, 4), get_scheme(name))

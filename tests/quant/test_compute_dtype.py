@@ -16,7 +16,7 @@ from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import COMPUTE_DTYPES, SchemeError, get_scheme
+from qarl.quant.schemes import COMPUTE_DTYPES, SchemeError
 from qarl.sync.publisher import Publisher
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
@@ -26,6 +26,7 @@ from tests.support.models import (
     cast,
     gradients,
     loss_of,
+    low_bit,
     qwen3,
     same_stream,
     some_tokens,
@@ -49,12 +50,13 @@ def wrap(
     kernel: str = "reference",
 ) -> LowBitModel:
     """Unaligned where a compute dtype is given, else aligned."""
-    context = LayerContext(dtype, kernel, compute is None, compute)
-    return LowBitModel(model, get_scheme(scheme), context, operators)
+    return low_bit(model, scheme, dtype, kernel, operators, compute is None, compute)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
-@pytest.mark.parametrize(("dtype", "compute"), [("bfloat16", "float32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [("bfloat16", "float32"), ("float16", "bfloat16"), ("bfloat16", "bfloat16")]
+)
 @operators_of
 def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype: str, compute: str, operators: str):
     """Contract: the stream is that of an aligned learner in the engine's dtype, byte for byte, before and after the
@@ -89,8 +91,7 @@ def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
     masters; outside it is what it was. int8 activations are left out too."""
     plain, tokens = policy(kind), some_tokens()
     aligned = wrap(copy.deepcopy(plain), "w8a8", torch.bfloat16, None)
-    context = LayerContext(torch.bfloat16, "reference", aligned=False)
-    unaligned = LowBitModel(plain, get_scheme("w8a8"), context, "transformers")
+    unaligned = low_bit(plain, "w8a8", operators="transformers", aligned=False)
     for model in (aligned, unaligned):
         with torch.no_grad():
             for master in model.masters.values():

@@ -5,17 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe import RoutedExperts, fused_moe
-from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.fused_moe import fused_moe
 
 from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.kernels.vllm_experts import VllmExperts, empty_experts
 from qarl.quant.kernels.vllm_layers import kernel_name
-from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
-from tests.support.cuda_platform import CAPABILITIES, fits, stub_cuda
+from qarl.quant.schemes import SCHEMES, get_scheme
+from tests.support.cuda_platform import CAPABILITIES, config_of, engines_experts, fits, stub_cuda
 from tests.support.kernels import no_cuda
 
 SHAPES = {  # experts, of which a token, hidden columns, columns of an expert
@@ -29,38 +27,6 @@ numbers = itertools.count()
 """vLLM takes a layer's name once a process."""
 
 
-def engines_experts(model: str, scheme: CompressedTensorsConfig | None, layout: ExpertLayout) -> RoutedExperts:
-    """As vLLM's decoders of these families build them, without parallelism."""
-    experts, top_k, hidden, columns = SHAPES[model]
-    return FusedMoEFactory(
-        num_experts=experts,
-        top_k=top_k,
-        hidden_size=hidden,
-        intermediate_size=columns,
-        renormalize=True,
-        quant_config=scheme,
-        tp_size=1,
-        dp_size=1,
-        pcp_size=1,
-        prefix=f"model.layers.{next(numbers)}.mlp.experts",
-        ckpt_names=(layout.gate, layout.down, layout.up),
-    ).routed_experts
-
-
-def learners_experts(
-    factory: VllmFactory, model: str, scheme: CompressedTensorsConfig | None, layout: ExpertLayout
-) -> RoutedExperts:
-    experts, top_k, hidden, columns = SHAPES[model]
-    shape = ExpertsShape(experts, top_k, hidden, columns, "silu", layout)
-    return empty_experts(f"learner.{next(numbers)}.experts", shape, META, factory._config, scheme)
-
-
-def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
-    """As a GPU's vLLM reads the checkpoint's; QaRL's own on CPUs multiplies experts one by one."""
-    written = scheme.quantization_config([])
-    return CompressedTensorsConfig.from_config(written) if written else None
-
-
 @no_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int, int]):
@@ -69,18 +35,18 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
     factory, chosen = VllmFactory(torch.bfloat16), {}
     with stub_cuda(capability):
         for name, model in itertools.product(SCHEMES, SHAPES):
-            scheme = get_scheme(name)
-            _, _, hidden, columns = SHAPES[model]
+            scheme, (experts, top_k, hidden, columns) = get_scheme(name), SHAPES[model]
             if not fits(scheme, (2 * columns, hidden), (hidden, columns)):
                 continue
             for layout in LAYOUTS:
-                quantized = config_of(scheme)
+                quantized, shape = config_of(scheme), ExpertsShape(experts, top_k, hidden, columns, "silu", layout)
                 with factory._loading(META):
                     try:
-                        engine = kernel_name(engines_experts(model, quantized, layout))
+                        engine = kernel_name(engines_experts(shape, quantized, f"{next(numbers)}.experts", layout))
                     except (NotImplementedError, ValueError, AssertionError):  # no kernel: `support` refuses the scheme
                         continue
-                    assert kernel_name(learners_experts(factory, model, quantized, layout)) == engine, (name, model)
+                    learner = empty_experts(f"{next(numbers)}.experts", shape, META, factory._config, quantized)
+                assert kernel_name(learner) == engine, (name, model)
                 chosen[name, model] = engine
     assert len(chosen) > 30
     expected = {(8, 0): "Marlin", (8, 9): "Marlin", (9, 0): "HummingIndexed", (10, 0): "Marlin"}[capability]

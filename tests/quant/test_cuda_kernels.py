@@ -2,6 +2,7 @@
 experts find outside of an engine's step. Blind spot: that those kernels run, and what they compute (tests/gpu)."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -163,24 +164,12 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
         prepare_finalize=SimpleNamespace(allocate_fused_expert_output=lambda *_: None),
     )
 
-    def allocate() -> tuple[torch.Size, ...]:
-        found = FusedMoEKernelModularImpl._allocate_buffers(
-            kernel,  # type: ignore[arg-type]
-            torch.bfloat16,
-            torch.device("cpu"),
-            40,
-            40,
-            64,
-            32,
-            2,
-            4,
-            4,
-            None,
-            None,  # type: ignore[arg-type]
-        )
-        return tuple(tensor.shape for tensor in found[:3])
-
     cpu = torch.device("cpu")
+    arguments: Any = (kernel, torch.bfloat16, cpu, 40, 40, 64, 32, 2, 4, 4, None, None)
+
+    def allocate() -> tuple[torch.Size, ...]:
+        return tuple(tensor.shape for tensor in FusedMoEKernelModularImpl._allocate_buffers(*arguments)[:3])
+
     with stub_cuda((9, 0)):
         with pytest.raises(AssertionError, match="WorkspaceManager not initialized"):
             allocate()

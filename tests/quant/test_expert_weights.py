@@ -93,13 +93,3 @@ def test_one_bad_weight_among_all_experts_is_refused(scheme: str):
     down[2, 100, 50] = float("nan")
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.experts': a master weight holds NaN"):
         materialize_experts(gate_up, down, get_scheme(scheme), torch.bfloat16, "model.layers.0.mlp.experts")
-
-
-def test_mixtrals_words():
-    gate_up, down = masters(2, 128, 128, seed=3)
-    low_bit = materialize_experts(gate_up, down, get_scheme("bf16"), torch.bfloat16, "layer")
-    found = dict(low_bit.tensors(ExpertLayout("w1", "w3", "w2")))
-    assert list(found) == [f"{e}.{w}.weight" for e in range(2) for w in ("w1", "w3", "w2")]
-    assert torch.equal(found["1.w1.weight"], gate_up[1, :128].bfloat16())
-    assert torch.equal(found["1.w3.weight"], gate_up[1, 128:].bfloat16())
-    assert torch.equal(found["1.w2.weight"], down[1].bfloat16())

@@ -1,6 +1,9 @@
 """A layer of routed low-bit experts: its products against vLLM's dense layers, its straight-through gradients."""
 
+import gc
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -133,18 +136,19 @@ def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):
 
 
 @no_cuda
+@pytest.mark.parametrize("kind", ["linear", "experts"])
 @pytest.mark.parametrize("scheme", CPU_SCHEMES)
-def test_an_old_weight_version_is_freed_at_once(scheme: str):
-    """No reference cycle keeps replaced experts alive: they are nearly all of a model's memory."""
-    import gc
-    import weakref
-
-    experts = make_experts(scheme, "vllm")
-    assert experts.low_bit is not None
+def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
+    """No reference cycle keeps a replaced product alive: with large models each would hold gigabytes."""
+    experts, factory = make_experts(scheme, "vllm").low_bit, make_factory("vllm", torch.bfloat16)
+    assert experts is not None
     gc.disable()
     try:
-        product = make_factory("vllm", torch.bfloat16).experts(EXPERTS, SHAPE, experts.low_bit)
-        watched = weakref.ref(product._experts)  # type: ignore[attr-defined]
+        if kind == "linear":
+            product: Any = factory.linear("layer", [experts.experts[0].down], [None])
+        else:
+            product = factory.experts(EXPERTS, SHAPE, experts)
+        watched = weakref.ref(getattr(product, f"_{kind}"))
         del product
         assert watched() is None
     finally:

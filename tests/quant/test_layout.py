@@ -14,18 +14,17 @@ from qarl.quant.checkpoint.families import Family, family_of
 from qarl.quant.checkpoint.folder import check_rotary
 from qarl.quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, SchemeError, get_scheme
+from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, SIZES, random_moe
 
 kinds = pytest.mark.parametrize("kind", CONFIGS)
 
 
 def wrap(folder: Path, scheme: str, dtype: torch.dtype = torch.bfloat16) -> LowBitModel:
-    masters = load_masters(folder, torch.float32)
-    return LowBitModel(masters, get_scheme(scheme), LayerContext(dtype, "reference"))
+    return low_bit(load_masters(folder, torch.float32), scheme, dtype)
 
 
 def streamed(model: LowBitModel) -> dict[str, torch.Tensor]:

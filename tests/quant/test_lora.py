@@ -13,14 +13,12 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.shapes import weight_shapes
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.stack import LinearStack, fuse_scales
 from qarl.quant.materialize import materialize
 from qarl.quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
-from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import Shard
-from qarl.quant.schemes import SCHEMES, get_scheme
+from qarl.quant.schemes import SCHEMES
 from tests.support.layers import (
     dequantized_activation,
     dequantized_weight,
@@ -30,7 +28,7 @@ from tests.support.layers import (
     routed,
 )
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of, random_model
-from tests.support.models import same_stream, stream_bytes
+from tests.support.models import low_bit, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import heavy, normal, relative_error, same_bits
 
@@ -276,8 +274,7 @@ def test_adapters_of_another_base_are_refused():
 def test_a_mixture_of_experts_learns_by_adapters(kind: str):
     """Experts are adapted under their layer's name, routers are not; a backward reaches every adapter of a layer with
     tokens, and after a step the experts' codes are those of the merged stacks."""
-    context = LayerContext(torch.float32, "reference")
-    model = LowBitModel(random_moe(CONFIGS[kind]), get_scheme("w8a8"), context)
+    model = low_bit(random_moe(CONFIGS[kind]), "w8a8", torch.float32)
     before = stream_bytes(model)
     add_adapters(model, LORA, seed=0)
     stacks = [name for name in model.adapted if ".experts." in name]

@@ -329,15 +329,6 @@ def test_fused_layers_share_the_global_scale(name: str):
                 assert error < 0.15
 
 
-@pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
-def test_the_unquantized_scheme_only_casts(dtype: torch.dtype):
-    weight = torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
-    low_bit = materialize(weight, get_scheme("bf16"), dtype)
-    assert low_bit.scale is None
-    assert torch.equal(low_bit.codes, weight.to(dtype)) and torch.equal(low_bit.unpacked(), low_bit.codes)
-    assert torch.equal(low_bit.dequantized(), weight.to(dtype).float())
-
-
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("master", MASTER_DTYPES.values())

@@ -22,8 +22,6 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SchemeError, get_scheme, scheme_of_args
-from qarl.quant.types import LayerReport
-from qarl.sync.audit import AuditError, audit, require_agreement
 from tests.support.models import SIZES
 from tests.support.profiles import examples
 
@@ -360,19 +358,3 @@ def test_shapes_are_checked_against_each_layers_scheme():
     assert plan_layers(model, get_scheme("w4a16"), rules("*.down_proj=w8a8"))
     with pytest.raises(SchemeError, match="down_proj' has 192 input columns"):
         plan_layers(model, get_scheme("w8a8"), rules("*.down_proj=w4a16"))
-
-
-# --- the audit's words
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [("w4a16", "bf16"), ("bf16", "w8a8")])
-def test_different_ignore_lists_are_told_in_these_words(ours: str, theirs: str):
-    def side(scheme: str) -> list[LayerReport]:
-        other = LayerReport("model.layers.1.mlp.up_proj", "w4a16", 128, "torch.bfloat16", "k")
-        return [LayerReport("model.layers.0.mlp.up_proj", scheme, None, "torch.bfloat16", scheme), other]
-
-    leaves, quantizes = ("engine", "learner") if theirs == "bf16" else ("learner", "engine")
-    words = f"up_proj: different ignore lists: the {leaves} leaves this layer .* the {quantizes} quantizes it in 'w"
-    with pytest.raises(AuditError, match=words) as caught:
-        require_agreement(audit(side(ours), side(theirs), same_kernels=True))
-    assert "disagree about 1 of 2 layers" in str(caught.value)

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.materialize.code_changes import quantized_weights
 from qarl.quant.model.kept_scales import keep_scales
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
 from tests.support.learners import all_equal
-from tests.support.models import all_logits, loss_of, qwen3, some_tokens, stream_bytes
+from tests.support.models import all_logits, loss_of, low_bit, qwen3, some_tokens, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 
 
@@ -22,8 +19,7 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
     if kept and scheme == "nvfp4":
         pytest.skip("its scales are not kept")
     build = qwen3 if kind == "dense" else lambda: random_moe(CONFIGS["qwen3_moe"])
-    context = [LayerContext(torch.bfloat16, "reference") for _ in range(2)]
-    models = [LowBitModel(build(), get_scheme(scheme), each) for each in context]
+    models = [low_bit(build(), scheme) for _ in range(2)]
     if kept:
         for model in models:
             keep_scales(model)

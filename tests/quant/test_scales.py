@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from qarl.configs.schema.quantization import ScaleRule
 from qarl.quant.checkpoint.shapes import plan_layers
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.materialize import by_operators, materialize
 from qarl.quant.materialize.code_changes import quantized_weights
 from qarl.quant.materialize.integer import integer_range
@@ -18,6 +17,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import MASTER_DTYPES, Scheme, SchemeError, get_scheme
 from qarl.quant.types import LowBitTensor
 from tests.support.learners import random_model
+from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import as_bytes, heavy, normal, same_bits
 
@@ -56,22 +56,22 @@ def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(name: str, maste
     weight = weight.to(master)
     expected = codes_one_by_one(weight, scheme, scale)
     out = materialize(weight.flip(1).contiguous(), scheme, dtype)
-    for low_bit in (
+    for made in (
         materialize(weight, scheme, dtype, scale=scale),
         by_operators(weight, scheme, dtype, "layer", scale=scale),
         materialize(weight, scheme, dtype, scale=scale, out=out),
     ):
-        assert low_bit.scale is not None
-        assert torch.equal(as_bytes(low_bit.scale), as_bytes(scale))
-        assert torch.equal(low_bit.unpacked(), expected)
+        assert made.scale is not None
+        assert torch.equal(as_bytes(made.scale), as_bytes(scale))
+        assert torch.equal(made.unpacked(), expected)
     with pytest.raises(ValueError, match="NaN or infinity"):
         materialize(weight.fill_(float("nan")), scheme, dtype, scale=scale)
 
 
 def kept_model(model: PreTrainedModel, scheme: str) -> LowBitModel:
-    low_bit = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
-    keep_scales(low_bit)
-    return low_bit
+    kept = low_bit(model, scheme)
+    keep_scales(kept)
+    return kept
 
 
 @pytest.mark.parametrize("make", [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])], ids=["dense", "experts"])

@@ -1,9 +1,8 @@
 """Which schemes run here, what they cost, and that those which cannot run are refused before anything loads."""
 
+import functools
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,20 +14,19 @@ from qarl.cli.main import main
 from qarl.cli.schemes import scheme_rows
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RunConfig
+from qarl.ptq.compressor import _restore_granite_experts
 from qarl.quant.kernels import KernelError, make_factory
 from qarl.quant.kernels import supported as support_module
 from qarl.quant.kernels.reference import ReferenceFactory
 from qarl.quant.kernels.supported import require_support, support
 from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.materialize import materialize
-from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
 from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda
-from tests.support.models import qwen3
+from tests.support.models import cast, low_bit, qwen3
 from tests.support.tensors import same_bits
 
 
@@ -137,8 +135,7 @@ def test_checkpoint_sizes_are_those_of_the_files(scheme: str, tmp_path: Path):
     """Contract: the size stated from config.json alone is that of the exported tensors, to the byte."""
     model = qwen3()
     model.save_pretrained(tmp_path / "model")
-    low_bit = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
-    export_checkpoint(low_bit, tmp_path / "model", tmp_path / "export")
+    export_checkpoint(low_bit(model, scheme), tmp_path / "model", tmp_path / "export")
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "export" / "model.safetensors").values())
     row = next(r for r in scheme_rows(str(tmp_path / "model"), "bfloat16") if r.name == scheme)
     assert row.checkpoint_bytes == held
@@ -164,44 +161,29 @@ def test_the_command_prints_and_writes(
 
 
 LLMCOMPRESSOR_PRESETS = {
-    "w4a16": "W4A16", "w8a16": "W8A16", "w8a8": "W8A8", "w4a8": "W4A8", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK",
-    "nvfp4a16": "NVFP4A16", "mxfp4a16": "MXFP4A16",
+    "w8a16": "W8A16", "w4a8": "W4A8", "fp8-block": "FP8_BLOCK", "nvfp4a16": "NVFP4A16", "mxfp4a16": "MXFP4A16",
 }  # fmt: skip
-"""Those that llmcompressor writes without calibration data."""
-
-
-@pytest.fixture
-def llmcompressor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """llmcompressor 0.12 looks up a class that transformers dropped, as a key in a table; any class will do."""
-    pytest.importorskip("llmcompressor.version", reason="llmcompressor is not installed")
-    from transformers.models.granitemoe import modeling_granitemoe
-
-    if not hasattr(modeling_granitemoe, "GraniteMoeParallelExperts"):
-        monkeypatch.setattr(
-            modeling_granitemoe, "GraniteMoeParallelExperts", type("Absent", (torch.nn.Module,), {}), raising=False
-        )
-    import llmcompressor
-
-    return sys.modules[llmcompressor.__name__]
+"""Those that llmcompressor writes without calibration data; the baseline's schemes are tests/runs/test_ptq.py's."""
+restore_granite_experts = functools.cache(_restore_granite_experts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", LLMCOMPRESSOR_PRESETS)
-def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path, llmcompressor: ModuleType):
+def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path):
     """Contract: of a bfloat16 model, llmcompressor's data-free `oneshot` and `export_checkpoint` write the same
     tensors: names, dtypes, bytes. The whole road is compared, fused global scales of NVFP4 included."""
+    pytest.importorskip("llmcompressor.version", reason="llmcompressor is not installed")
+    restore_granite_experts()
+    import llmcompressor
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    model = qwen3()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
+    model = cast(qwen3(), torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     recipe = QuantizationModifier(targets="Linear", scheme=LLMCOMPRESSOR_PRESETS[scheme], ignore=["lm_head"])
     llmcompressor.oneshot(model=theirs, recipe=recipe)
     theirs.save_pretrained(tmp_path / "theirs", save_compressed=True)
-    ours = LowBitModel(model, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
-    export_checkpoint(ours, tmp_path / "model", tmp_path / "ours")
+    export_checkpoint(low_bit(model, scheme), tmp_path / "model", tmp_path / "ours")
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert same_bits(sorted(written.items()), sorted(expected.items()))

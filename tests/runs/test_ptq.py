@@ -22,15 +22,14 @@ from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calib
 from qarl.ptq.source import Source, open_source
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.digest import StreamDigest
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.kept_scales import start_from_codes
-from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.sync.audit import AuditError
 from qarl.sync.export import ExportError, export_checkpoint
 from tests.support import forks
+from tests.support.models import low_bit
 from tests.support.moe_models import with_tokenizer
 from tests.support.profiles import thorough
 from tests.support.runs import succeeded
@@ -42,10 +41,7 @@ SMALL = ("--steps", "2", "--rollout.prompts", "8", "--rollout.samples", "4", "--
 
 def unquantized(folder: Path, out: Path, dtype: str) -> Path:
     """The checkpoint a bf16 run of this policy would deploy."""
-    compute = COMPUTE_DTYPES[dtype]
-    masters = load_masters(folder, torch.float32)
-    model = LowBitModel(masters, get_scheme("bf16"), LayerContext(compute, "reference"))
-    export_checkpoint(model, folder, out)
+    export_checkpoint(low_bit(load_masters(folder, torch.float32), "bf16", COMPUTE_DTYPES[dtype]), folder, out)
     return out
 
 
@@ -176,7 +172,7 @@ def test_rtn_is_materialize_bit_for_bit(
     compress(Job(str(folder), scheme, "rtn", layout.ignored, (), str(tmp_path / "out")), tmp_path / "work")
     theirs = {item.name: item.tensor for item in read_as(layout, tmp_path / "out")}
     compute = COMPUTE_DTYPES[dtype]
-    ours = LowBitModel(load_masters(folder, compute), get_scheme(scheme), LayerContext(compute, "reference"))
+    ours = low_bit(load_masters(folder, compute), scheme, compute)
     quantized = 0
     for item in ours.low_bit_tensors():
         tensor = theirs.pop(item.name)
@@ -194,9 +190,7 @@ def written(random_policy: Callable[[bool], Path], tmp_path: Path):
     """(layout, folder, tensors): a W4A16 checkpoint by QaRL itself, to be spoiled."""
     folder = unquantized(random_policy(False), tmp_path / "unquantized", "bfloat16")
     layout = checkpoint_layout(folder, "w4a16", "bfloat16")
-    masters = load_masters(folder, torch.bfloat16)
-    model = LowBitModel(masters, get_scheme("w4a16"), LayerContext(torch.bfloat16, "reference"))
-    export_checkpoint(model, folder, tmp_path / "written")
+    export_checkpoint(low_bit(load_masters(folder, torch.bfloat16), "w4a16"), folder, tmp_path / "written")
     return layout, tmp_path / "written", load_file(tmp_path / "written" / "model.safetensors")
 
 
@@ -265,8 +259,7 @@ def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, s
         moved[method] = load_and_verify(source, tmp_path / method)
         assert 0 < moved[method] < 1, moved
     assert len(set(digests.values())) == len(digests)
-    masters = load_masters(source.folder, torch.float32)
-    model = LowBitModel(masters, get_scheme(scheme), LayerContext(torch.bfloat16, "reference"))
+    model = low_bit(load_masters(source.folder, torch.float32), scheme)
     if scheme != "fp8":
         start_from_codes(model, list(read_as(source.layout, tmp_path / "gptq")))
         published = StreamDigest()

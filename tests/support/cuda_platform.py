@@ -13,12 +13,17 @@ from unittest.mock import patch
 
 import vllm.platforms
 import vllm.utils.humming
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.plugins import load_general_plugins
 
+from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
 from qarl.quant.schemes import Scheme, SchemeError
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
+LAYOUT = ExpertLayout()
 
 _PACKAGES = ("has_humming", "has_deep_gemm")
 """What the CUDA lock installs or vLLM's wheel for CUDA bundles."""
@@ -82,6 +87,23 @@ class StubCuda(Platform):
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         return 132
+
+
+def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
+    """As a GPU's vLLM reads the checkpoint's; QaRL's own on CPUs multiplies experts one by one."""
+    written = scheme.quantization_config([])
+    return CompressedTensorsConfig.from_config(written) if written else None
+
+
+def engines_experts(
+    shape: ExpertsShape, scheme: CompressedTensorsConfig | None, name: str, layout: ExpertLayout = LAYOUT
+) -> RoutedExperts:
+    """As vLLM's decoders build them, without parallelism."""
+    return FusedMoEFactory(
+        num_experts=shape.experts, top_k=shape.top_k, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        renormalize=True, quant_config=scheme, tp_size=1, dp_size=1, pcp_size=1, prefix=name,
+        ckpt_names=(layout.gate, layout.down, layout.up),
+    ).routed_experts  # fmt: skip
 
 
 @contextmanager

@@ -9,11 +9,9 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.learner import Learner
 from qarl.learner.logprobs import token_logprobs
-from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import get_scheme
 from qarl.rollout.types import Completion, Group, Prompt
-from tests.support.models import SIZES, VOCABULARY
+from tests.support.models import SIZES, VOCABULARY, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
 PROMPTS, SAMPLES = 6, 4
@@ -40,8 +38,7 @@ def make_learner(
     temperature: float = 1.0,
     **config: Any,
 ) -> Learner:
-    aligned = config.get("aligned", True)
-    model = LowBitModel(random_model(seed=seed), get_scheme(scheme), LayerContext(dtype, kernel, aligned), operators)
+    model = low_bit(random_model(seed=seed), scheme, dtype, kernel, operators, config.get("aligned", True))
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
     settings = LearnerConfig.model_validate(
         {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
@@ -115,11 +112,11 @@ def poison(learner: Learner, name: str, value: float):
 def policy(
     scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = torch.bfloat16, kernel: str = "reference"
 ) -> LowBitModel:
-    return LowBitModel(random_model(), get_scheme(scheme), LayerContext(dtype, kernel), operators)
+    return low_bit(random_model(), scheme, dtype, kernel, operators)
 
 
 def experts_policy(dtype: torch.dtype) -> LowBitModel:
-    return LowBitModel(random_moe(CONFIGS["qwen3_moe"]), get_scheme("w8a8"), LayerContext(dtype, "reference"))
+    return low_bit(random_moe(CONFIGS["qwen3_moe"]), "w8a8", dtype)
 
 
 def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

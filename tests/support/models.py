@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import get_scheme
 from tests.support.tensors import as_bytes
 
 VOCABULARY = 96
@@ -39,6 +41,19 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def low_bit(
+    model: PreTrainedModel,
+    scheme: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str = "reference",
+    operators: str = "auto",
+    aligned: bool = True,
+    compute: torch.dtype | None = None,
+) -> LowBitModel:
+    """Low-bit layers over a model's parameters."""
+    return LowBitModel(model, get_scheme(scheme), LayerContext(dtype, kernel, aligned, compute), operators)
 
 
 def qwen3(tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:

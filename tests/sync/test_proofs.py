@@ -29,6 +29,16 @@ def test_the_audit_compares_every_field():
             require_agreement(audit(*sides, same_kernels=True))
 
 
+@pytest.mark.parametrize(("sides", "leaves", "quantizes"), [
+    (("w4a16", "bf16"), "engine", "learner"), (("bf16", "w8a8"), "learner", "engine"),
+])  # fmt: skip
+def test_different_ignore_lists_are_told_in_these_words(sides: tuple[str, str], leaves: str, quantizes: str):
+    ours, theirs = ([replace(LAYER, scheme=scheme), replace(LAYER, name="b")] for scheme in sides)
+    words = f"a: different ignore lists: the {leaves} leaves this layer .* the {quantizes} quantizes it in 'w"
+    with pytest.raises(AuditError, match=f"disagree about 1 of 2 layers(.|\n)*{words}"):
+        require_agreement(audit(ours, theirs, same_kernels=True))
+
+
 @pytest.mark.parametrize("field", ["mean_abs_log_w", "k3"])
 def test_the_gate_passes_its_bound_and_no_more(field: str):
     equal = measure_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
