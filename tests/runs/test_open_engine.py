@@ -37,16 +37,20 @@ class SkewedEngine(TransformersEngine):
         return Completion(found.token_ids, skewed, found.text, found.weight_version, found.finish_reason)
 
 
-def config_of(model: Path, output: Path) -> RunConfig:
-    return config_from_tree(
-        {
-            "model": str(model), "scheme": "bf16", "steps": 2, "output": str(output), "eval": {"problems": 0},
-            "task": {"name": "chain_sum", "reward": "tests.support.rewards:reward"},
-            "rollout": {"prompts": 2, "samples": 4, "max_new_tokens": 4},
-            "learner": {"kernel": "reference", "operators": "transformers", "mini_batches": 2,
-                        "optimizer": {"lr": 1e-3}},
-        }
-    )  # fmt: skip
+@pytest.fixture
+def config(random_policy: Callable[[bool], Path], tmp_path: Path) -> RunConfig:
+    return config_from_tree({
+        "model": str(random_policy(True)), "scheme": "bf16", "steps": 2, "output": str(tmp_path / "run"),
+        "task": {"name": "chain_sum", "reward": "tests.support.rewards:reward"}, "eval": {"problems": 0},
+        "rollout": {"prompts": 2, "samples": 4, "max_new_tokens": 4},
+        "learner": {"kernel": "reference", "operators": "transformers", "mini_batches": 2, "optimizer": {"lr": 1e-3}},
+    })  # fmt: skip
+
+
+def sampling_ahead(config: RunConfig, versions: int, **changes: Any) -> RunConfig:
+    tree = config.model_dump()
+    tree["rollout"] |= {"servers": 1, "max_staleness": versions}
+    return config_from_tree({**tree, "export": False, **changes})
 
 
 def run(config: RunConfig, folder: RunFolder | None = None) -> tuple[RunFolder, Any]:
@@ -56,13 +60,11 @@ def run(config: RunConfig, folder: RunFolder | None = None) -> tuple[RunFolder, 
         return into, train(config, into, dashboard, Processes(), resume=folder is not None)
 
 
-def test_a_run_needs_no_more_than_the_protocol(
-    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_needs_no_more_than_the_protocol(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     """Audit, canary, gate, two steps of learning and publishing, and an export that a fresh engine repeats bit for bit:
     all with an engine that only tests know. Blind spot: low-bit schemes, which transformers does not multiply."""
     use_transformers_engine(monkeypatch)
-    folder, outcome = run(config_of(random_policy(True), tmp_path / "run"))
+    folder, outcome = run(config)
     first, second = read_metrics(folder.metrics)
     assert (first["weight_version"], second["weight_version"]) == (1, 2) and outcome.export == folder.export
     assert first["digest"] != second["digest"] and first["learn/mismatch/mean_abs"] < 0.01
@@ -82,24 +84,20 @@ class WatchedEngine(TransformersEngine):
         return found
 
 
-def test_a_batch_is_sampled_ahead_by_one_version_and_kept(
-    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_batch_is_sampled_ahead_by_one_version_and_kept(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     """Contract of `rollout.max_staleness` 1: the first batch by version 0, every other by the version before the one
     that learns from it, from beginning to end, beside the learner; equal runs are equal; a run that is resumed from its
     second step goes on to the last bit, though the weights that sampled its third batch are gone."""
     use_transformers_engine(monkeypatch, WatchedEngine)
-    tree = config_of(random_policy(True), tmp_path / "run").model_dump()
-    tree["rollout"] |= {"servers": 1, "max_staleness": 1}
-    tree |= {"steps": 4, "export": False, "checkpoint": {"every": 1, "keep": 9}}
+    config = sampling_ahead(config, 1, steps=4, checkpoint={"every": 1, "keep": 9})
     WatchedEngine.calls.clear()
-    folder, _ = run(config_from_tree(tree))
+    folder, _ = run(config)
     whole = lines(folder.path)
     assert [line["staleness"] for line in whole] == [0, 1, 1, 1]
     assert WatchedEngine.calls == [(0, 0, True), (0, 0, False), (1, 1, False), (2, 2, False)]
     for step in (3, 4):
         shutil.rmtree(folder.checkpoints / f"step-{step:06d}")
-    run(config_from_tree(tree), folder)
+    run(config, folder)
     assert lines(folder.path) == whole
     assert WatchedEngine.calls[4:] == [(2, 2, False)], "the third batch was not sampled again"
 
@@ -126,20 +124,16 @@ class LockedEngine(TransformersEngine):
             return super().load(stream, version)
 
 
-def test_several_batches_are_sampled_ahead_and_none_is_lost(
-    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_several_batches_are_sampled_ahead_and_none_is_lost(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     """Contract of `rollout.max_staleness` from 2: no batch is by weights more than so many versions before those that
     learn from it, the first ones are that old; a checkpoint has all that were begun, so that a run which is resumed
     samples none of them again; what it waits for them is in the next step's seconds.
 
     Blind spot: batches here are of one version each; those of several are `tests/engine/test_servers.py`'s."""
     use_transformers_engine(monkeypatch, LockedEngine)
-    tree = config_of(random_policy(True), tmp_path / "run").model_dump()
-    tree["rollout"] |= {"servers": 1, "max_staleness": 2}
-    tree |= {"steps": 6, "export": False, "checkpoint": {"every": 3, "keep": 9}}
+    config = sampling_ahead(config, 2, steps=6, checkpoint={"every": 3, "keep": 9})
     LockedEngine.begun.clear()
-    folder, _ = run(config_from_tree(tree))
+    folder, _ = run(config)
     whole = lines(folder.path)
     ages = [line["staleness"] for line in whole]
     assert ages[0] == 0 and all(0 <= age <= 2 for age in ages) and max(ages) > 0
@@ -149,19 +143,17 @@ def test_several_batches_are_sampled_ahead_and_none_is_lost(
     waited = sum(third[f"seconds/{phase}"] for phase in phases) + fourth["seconds/sample"]
     assert waited > SLOW_SECONDS, "begun in the third step, which ends with a checkpoint"
     shutil.rmtree(folder.checkpoints / "step-000006")
-    run(config_from_tree(tree), folder)
+    run(config, folder)
     assert len(LockedEngine.begun) == 7, "of steps 4 to 6 the last alone was not in the checkpoint"
     resumed = lines(folder.path)
     assert len(resumed) == 6 and resumed[:3] == whole[:3]
     assert [line["reward"] for line in resumed[:5]] == [line["reward"] for line in whole[:5]]
 
 
-def test_an_engine_is_closed_where_a_run_fails(
-    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_engine_is_closed_where_a_run_fails(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     use_transformers_engine(monkeypatch, SkewedEngine)
     with pytest.raises(GateError):
-        run(config_of(random_policy(True), tmp_path / "run"))
+        run(config)
     assert TransformersEngine.running == 0
 
 

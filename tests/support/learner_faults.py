@@ -2,9 +2,10 @@
 
 `QARL_TEST_FAULT` is JSON: {"log": file for what is warned of, with times; "die_at": line of a publish at which the
 process is killed, "count": file for how many lines a publish has, "full_disk": weight version whose files have no room;
-"version": which publish, by the weight version it makes}.
+"version": which publish, by the weight version it makes; "engine_dies_at": which call of the engine's `generate`}.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ def plant() -> None:
     _note_warnings(Path(fault["log"]))
     if "full_disk" in fault:
         _fill_disk(fault["full_disk"], Path(fault["log"]))
+    if "engine_dies_at" in fault:
+        _break_engine(fault["engine_dies_at"])
     if "die_at" in fault or "count" in fault:
         _trace(fault["version"], fault.get("die_at"), fault.get("count"), Path(fault["log"]))
 
@@ -68,6 +71,23 @@ def _fill_disk(version: int, log: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
     versions._write = without_room  # type: ignore[assignment]
+
+
+def _break_engine(call: int) -> None:
+    """Its model runner raises from that call of `generate` on."""
+    from qarl.rollout.vllm.engine import VllmEngine
+
+    generate, calls = VllmEngine.generate, itertools.count(1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the device fell off")
+
+    def broken(self: VllmEngine, *arguments: Any) -> Any:
+        if next(calls) == call:
+            self._llm.collective_rpc(lambda worker: setattr(worker.model_runner, "execute_model", fail))
+        return generate(self, *arguments)
+
+    VllmEngine.generate = broken  # type: ignore[method-assign]
 
 
 def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> None:
