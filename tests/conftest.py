@@ -4,7 +4,6 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
 from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
 from qarl.quant.runtime.answers import cache_folder  # noqa: E402
-from tests.support import forks  # noqa: E402
+from tests.support import Policies, forks  # noqa: E402
 
 settings.load_profile("ci")
 LONGEST = ("runs", "engine", "learner", "quant")
@@ -50,18 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def random_policy() -> Callable[[bool], Path]:
+def random_policy() -> Policies:
     """folder = random_policy(tied): a randomly initialized tiny Qwen3 with tied or untied embeddings."""
     return random_recipe("tiny-qwen3")
 
 
 @pytest.fixture(scope="session")
-def random_experts() -> Callable[[bool], Path]:
+def random_experts() -> Policies:
     """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied embeddings."""
     return random_recipe("tiny-qwen3-moe")
 
 
-def random_recipe(name: str) -> Callable[[bool], Path]:
+def random_recipe(name: str) -> Policies:
     def build(tied: bool) -> Path:
         recipe = dataclasses.replace(RECIPES[name], warm_start_steps=0, tie_word_embeddings=tied)
         return ensure_recipe("tied" if tied else "untied", recipe, cache_folder(), progress=lambda message: None)

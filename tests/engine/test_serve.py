@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.rollout.types import Prompt, Sampling
+from tests.support import Policies
 from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
 from tests.support.profiles import thorough
 
@@ -42,7 +43,7 @@ def server(export: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
         process.wait()
 
 
-def test_a_served_export_answers_with_the_engines_tokens(random_policy: Callable[[bool], Path], tmp_path: Path):
+def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies, tmp_path: Path):
     """Blind spot: one request at a time; a batch of the server's own making may round otherwise."""
     folder, export = random_policy(True), tmp_path / "an export"
     model = make_model(folder, "w4a16")

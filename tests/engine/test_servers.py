@@ -33,6 +33,7 @@ from qarl.rollout.vllm.options import VllmOptions
 from qarl.rollout.vllm.texts import load_tokenizer, text_of
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
+from tests.support import Policies
 from tests.support.engines import SEQUENCES, disturb, make_model
 from tests.support.fault_proxy import Fault, Proxy
 
@@ -52,7 +53,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(random_policy: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(random_policy: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model, and a server's address and key, started on the model as it was before it was disturbed."""
     folder = tmp_path_factory.mktemp("served")
     model = make_model(random_policy(True), "w4a16")

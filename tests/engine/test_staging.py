@@ -3,7 +3,7 @@
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.engine import VllmEngine
+from tests.support import Policies
 from tests.support.engines import SEQUENCES, answers_when_fresh, make_model, stage, start_engine
 from tests.support.profiles import thorough
 
+Running = tuple[LowBitModel, VllmEngine]
 PARTS = ("layers.1.self_attn.k_proj", "layernorm", "embed_tokens", "layers.0.mlp.down_proj", "")
 """Masters that change, by what is in their names: one of three that vLLM stacks, norms, the tied embedding, one alone,
 all."""
@@ -27,9 +29,7 @@ SCHEMES = ("w4a16", "bf16", "w4a16-channel", "w8a8", "w4a8", "fp8", "w8a8 and it
 
 
 @pytest.fixture(params=[scheme for scheme in SCHEMES if scheme == "w4a16" or thorough()])
-def running(
-    request: pytest.FixtureRequest, random_policy: Callable[[bool], Path], tmp_path: Path
-) -> Iterator[tuple[LowBitModel, VllmEngine]]:
+def running(request: pytest.FixtureRequest, random_policy: Policies, tmp_path: Path) -> Iterator[Running]:
     scheme, _, head = request.param.partition(" and its ")
     folder = random_policy(scheme != "fp8" and not head)
     model = make_model(folder, scheme, "bfloat16", layers=f"lm_head={scheme}" if head else "[]")
@@ -65,9 +65,7 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(
-    running: tuple[LowBitModel, VllmEngine], tmp_path: Path
-):
+def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(running: Running, tmp_path: Path):
     """Contract: only layers that changed are made, the engine answers as before until the swap, and then as one that
     loaded the version whole; after several, as a fresh one. Blind spot: as of `test_publish`'s."""
     model, engine = running
@@ -116,7 +114,7 @@ class Breaking(dict[str, torch.Tensor]):
         raise OSError("the link broke")
 
 
-def test_a_version_that_cannot_be_made_leaves_the_model_as_it_was(running: tuple[LowBitModel, VllmEngine]):
+def test_a_version_that_cannot_be_made_leaves_the_model_as_it_was(running: Running):
     model, engine = running
     answers = engine.logprobs(SEQUENCES)
     change(model, "", 1)

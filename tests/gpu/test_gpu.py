@@ -6,7 +6,6 @@ test_experts and test_publish.
 Axes: N tokens, O output rows, I input columns, E experts.
 """
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -23,6 +22,7 @@ from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES, get_scheme
+from tests.support import Policies
 from tests.support.gpu_schemes import RUNS_EXPERTS, need
 from tests.support.kernels import needs_cuda
 from tests.support.tensors import relative_error, same_bits
@@ -131,12 +131,7 @@ def agree(scheme: str, sizes: tuple[int, int, int, int], tokens: int) -> None:
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
 def test_an_engine_that_was_published_to_equals_a_fresh_one(
-    random_policy: Callable[[bool], Path],
-    random_experts: Callable[[bool], Path],
-    tmp_path: Path,
-    scheme: str,
-    eager: bool,
-    experts: bool,
+    random_policy: Policies, random_experts: Policies, tmp_path: Path, scheme: str, eager: bool, experts: bool
 ):
     """Audit, five publishes of changing weights, log-probs those of an engine loaded afresh: bit for bit, or, where
     sums change their order from call to call, within twice what two calls of the fresh engine differ by."""

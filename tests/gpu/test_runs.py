@@ -6,7 +6,6 @@ Axes: T tokens, L decoder layers, K experts a token.
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.export import export_checkpoint
+from tests.support import Policies
 from tests.support.gpu_schemes import need
 from tests.support.kernels import needs_cuda
 from tests.support.runs import ROOT, SMALL, environment, lines, qarl_alone
@@ -52,7 +52,7 @@ def test_the_aligned_learner_is_nearer_than_two_implementations(scheme: str):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
-def test_the_engines_experts_are_the_learners(random_experts: Callable[[bool], Path], tmp_path: Path, scheme: str):
+def test_the_engines_experts_are_the_learners(random_experts: Policies, tmp_path: Path, scheme: str):
     """Of 99 % of the tokens in every layer; the runner that says so is vLLM's second."""
     need(scheme, experts=True)
     folder = random_experts(False)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from qarl.evaluation.results import (
     write_evaluation,
 )
 from qarl.evaluation.statistics import estimate, estimate_of_means
+from tests.support import Policies
 from tests.support.transformers_engine import use_transformers_engine
 
 
@@ -117,7 +117,7 @@ def test_an_evaluation_is_read_back(tmp_path: Path):
 
 
 def test_a_file_is_asked_each_question_once(
-    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     use_transformers_engine(monkeypatch)

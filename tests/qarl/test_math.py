@@ -3,7 +3,7 @@ suite of benchmarks that is judged so."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from qarl.evaluation.suites import SUITES, suite_tasks
 from qarl.tasks import Problem, Response, TaskError
 from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer
 from qarl.tasks.workers import Workers
+from tests.support import Policies
 from tests.support.math_cases import KINDS, SLOW, cases
 from tests.support.profiles import thorough
 from tests.support.transformers_engine import use_transformers_engine
@@ -146,10 +147,7 @@ def test_a_suite_says_which_copies_are_missing_and_how_to_get_them(tmp_path: Pat
 
 @pytest.mark.usefixtures("hub_cache")
 def test_eval_asks_a_suite(
-    random_policy: Callable[[bool], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    random_policy: Policies, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """The whole command, with an engine that only tests know: two samples, JSON, and what it is not compared with."""
     use_transformers_engine(monkeypatch)

@@ -1,7 +1,6 @@
 """`qarl eval --perfectible`: which questions are kept, and what a report says of a run on them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,14 @@ from qarl.configs.load import load_config
 from qarl.page.runs import RecordedRun, configurations
 from qarl.page.verdict import verdict
 from qarl.tasks import load_task
+from tests.support import Policies
 from tests.support.transformers_engine import use_transformers_engine
 
 ODD = "def odd(problem, text):\n    return len(text) % 2 == 1 and not problem.question.startswith('never')\n"
 
 
 def test_questions_solved_now_and_then_are_kept(
-    random_policy: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     """The whole command, with an engine that only tests know and a policy that answers at random: shares of right
     answers are within the bounds, other columns and chats stay, and the file is one that qarl reads. A file that is

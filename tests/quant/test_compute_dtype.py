@@ -1,7 +1,6 @@
 """A learner that computes in another dtype than the engine: its own forward and backward, the engine's bytes."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, SchemeError
 from qarl.sync.publisher import Publisher
+from tests.support import Policies
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
 from tests.support.models import (
@@ -144,7 +144,7 @@ def test_an_aligned_learner_has_no_dtype_of_its_own():
 
 
 @pytest.mark.slow
-def test_the_canary_compares_the_published_codes(random_policy: Callable[[bool], Path], tmp_path: Path):
+def test_the_canary_compares_the_published_codes(random_policy: Policies, tmp_path: Path):
     """Contract: with a float32 learner the canary still multiplies published codes in the engine's bfloat16: with the
     engine's operators it finds what an aligned learner finds, not the gap of the plain float32 forward."""
     folder = random_policy(True)

@@ -5,7 +5,7 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.sync.gate import GateError
 from qarl.train import train
+from tests.support import Policies
 from tests.support.runs import lines
 from tests.support.transformers_engine import TransformersEngine, use_transformers_engine
 
@@ -38,7 +39,7 @@ class SkewedEngine(TransformersEngine):
 
 
 @pytest.fixture
-def config(random_policy: Callable[[bool], Path], tmp_path: Path) -> RunConfig:
+def config(random_policy: Policies, tmp_path: Path) -> RunConfig:
     return config_from_tree({
         "model": str(random_policy(True)), "scheme": "bf16", "steps": 2, "output": str(tmp_path / "run"),
         "task": {"name": "chain_sum", "reward": "tests.support.rewards:reward"}, "eval": {"problems": 0},
@@ -157,7 +158,7 @@ def test_an_engine_is_closed_where_a_run_fails(config: RunConfig, monkeypatch: p
     assert TransformersEngine.running == 0
 
 
-def test_the_first_error_is_the_one_told(monkeypatch: pytest.MonkeyPatch, random_policy: Callable[[bool], Path]):
+def test_the_first_error_is_the_one_told(monkeypatch: pytest.MonkeyPatch, random_policy: Policies):
     """A body's error is not hidden by what closing a broken engine raises; without one, closing may fail aloud."""
 
     class Stuck(TransformersEngine):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.sync.audit import AuditError
 from qarl.sync.export import ExportError, export_checkpoint
-from tests.support import forks
+from tests.support import Policies, forks
 from tests.support.models import low_bit
 from tests.support.moe_models import with_tokenizer
 from tests.support.profiles import thorough
@@ -150,8 +149,8 @@ QUANTIZED = {"dense": 14, "qwen3_moe": 15, "mixtral": 18}
     ],
 )
 def test_rtn_is_materialize_bit_for_bit(
-    random_policy: Callable[[bool], Path],
-    random_experts: Callable[[bool], Path],
+    random_policy: Policies,
+    random_experts: Policies,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     kind: str,
@@ -186,7 +185,7 @@ def test_rtn_is_materialize_bit_for_bit(
 
 
 @pytest.fixture
-def written(random_policy: Callable[[bool], Path], tmp_path: Path):
+def written(random_policy: Policies, tmp_path: Path):
     """(layout, folder, tensors): a W4A16 checkpoint by QaRL itself, to be spoiled."""
     folder = unquantized(random_policy(False), tmp_path / "unquantized", "bfloat16")
     layout = checkpoint_layout(folder, "w4a16", "bfloat16")
@@ -291,7 +290,7 @@ def test_the_export_command(run: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_mixture_of_experts_is_exported(random_experts: Callable[[bool], Path], tmp_path: Path):
+def test_a_run_of_a_mixture_of_experts_is_exported(random_experts: Policies, tmp_path: Path):
     run, model = tmp_path / "run", random_experts(True)
     succeeded("train", "--config", "tiny-qwen3-moe", "--model", model, "--scheme", "bf16", "--output", run, *SMALL)
     done = succeeded("export", run, "-o", tmp_path / "out", "--ptq", "rtn", "--scheme", "w4a16")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import learner_faults
+from tests.support import Policies, learner_faults
 from tests.support.runs import SMALL, Run, lines, qarl, qarl_alone, succeeded, wait_for_lines
 
 EXPERT = "model.layers.0.mlp.experts.6.up_proj.weight"
@@ -68,7 +68,7 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: Callable[[bool], Path], tmp_path: Path):
+def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: Policies, tmp_path: Path):
     """kill -9 in the middle of a step; after --resume every metric but wall time, experts' digests included, equals, to
     the last bit, those of a run that was never killed."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -183,8 +183,8 @@ def test_the_command_itself_is_what_a_fork_runs(tmp_path: Path):
 )
 def test_unusable_weights_are_refused(
     tmp_path: Path,
-    random_policy: Callable[[bool], Path],
-    random_experts: Callable[[bool], Path],
+    random_policy: Policies,
+    random_experts: Policies,
     kind: str,
     harm: Callable[[dict[str, torch.Tensor]], object],
     message: str,

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support import Policies
 from tests.support.profiles import thorough
 from tests.support.runs import ROOT, SMALL, environment, lines, succeeded
 
@@ -15,7 +15,7 @@ from tests.support.runs import ROOT, SMALL, environment, lines, succeeded
 @pytest.mark.skipif(not thorough(), reason="two servers are a minute of CPU; `make test-thorough` starts them")
 @pytest.mark.parametrize(("scheme", "transfer"), [("w4a16", "files"), ("w8a8", "http")])
 def test_a_run_on_two_servers_is_the_run_in_process(
-    scheme: str, transfer: str, random_policy: Callable[[bool], Path], tmp_path: Path
+    scheme: str, transfer: str, random_policy: Policies, tmp_path: Path
 ):
     """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal to the last bit. The
     output head is quantized: an unquantized one rounds otherwise where four sequences or fewer are decoded at once, and
