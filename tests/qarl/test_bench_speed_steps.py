@@ -23,22 +23,10 @@ from qarl.plan.shapes import NAMED, Shapes, shapes_of
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.graph.errors import GraphError
 from qarl.quant.schemes import SchemeError
-from tests.support.transformers_engine import TransformersEngine
+from tests.support.transformers_engine import use_transformers_engine
 
 BF16 = torch.bfloat16
 SMALL = Shapes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512, tied=True)
-EXPERTS = dataclasses.replace(SMALL, experts=4, experts_a_token=2, tied=False)
-ATTENTION = 128 * 128 + 2 * 64 * 128 + 128 * 128
-MLP = 3 * 256 * 128
-
-
-def test_parameters_are_counted_by_hand():
-    """Those of whole models, to transformers' own: tests/qarl/test_plan.py."""
-    assert SMALL.quantized == 2 * (ATTENTION + MLP) and SMALL.head == 512 * 128
-    assert EXPERTS.quantized == 2 * (ATTENTION + 4 * MLP)
-    assert {round(shapes.parameters / 1e9, 1) for shapes in NAMED.values()} == {
-        1.5, 7.6, 0.6, 1.7, 4.0, 8.2, 14.8, 32.8, 30.5, 235.1,
-    }  # fmt: skip
 
 
 def step(sample: float, forward: float) -> dict[str, float]:
@@ -150,9 +138,7 @@ def test_a_process_measures_engine_and_steps(tmp_path: Path, monkeypatch: pytest
     """All of a process, with an engine of the tests' own: a cell for each context and batch, every phase of two steps.
     Blind spots: vLLM's steps, and low bits, which this engine does not multiply."""
     write_model(dataclasses.replace(MODELS["tiny"], config={**MODELS["tiny"].config, "vocab_size": 64}), tmp_path, 0)
-    monkeypatch.setattr(
-        "qarl.rollout.open._start", lambda folder, options, dtype, *_: TransformersEngine(folder, dtype)
-    )
+    use_transformers_engine(monkeypatch)
     small = options(batches=(1,), contexts=(4, 6), decode_tokens=4, tokens=3, prompt_tokens=4, kernel="reference")
     asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"))
     made = run(asked)

@@ -16,7 +16,7 @@ from qarl.rollout.vllm.options import VllmOptions, llm_arguments, refuse_graphs_
 def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):
     """vLLM's default compiles by Inductor, whose norms round twice; the learner's round once."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "compilation_config" not in llm_arguments(VllmOptions())
+    assert not {"compilation_config", "kernel_config"} & llm_arguments(VllmOptions()).keys()
     arguments = llm_arguments(VllmOptions(RolloutConfig(enforce_eager=False)))
     assert arguments["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL"}
     assert arguments["enforce_eager"] is False

@@ -12,6 +12,7 @@ from qarl.learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard, sparkline
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
+from qarl.report.startup import phase, phases_shown_on
 
 
 def stats(lr: float) -> LearnStats:
@@ -91,6 +92,18 @@ def test_sparklines_are_scaled_from_the_smallest_to_the_largest():
     assert sparkline([-3.0, -1.0]) == "▁█"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert len(sparkline(list(range(1000)))) == 48
+
+
+def test_a_phase_of_the_start_is_shown_at_once_and_its_seconds_at_its_end():
+    """On a line of its own, also where it fails."""
+    file = io.StringIO()
+    with phases_shown_on(Console(file=file, width=80)):
+        with phase("loading"):
+            assert file.getvalue() == "loading … "
+        with pytest.raises(ValueError, match="lost"), phase("failing"):
+            raise ValueError("lost")
+    loading, failing = file.getvalue().splitlines()
+    assert loading.startswith("loading … 0.") and loading.endswith(" s") and failing == "failing … "
 
 
 def test_early_warnings_are_printed_with_their_step():

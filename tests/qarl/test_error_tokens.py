@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,10 +90,6 @@ def test_loops_are_those_of_the_definition_sequence_by_sequence(sequences: list[
     """Many sequences at once give what each gives alone: equal tails and heads of neighbours do not join."""
     expected = [hit for sequence in sequences for hit in by_definition(sequence)]
     assert repeated_tokens(sequences).tolist() == expected
-
-
-def test_neighbours_do_not_make_a_loop_together():
-    assert not np.any(repeated_tokens([[7, 7], [7, 7], [7, 7, 7]]))
 
 
 COUNTED = [token for number in range(20) for token in (5, 6, 100 + number)]

@@ -83,6 +83,8 @@ def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
             assert sizes_of(str(folder(tmp_path, name))) == (shapes, "its config.json")
     assert sizes_of("Qwen/Qwen3-30B-A3B-Base")[0] == sizes_of("qwen3-30b-a3b")[0] == NAMED["qwen3-30b-a3b"]
     assert sizes_of("Qwen/Qwen2.5-Math-7B")[0] == NAMED["qwen2.5-7b"]
+    billions = [0.6, 1.5, 1.7, 4.0, 7.6, 8.2, 14.8, 30.5, 32.8, 235.1]
+    assert sorted(round(shapes.parameters / 1e9, 1) for shapes in NAMED.values()) == billions
     assert {name: shapes_of(recipe_config(recipe).to_dict(), name) for name, recipe in RECIPES.items()} == EMBEDDED
 
 

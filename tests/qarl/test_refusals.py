@@ -32,13 +32,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("QARL_SERVER_KEY", raising=False)
     for name, text in {
         "q.jsonl": "".join(json.dumps({**FINE, "split": s}) + "\n" for s in ("train",)),
-        "empty.jsonl": "",
         "list.json": json.dumps([FINE]),
         "raises.py": "def reward(problem, text):\n    return {}['score']\n",
         "exits.py": "import sys\n\n\ndef reward(problem, text):\n    sys.exit(3)\n",
         "twice.yaml": "steps: 1\nsteps: 2\n",
-        "value.yaml": "learner: 5\n",
-        "cut.yaml": "rollout:\n  min_p: 0.1\n",
         "model.gguf": "GGUF",
     }.items():
         (tmp_path / name).write_text(text)
@@ -65,7 +62,6 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("bench mismatched", "did you mean 'mismatch'?"),
         ("train --lr -1e-3", "learner.optimizer.lr (--lr) -0.001 must be a number, above 0, at most 1"),
         ("train --lr .inf", "(--lr) inf must be a number"),
-        ("train --lr 1e9", "(--lr) 1000000000.0 must be a number, above 0, at most 1"),
         ("train --aligned", "option --aligned needs a value"),
         ("train run.yaml", "options read --name VALUE; a configuration is --config run.yaml"),
         ("check --config tiny-qwen3", "takes a configuration without --config: give the file or name alone"),
@@ -74,12 +70,8 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --config a --config b", "option --config is given twice"),
         ("train --learner.optimizer.betas [2,3]", "betas [2, 3] must be a list of 2 values, each a number, at least 0"),
         ("train --prompts 1e11", "rollout.prompts (--prompts) 100000000000.0 must be a whole number"),
-        ("train --seed 1e23", "seed 1e+23 must be a whole number"),
-        ("train --learner.optimizer.warmup_steps 1000", "warmup_steps 1000 is more than steps 150"),
-        ("train --config cut.yaml", "rollout.min_p: a policy is trained on completions of its whole distribution"),
         ("train --eval.top_p 0.9", "eval.top_p 0.9 with eval.temperature 0 would do nothing"),
         ("train --max_new_tokens 5", "did you mean --max-new-tokens (rollout.max_new_tokens)?"),
-        ("train --stpes 5", "unknown option --stpes; did you mean --steps?"),
         ("train --layers [=w8a8", "option --layers '[=w8a8' cannot be read"),
         ("train --learner 5", "option --learner is a section; give one of its fields, such as --learner.aligned"),
         ("train --processes 0", "--processes 0 cannot run on this machine; allowed are"),
@@ -87,11 +79,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("serve-rollouts --host 0.0.0.0", "--key-file, or QARL_SERVER_KEY"),
         ("report nope", "there is no folder 'nope'"),
         ("report taken", "'taken' is no run folder (it has no config.yaml)"),
-        ("train --processes two", "--processes 'two' must be a whole number"),
         ("train --config paper/qwen3-8b", "did you mean 'paper/qwen3-8b-base'?"),
         ("train --config taken", "configuration 'taken' is a folder"),
         ("train --config twice.yaml", "key 'steps' is given twice, in lines 1 and 2"),
-        ("train --config value.yaml", "learner 5 is no mapping; it is a section"),
         ("train --config latin.yaml", "is not UTF-8 text"),
         ("train --scheme W4A16", "did you mean 'w4a16'?"),
         ("train --output taken", "run folder 'taken' exists; give another --output"),
@@ -99,7 +89,6 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --model Qwen3-0.6B", "as in Qwen/Qwen3-0.6B"),
         ("train --model model.gguf", "'model.gguf' is a file; give the folder"),
         ("train --model taken", "'taken' has no config.json"),
-        ("train --task q.jsonl", 'q.jsonl has no heldout questions; add lines with "split": "heldout"'),
         ("train --task nope.jsonl", "task file nope.jsonl does not exist"),
         ("train --task list.json", "jq -c '.[]' list.json > list.jsonl"),
         ("train --task chain_sums", "unknown task 'chain_sums'; did you mean chain_sum"),
@@ -109,11 +98,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --task.data q.jsonl", "task.data 'q.jsonl' is where task math has its problems"),
         ("eval taken --steps 5", "unknown option --steps of qarl eval"),
         ("train --reward nope:f", "there is no module 'nope', neither in the working folder nor installed"),
-        ("train --reward raises:rewrad", "has no function 'rewrad'; did you mean 'reward'?"),
         ("train --reward raises:reward", "raised KeyError: 'score'"),
         ("train --reward exits.py:reward", "raised sys.exit(3)"),
         ("check nope.yaml", "no configuration file 'nope.yaml'"),
-        ("check tiny-qwen3 --task empty.jsonl", "task file empty.jsonl is empty"),
         ("init taken", "folder 'taken' exists; give another DIR"),
         ("export nope -o out", "there is no folder 'nope'"),
         ("export taken -o taken", "folder 'taken' exists; give another --output"),
@@ -159,10 +146,6 @@ def test_one_message_and_nothing_left_behind(
     assert said in refused(arguments, capsys, place)
 
 
-def copied(model: Path, place: Path) -> Path:
-    return Path(shutil.copytree(model, place / "model"))
-
-
 def change_json(file: Path, **fields: object) -> None:
     tree = json.loads(file.read_text())
     file.write_text(json.dumps({**tree, **fields}))
@@ -178,9 +161,7 @@ def cut(model: Path) -> None:
     [
         (lambda m: (m / "config.json").write_text("[1]"), "holds a list, not an object of settings"),
         (lambda m: (m / "config.json").write_text("{"), "is not JSON"),
-        (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer"),
         (lambda m: (m / "tokenizer.json").write_text("{"), "tokenizer.json' is not JSON"),
-        (lambda m: (m / "model.safetensors").unlink(), "has no weights (model.safetensors, or"),
         (lambda m: (m / "model.safetensors").write_bytes(b""), "is no safetensors file, or cut short (0 bytes)"),
         (lambda m: (m / "model.safetensors").write_bytes(b"garbage" * 99), "is no safetensors file, or cut short"),
         (lambda m: (m / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "has a damaged header"),
@@ -188,41 +169,21 @@ def cut(model: Path) -> None:
         (lambda m: change_json(m / "config.json", quantization_config={"quant_method": "gptq"}), "already quantized"),
         (lambda m: change_json(m / "config.json", max_position_embeddings=64), "'model' has 64 positions"),
         (lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'), "lacks 1 of its 1"),
-    ],
-)
-def test_models_are_refused_by_their_files(
-    place: Path, random_policy, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], said: str
-):
-    """Before torch is imported: all of these are in the files' own bytes."""
-    damage(copied(random_policy(True), place))
-    assert said in refused("train --config tiny-qwen3 --model model --rollout.max_new_tokens 8", capsys, place)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
+        # What follows is not in the files' own bytes, but in what they build.
         (lambda m: change_json(m / "config.json", hidden_size=256), "in its files and"),
         (lambda m: change_json(m / "config.json", model_type="t5"), "'t5', no causal language model"),
         (lambda m: change_json(m / "config.json", model_type="nope"), "cannot be built from its config.json"),
         (lambda m: change_json(m / "tokenizer.json", model={}), "the tokenizer of 'model' cannot be loaded"),
-        (
-            lambda m: change_json(m / "tokenizer_config.json", chat_template="{{ raise_exception('no user') }}"),
-            "the chat template of 'model' cannot be applied: TemplateError: no user",
-        ),
     ],
 )
-def test_models_are_refused_by_what_they_build(
-    place: Path,
-    random_policy,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Path], object],
-    said: str,
+def test_models_are_refused(
+    place: Path, random_policy, capsys, monkeypatch, damage: Callable[[Path], object], said: str
 ):
     """Before a run folder is made. Kernels are not asked: the model is at fault."""
     monkeypatch.setattr("qarl.run.session.require_support", lambda *_, **__: None)
-    damage(copied(random_policy(True), place))
-    assert said in refused("train --config tiny-qwen3 --model model --scheme bf16", capsys, place)
+    damage(Path(shutil.copytree(random_policy(True), place / "model")))
+    command = "train --config tiny-qwen3 --model model --scheme bf16 --rollout.max_new_tokens 8"
+    assert said in refused(command, capsys, place)
 
 
 def test_versions_are_told(capsys: pytest.CaptureFixture[str]):

@@ -50,14 +50,6 @@ def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: No
     assert names["w4a16"] == f"HummingLinearKernel, {BATCH_INVARIANT}"
 
 
-@no_cuda
-def test_without_the_mode_names_are_as_they_were():
-    factory = VllmFactory(BF16)
-    with stub_cuda((9, 0)):
-        assert factory.kernel("layer", *QKV, get_scheme("w4a16"), META) == "MacheteLinearKernel"
-    assert "kernel_config" not in llm_arguments(VllmOptions())
-
-
 def test_the_engine_is_told_the_same(mode: None):
     """vLLM's own reading of the arguments: attention by the kernel the learner calls, weights by the same backend."""
     from vllm.engine.arg_utils import EngineArgs
@@ -82,18 +74,6 @@ def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
     flash_attention.flash_attention(q, q, q, None, scoring, [6], [6])
     assert splits == [1, 0]
-
-
-def test_what_replaces_torchs_linear_has_no_backward():
-    """Why capabilities below 9.0 are refused: there vLLM registers a `linear` of its own, as here on a CPU."""
-    weight = torch.ones(3, 4, requires_grad=True)
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("aten::linear", lambda x, w, bias=None: x.detach() @ w.detach().t(), "CPU")
-        y = torch.nn.functional.linear(torch.ones(2, 4), weight)
-        with pytest.raises(NotImplementedError, match="aten::linear_backward"):
-            y.sum().backward()
-    torch.nn.functional.linear(torch.ones(2, 4), weight).sum().backward()
-    assert weight.grad is not None
 
 
 @pytest.mark.parametrize(("capability", "on"), [((8, 0), False), ((9, 0), True)])
