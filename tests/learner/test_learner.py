@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.backends.native import Native
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.diagnostics.ages import MismatchByAge
@@ -19,6 +20,7 @@ from qarl.learner.logprobs import token_logprobs
 from qarl.learner.objectives import OBJECTIVES
 from qarl.learner.restraint import Damping
 from qarl.quant.layers.context import Forward
+from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import (
@@ -223,31 +225,39 @@ def test_the_float16_loss_scale_cancels_out():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kept", "optimizer", "dtype"),
+    ("scheme", "special", "optimizer", "dtype"),
     [
-        ("w4a16", False, "muon", torch.bfloat16),
-        ("w4a16", False, "adamw", torch.float16),
-        ("w8a8", False, "muon", torch.float16),
-        ("w4a16", True, "adamw", torch.bfloat16),
+        ("w4a16", "", "muon", torch.bfloat16),
+        ("w4a16", "", "adamw", torch.float16),
+        ("w8a8", "", "muon", torch.float16),
+        ("w4a16", "kept scales", "adamw", torch.bfloat16),
+        ("w4a16", "adapters", "muon", torch.bfloat16),
+        ("w4a16", "adapters", "adamw", torch.bfloat16),
     ],
 )
-def test_a_restored_learner_continues_bit_for_bit(scheme: str, kept: bool, optimizer: str, dtype: torch.dtype):
+def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, optimizer: str, dtype: torch.dtype):
     """Contract: learn, save, learn on = learn, save, load into another learner, learn on: masters, published bytes,
     statistics and loss scale equal bit for bit, through torch.save and from other initial weights. Where scales are
-    kept, a batch changes codes and no scale, and the other learner's scales become these."""
+    kept, a batch changes codes and no scale, and the other learner's scales become these. Of adapters, others of one
+    base, the checkpoint holds no weight of the base."""
     options = {"optimizer": {"name": optimizer, "lr": 1e-2}, "loss_scale": 64.0, "loss_scale_growth": 3}
-    learner, other = (make_learner(scheme, dtype, seed=seed, **options) for seed in (0, 5))
-    if kept:
-        keep_scales(learner.model)
-        keep_scales(other.model)
+    adapted = special == "adapters"
+    learner, other = (make_learner(scheme, dtype, seed=0 if adapted else seed, **options) for seed in (0, 5))
+    for seed, each in enumerate((learner, other)):
+        if special == "kept scales":
+            keep_scales(each.model)
+        if adapted:
+            add_adapters(each.model, LoraConfig(rank=4, alpha=12.0), seed)
+    learner, other = (Learner(each.model, each.config) for each in (learner, other))
     first = stream_bytes(learner.model)
     learner.learn(batch_of(0), step=0)
     changed = {name for name, tensor in stream_bytes(learner.model).items() if not first[name].equal(tensor)}
-    assert any(name.endswith("weight_scale") for name in changed) != kept
+    assert any(name.endswith("weight_scale") for name in changed) != (special == "kept scales")
     assert any(name.endswith(("weight_packed", "weight")) for name in changed)
     assert not all_equal(masters_of(learner), masters_of(other))
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
+    assert not adapted or file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
     file.seek(0)
     other.load_state_dict(torch.load(file))
     assert torch.equal(learner.logprobs(batch_of(1))[0], other.logprobs(batch_of(1))[0])

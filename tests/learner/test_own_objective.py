@@ -28,7 +28,7 @@ def given() -> LossInput:
 
 def loss_of(code: str, folder: Path) -> float:
     file = folder / "mine.py"
-    file.write_text("import torch\nfrom qarl.learner.objectives import ObjectiveResult\n" + code)
+    file.write_text("import torch\nfrom qarl.learner.objectives import ObjectiveResult as Result\n" + code)
     own.cache_clear()
     config = load_config(None, {**OWN, "learner.objective.function": f"{file}:objective"}).learner
     return float(policy_loss(given(), config, BatchSize(2, 5)).loss.detach())
@@ -57,17 +57,11 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
         ("return 1.0", r"returned float; return qarl\.learner\.objectives\.ObjectiveResult"),
         ("1 / 0", r"raised ZeroDivisionError: division by zero \(.*mine\.py, line 4, in objective\)"),
         ("import sys; sys.exit(3)", r"raised sys\.exit\(3\) \(.*line 4"),
-        (
-            "return ObjectiveResult(inputs.current.sum(), inputs.response_mask)",
-            r"loss \(\); allowed are tensors \(2, 3\)",
-        ),
-        ("return ObjectiveResult(inputs.current, None)", "clipped NoneType; allowed are tensors"),
-        ("return ObjectiveResult(inputs.current, inputs.current > 0)", None),
-        (
-            "return ObjectiveResult(inputs.current, inputs.advantages)",
-            r"clipped of torch\.float32; allowed is torch\.bool",
-        ),
-        ("return ObjectiveResult(inputs.weight, inputs.response_mask)", "a loss without gradient; it must depend on"),
+        ("return Result(inputs.current.sum(), inputs.response_mask)", r"loss \(\); allowed are tensors \(2, 3\)"),
+        ("return Result(inputs.current, None)", "clipped NoneType; allowed are tensors"),
+        ("return Result(inputs.current, inputs.current > 0)", None),
+        ("return Result(inputs.current, inputs.advantages)", r"clipped of torch\.float32; allowed is torch\.bool"),
+        ("return Result(inputs.weight, inputs.response_mask)", "a loss without gradient; it must depend on"),
     ],
 )
 def test_results_are_checked(tmp_path: Path, body: str, said: str | None):

@@ -52,6 +52,7 @@ EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
 BFLOAT16 = {"master_dtype": "bfloat16"}
 PLAIN: dict[str, Any] = {**LEARNER, "aligned": False}
+Done = dict[str, Any]
 
 
 def plain(batches: int, learner: dict[str, Any] = LEARNER) -> tuple[Learner, list[list[float]]]:
@@ -83,7 +84,7 @@ def written_by_two(folder: Path, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """What two processes wrote, by job."""
     folder = tmp_path_factory.mktemp("zero")
     random_model().save_pretrained(folder / "model")
@@ -125,12 +126,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     ]
     assert [process.wait() for process in processes] == [0, 0], log.read_text()
     found = {path.stem: torch.load(path) for path in folder.glob("*.pt") if path.stem not in ("half", "muon")}
-    return {**found, "folder": folder}  # type: ignore[dict-item]
+    return {**found, "folder": folder}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_processes_learn_as_one(done: dict[str, dict[str, Any]], stage: int):
+def test_two_processes_learn_as_one(done: Done, stage: int):
     """Contract: 20 updates by AdamW in fp32, each process computing its micro-batches alone, end at the masters of one
     process; loss, gradient norm, clipped share and entropy of every batch agree. A loss averaged twice, a micro-batch
     counted twice, or a norm over a shard would be off at once."""
@@ -142,7 +143,7 @@ def test_two_processes_learn_as_one(done: dict[str, dict[str, Any]], stage: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_partitioned_masters_give_the_codes_of_whole_ones(done: dict[str, dict[str, Any]], stage: int):
+def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int):
     """Quantization sees whole rows and quantization groups: the codes are those of the gathered masters, materialized
     in one process, bit for bit."""
     ours = done[f"w4a16 stage {stage}"]
@@ -159,13 +160,13 @@ def test_partitioned_masters_give_the_codes_of_whole_ones(done: dict[str, dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_checkpoint_of_one_process_goes_on_in_two(done: dict[str, dict[str, Any]], stage: int):
+def test_a_checkpoint_of_one_process_goes_on_in_two(done: Done, stage: int):
     assert_same_trajectory(trained(0)[0], trained(BATCHES)[0], done[f"half stage {stage}"]["state"]["masters"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_checkpoint_of_two_processes_goes_on_in_one(done: dict[str, dict[str, Any]], stage: int):
+def test_a_checkpoint_of_two_processes_goes_on_in_one(done: Done, stage: int):
     """Masters, both moments and the step count are those one process would have; one more batch proves them used."""
     masters, moments, _ = trained(BATCHES + 1)
     ours, _ = plain(0)
@@ -206,22 +207,16 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     ],
 )
 def test_partitioned_adapters_experts_and_references(
-    done: dict[str, dict[str, Any]],
-    job: str,
-    model: str,
-    scheme: str,
-    dtype: torch.dtype,
-    settings: dict[str, Any],
-    batches: int,
+    done: Done, job: str, model: str, scheme: str, dtype: torch.dtype, settings: dict[str, Any], batches: int
 ):
     """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn under ZeRO-3 what
     they learn in one process, with codes that all make together whenever one needs them; so do a policy held to a
     partitioned reference, and a plain learner, which multiplies a cast that is put together. The base's digest is that
     of the whole base."""
-    alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)  # type: ignore[operator]
+    alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)
     ours = done[job]["state"]
     assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (not job.startswith("lora"))
-    start = masters_of(alone_on(done["folder"] / model, scheme, dtype, settings, 0))  # type: ignore[operator]
+    start = masters_of(alone_on(done["folder"] / model, scheme, dtype, settings, 0))
     moved, off = moved_and_off(start, masters_of(alone), ours["masters"])
     assert moved.mean() > 5e-5 and off.mean() <= 0.01 * moved.mean()
     held = [numbers[-1] > 0 for numbers in done[job]["numbers"]]
@@ -230,7 +225,7 @@ def test_partitioned_adapters_experts_and_references(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(3)), "muon half stage 1"])
-def test_muon_in_two_processes_is_muon_in_one(done: dict[str, dict[str, Any]], job: str):
+def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     """Also where a checkpoint of one process goes on in two. These gradients have fewer tokens than rows, and the
     orthogonalization in bfloat16 blows the rounding noise of their null space up to a share of the update, anew with
     every other order of sums: a third was seen, where unrelated updates would differ by more than they move. The
@@ -241,7 +236,7 @@ def test_muon_in_two_processes_is_muon_in_one(done: dict[str, dict[str, Any]], j
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
-def test_muon_over_pieces_is_muon_over_matrices(done: dict[str, dict[str, Any]], cut: int):
+def test_muon_over_pieces_is_muon_over_matrices(done: Done, cut: int):
     """Equal gradients, wherever masters are cut: three steps are `MasterOptimizer`'s, bit for bit."""
     masters = {name: torch.nn.Parameter(gradient_of(name, 0)) for name in SHAPES}
     optimizer = MasterOptimizer(masters, set(SHAPES), OptimizerConfig.model_validate(MUON["optimizer"]))
@@ -255,7 +250,7 @@ def test_muon_over_pieces_is_muon_over_matrices(done: dict[str, dict[str, Any]],
 
 
 @pytest.mark.slow
-def test_a_process_holds_and_sends_its_share_alone(done: dict[str, dict[str, Any]]):
+def test_a_process_holds_and_sends_its_share_alone(done: Done):
     """Under ZeRO-3: half of every master, up to a row, with its gradient and moments. A step sends fp32 gradients once
     a micro-batch and the weight version once an update, and no more than a tenth beyond (norms, metrics)."""
     numbers = done["w4a16 stage 3"]
@@ -264,7 +259,7 @@ def test_a_process_holds_and_sends_its_share_alone(done: dict[str, dict[str, Any
 
 
 @pytest.mark.slow
-def test_16_bit_masters_are_rounded_in_every_process(done: dict[str, dict[str, Any]]):
+def test_16_bit_masters_are_rounded_in_every_process(done: Done):
     """Stage 3 rounds bfloat16 masters stochastically, each process with a generator of its own, which the checkpoint
     keeps."""
     state = done["bfloat16 stage 3"]["state"]
@@ -274,7 +269,7 @@ def test_16_bit_masters_are_rounded_in_every_process(done: dict[str, dict[str, A
 
 
 @pytest.mark.slow
-def test_muons_momentum_goes_back_to_one_process(done: dict[str, dict[str, Any]]):
+def test_muons_momentum_goes_back_to_one_process(done: Done):
     """A checkpoint of two processes holds the momentum of every matrix as one process keeps it."""
     ours, _ = plain(0, MUON)
     ours.load_state_dict(done["muon half stage 1"]["state"])
@@ -288,12 +283,12 @@ def test_muons_momentum_goes_back_to_one_process(done: dict[str, dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_muon_steps_partitioned_experts_one_by_one(done: dict[str, dict[str, Any]]):
+def test_muon_steps_partitioned_experts_one_by_one(done: Done):
     """Gate, up and down of every expert have a momentum of their own, as in one process, whose masters these are up to
     the noise of the orthogonalization."""
     state, folder = done["muon experts stage 3"]["state"], done["folder"]
     start, expected = (
-        masters_of(alone_on(folder / "experts", "bf16", torch.float32, {**EXPERTS, **MUON}, batches))  # type: ignore[operator]
+        masters_of(alone_on(folder / "experts", "bf16", torch.float32, {**EXPERTS, **MUON}, batches))
         for batches in (0, 1)
     )
     moved, off = moved_and_off(start, expected, state["masters"])
@@ -306,17 +301,17 @@ def test_muon_steps_partitioned_experts_one_by_one(done: dict[str, dict[str, Any
 
 
 @pytest.mark.slow
-def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: dict[str, dict[str, Any]]):
+def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: Done):
     """The second file is the second process's to hash; the first stops as well."""
-    assert done["intact"]["said"] == ["step 7"] * 2  # type: ignore[comparison-overlap]
+    assert done["intact"]["said"] == ["step 7"] * 2
     first, second = done["damaged"]["said"]
     assert first == second and "the SHA-256 of state-00001.pt differs from its manifest" in first
 
 
 @pytest.mark.slow
-def test_all_step_over_a_checkpoint_whose_manifest_is_damaged(done: dict[str, dict[str, Any]]):
+def test_all_step_over_a_checkpoint_whose_manifest_is_damaged(done: Done):
     """Contract: all go on from the one before it, also those that come when the first has set it aside."""
-    assert done["followed"]["said"] == ["step 7"] * 2  # type: ignore[comparison-overlap]
+    assert done["followed"]["said"] == ["step 7"] * 2
 
 
 @pytest.mark.parametrize("settings", [BFLOAT16, {"optimizer": {"name": "adamw", "offload": "cpu"}}])

@@ -89,6 +89,9 @@ def mostly_above(values: torch.Tensor) -> torch.Tensor:
     return torch.where(lowered, values - 0.3, values)
 
 
+COARSE = LearnerConfig.model_validate(
+    {"master_dtype": "bfloat16", "optimizer": {"lr": 1e-6, "rounding": "nearest"}}
+)  # fmt: skip
 PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "ratio mean before any update": lambda e: with_sampler(e, lambda v: v + 0.004),
     "one-sided clipping": lambda e: with_sampler(e, mostly_above),
@@ -101,12 +104,7 @@ PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "end token not counted once": lambda e: with_groups(e, ended_twice),
     "tied embeddings": lambda e: dataclasses.replace(e, tied=not e.tied),
     "seeds shared": lambda e: dataclasses.replace(e, groups=[e.groups[0], *e.groups[:-1]]),
-    "learning rate below the masters' resolution": lambda e: dataclasses.replace(
-        e,
-        config=LearnerConfig.model_validate(
-            {"master_dtype": "bfloat16", "optimizer": {"lr": 1e-6, "rounding": "nearest"}}
-        ),
-    ),
+    "learning rate below the masters' resolution": lambda e: dataclasses.replace(e, config=COARSE),
     "group deviation": lambda e: with_groups(e, lambda _: {"rewards": (1.0,) * 8}),
 }
 

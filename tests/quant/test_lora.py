@@ -1,7 +1,5 @@
 """LoRA: merged weights, the factors' gradients, what is frozen, what a checkpoint holds."""
 
-import dataclasses
-import io
 import math
 from typing import Any
 
@@ -228,28 +226,6 @@ def test_checkpointed_layers_give_adapters_the_same_gradients():
     assert all_equal(masters_of(plain), masters_of(again))
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_restored_learner_continues_bit_for_bit(optimizer: str):
-    """Learn, save, learn on = learn, save, load into one with other adapters, learn on. The checkpoint holds the
-    adapters and no weight of the base."""
-    options: dict[str, Any] = {"optimizer": {"name": optimizer}}
-    learner = lora_learner(**options)
-    learner.learn(batch_of(0), step=0)
-    file = io.BytesIO()
-    torch.save(learner.state_dict(), file)
-    assert file.getbuffer().nbytes < sum(p.nbytes for p in learner.model.loaded.values()) / 4
-    other = make_learner(**options)
-    add_adapters(other.model, LORA, seed=8)
-    other = Learner(other.model, other.config)
-    assert not all_equal(masters_of(learner), masters_of(other))
-    file.seek(0)
-    other.load_state_dict(torch.load(file))
-    ours, theirs = (one.learn(batch_of(1), step=1) for one in (learner, other))
-    assert dataclasses.replace(ours, seconds={}) == dataclasses.replace(theirs, seconds={})
-    assert all_equal(masters_of(learner), masters_of(other))
-    assert same_stream(learner.model, stream_bytes(other.model))
-
-
 def test_adapters_of_another_base_are_refused():
     """One weight of the base differs by its last bit: the adapters were trained on another policy. So it is with a
     checkpoint of full masters; nothing of either is taken over."""
@@ -303,19 +279,10 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (
-            {"targets": "*.qproj"},
-            r"LoRA target '\*\.qproj' matches no linear layer of the model; near it are '\*\.q_proj'",
-        ),
+        ({"targets": "*.qproj"}, r"LoRA target '\*\.qproj' matches no linear layer of .*; near it are '\*\.q_proj'"),
         ({"targets": "*.q_proj,lm_head"}, r"LoRA target 'lm_head' matches 'lm_head', which stays frozen: output heads"),
-        (
-            {"targets": "first:3"},
-            r"LoRA target 'first:3' matches no linear layer of the model; it has 2 decoder layers",
-        ),
-        (
-            {"rank": 129},
-            r"rank 129 is beyond the smaller dimension of 'model\.layers\.\d\..*', \[.*\]; take 128 at most",
-        ),
+        ({"targets": "first:3"}, r"LoRA target 'first:3' matches no linear layer of .*; it has 2 decoder layers"),
+        ({"rank": 129}, r"rank 129 is beyond the smaller dimension of 'model\.layers\.\d.*; take 128 at most"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(lora: dict[str, Any], message: str):

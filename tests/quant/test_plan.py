@@ -198,10 +198,7 @@ def test_ways_to_write_the_same_rules(tmp_path, text: str):
         ("first:0=bf16", r"counts decoder layers with '0'; write first:1"),
         ("last:x=bf16", r"counts decoder layers with 'x'"),
         ("re:(=bf16", r"'re:\(=bf16' is no regular expression: missing \)"),
-        (
-            "[{match: a, schema: b}]",
-            r"layers: {'match': 'a', 'schema': 'b'} lacks 'scheme'; .*layers\.0\.schema 'b' is no key",
-        ),
+        ("[{match: a, schema: b}]", r"layers: {'match': 'a', .*} lacks 'scheme'; .*layers\.0\.schema 'b' is no key"),
     ],
 )
 def test_rules_that_do_not_read_are_quoted(text: str, message: str):

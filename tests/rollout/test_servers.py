@@ -36,6 +36,10 @@ def altered(**fields: Any) -> dict[str, Any]:
     return answer
 
 
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
 def test_a_completion_is_the_samplers_own_tokens():
     completion = read_completion(ANSWER, "http://a", PUBLISHED)
     assert (completion.token_ids, completion.logprobs, completion.text) == ((5, 6), (-0.5, -1.25), "ab")
@@ -47,12 +51,11 @@ def test_a_completion_is_the_samplers_own_tokens():
 def test_a_completion_says_which_weights_sampled_each_token():
     """Contract: where requests go on over a publish, by the versions that vLLM names, none before those of the call,
     later tokens by later ones."""
-    spans = [{"version": "3-d", "start": 0, "end": 1}, {"version": "5-e", "start": 1, "end": 2}]
+    spans = [span("3-d", 0, 1), span("5-e", 1, 2)]
     versions = PUBLISHED | {"5-e": 5}
     completion = read_completion(altered(weight_versions=spans), "http://a", versions)
     assert (completion.weight_version, completion.switches, completion.versions) == (3, ((1, 5),), [3, 5])
-    swapped = [{**span, "version": label} for span, label in zip(spans, ("5-e", "3-d"), strict=True)]
-    for wrong in (swapped, spans[1:], spans[:1], [spans[0], {**spans[1], "start": 0}]):
+    for wrong in ([span("5-e", 0, 1), span("3-d", 1, 2)], spans[1:], spans[:1], [spans[0], span("5-e", 0, 2)]):
         with pytest.raises(EngineError, match="not all by '3-d' and '5-e', which were published last"):
             read_completion(altered(weight_versions=wrong), "http://a", versions)
 
@@ -89,11 +92,8 @@ def test_servers_decode_what_stop_texts_need_alone():
         ({"token_ids": [], "logprobs": {"content": []}}, "gave 0 log-probs for 0 tokens"),
         ({"finish_reason": "abort"}, "ended a completion by 'abort'"),
         ({"weight_versions": None}, "by no weights named"),
-        ({"weight_versions": [{"version": "2-c", "start": 0, "end": 2}]}, "0 to 2 by '2-c', and not all by '3-d'"),
-        (
-            {"weight_versions": [{"version": "2-c", "start": 0, "end": 1}, {"version": "3-d", "start": 1, "end": 2}]},
-            "0 to 1 by '2-c', 1 to 2 by '3-d'",
-        ),
+        ({"weight_versions": [span("2-c", 0, 2)]}, "0 to 2 by '2-c', and not all by '3-d'"),
+        ({"weight_versions": [span("2-c", 0, 1), span("3-d", 1, 2)]}, "0 to 1 by '2-c', 1 to 2 by '3-d'"),
     ],
 )
 def test_an_answer_that_is_not_whole_is_refused(fields: dict[str, Any], message: str):
@@ -103,7 +103,7 @@ def test_an_answer_that_is_not_whole_is_refused(fields: dict[str, Any], message:
 
 
 def test_log_probs_are_of_the_tokens_asked_for():
-    one = altered(weight_versions=[{"version": "3-d", "start": 0, "end": 1}])
+    one = altered(weight_versions=[span("3-d", 0, 1)])
     assert read_logprobs(one, [4, 7], "http://a", PUBLISHED) == [-0.5]
     for sequence in ([4, 8], [4, 7, 7]):
         with pytest.raises(EngineError, match="cannot be read"):

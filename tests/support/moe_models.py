@@ -5,21 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Dots1Config,
-    Ernie4_5_MoeConfig,
-    Glm4MoeConfig,
-    GraniteMoeConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,21 +25,23 @@ CORRECTED: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid
 """Read by vLLM only; transformers knows no other routing for these models."""
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen2_moe": Qwen2MoeConfig(
+    "qwen2_moe": transformers.Qwen2MoeConfig(
         **SIZES, **ROUTED, num_experts=3, shared_expert_intermediate_size=256, mlp_only_layers=[0]
     ),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **ROUTED, **HEADS, num_experts=5, mlp_only_layers=[0]),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2, sliding_window=None),
-    "deepseek_v2": DeepseekV2Config(**SIZES, **ROUTED, **ONE_GROUP, **LATENT, topk_method="greedy"),
-    "deepseek_v3": DeepseekV3Config(**SIZES, **ROUTED, **ONE_GROUP, **LATENT, **HEADS, **CORRECTED),
-    "olmoe": OlmoeConfig(**SIZES, num_experts=3, num_experts_per_tok=2),
-    "glm4_moe": Glm4MoeConfig(**SIZES, **ROUTED, **ONE_GROUP, **HEADS, use_qk_norm=True),
-    "dots1": Dots1Config(**SIZES, **ROUTED, **ONE_GROUP, **HEADS),
-    "ernie4_5_moe": Ernie4_5_MoeConfig(
+    "qwen3_moe": transformers.Qwen3MoeConfig(**SIZES, **ROUTED, **HEADS, num_experts=5, mlp_only_layers=[0]),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2, sliding_window=None),
+    "deepseek_v2": transformers.DeepseekV2Config(**SIZES, **ROUTED, **ONE_GROUP, **LATENT, topk_method="greedy"),
+    "deepseek_v3": transformers.DeepseekV3Config(**SIZES, **ROUTED, **ONE_GROUP, **LATENT, **HEADS, **CORRECTED),
+    "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=3, num_experts_per_tok=2),
+    "glm4_moe": transformers.Glm4MoeConfig(**SIZES, **ROUTED, **ONE_GROUP, **HEADS, use_qk_norm=True),
+    "dots1": transformers.Dots1Config(**SIZES, **ROUTED, **ONE_GROUP, **HEADS),
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig(
         **SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=128, moe_num_shared_experts=1,
         moe_layer_start_index=1,
     ),
-    "granitemoe": GraniteMoeConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2, attention_multiplier=0.2),
+    "granitemoe": transformers.GraniteMoeConfig(
+        **SIZES, num_local_experts=3, num_experts_per_tok=2, attention_multiplier=0.2
+    ),
 }  # fmt: skip
 
 
