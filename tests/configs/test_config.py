@@ -73,9 +73,8 @@ def test_paper_files_hold_table_2(model: str):
 
 
 def test_there_is_a_paper_file_for_each_of_its_models():
-    assert {f"paper/{model.split('/')[1].lower()}" for model in PAPER} == {
-        n for n in shipped_names() if n.startswith("paper/")
-    }
+    files = {name for name in shipped_names() if name.startswith("paper/")}
+    assert {f"paper/{model.split('/')[1].lower()}" for model in PAPER} == files
 
 
 def test_a_file_with_an_unknown_key_is_refused(tmp_path: Path):

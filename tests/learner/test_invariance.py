@@ -126,9 +126,8 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
     whole, expected = logprob_gradients(model, batch, chunk_tokens=10**6)
     parts, found = logprob_gradients(model, batch, chunk_tokens=chunk)
     with torch.no_grad():
-        entropies = [
-            token_logprobs(model, batch.tokens, batch.response_mask, chunk_tokens=c)[1] for c in (10**6, chunk)
-        ]
+        arguments = model, batch.tokens, batch.response_mask
+        entropies = [token_logprobs(*arguments, chunk_tokens=c)[1] for c in (10**6, chunk)]
     exact = dtype == BFLOAT16 and chunk > 1
     torch.testing.assert_close(parts, whole, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)
     torch.testing.assert_close(*entropies, rtol=0, atol=0 if exact else 0.05 if dtype == BFLOAT16 else 1e-5)

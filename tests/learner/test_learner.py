@@ -100,12 +100,9 @@ def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_bat
     differs."""
 
     def run(budget: int):
-        settings = {
-            "objective": {"name": objective},
-            "aggregation": {"name": aggregation},
-            "optimizer": {"grad_clip": 1e9},
-        }
-        learner = make_learner(dtype=torch.float32, micro_batch_tokens=budget, mini_batches=mini_batches, **settings)
+        settings = {"objective": {"name": objective}, "aggregation": {"name": aggregation}}
+        cut = {"micro_batch_tokens": budget, "mini_batches": mini_batches}
+        learner = make_learner(dtype=torch.float32, optimizer={"grad_clip": 1e9}, **settings, **cut)
         return gradients_of_learning(learner, batch_of())
 
     whole, stats = run(10**6)
@@ -341,12 +338,10 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
     (β), so a bypass ratio is off 1 and clips although no update came before; with the shadow forward β is 0 and nothing
     is clipped, in the first update, while the gradient stays that of the plain forward, up to the ratio that
     weights it."""
-    bypass = {"name": "none", "ratio_from": "sampler"}
+    bypass, plain_learner = {"name": "none", "ratio_from": "sampler"}, {"aligned": False, "mini_batches": 1}
     found = {}
     for fix in ("none", "shadow_forward"):
-        learner = make_learner(
-            aligned=False, mini_batches=1, objective={"name": "grpo"}, correction=bypass, ratio_fix=fix
-        )
+        learner = make_learner(**plain_learner, objective={"name": "grpo"}, correction=bypass, ratio_fix=fix)
         batch = batch_of()
         with learner.model.forward_as(Forward.PUBLISHED):
             sampler, _ = learner.logprobs(batch)
@@ -357,9 +352,7 @@ def test_a_shadow_forward_takes_ratios_from_the_published_codes():
     assert stats.clipped == stats.phantom_clipped > 0.1 and stats.mismatch.mean_abs > 0.01
     assert fixed.clipped == fixed.phantom_clipped == 0.0 and fixed.mismatch.mean_abs == 0.0
     assert not all_equal(plain, shadow)
-    on_policy = make_learner(
-        aligned=False, mini_batches=1, objective={"name": "on_policy"}, correction={"name": "none"}
-    )
+    on_policy = make_learner(**plain_learner, objective={"name": "on_policy"}, correction={"name": "none"})
     (expected,), _ = gradients_of_learning(on_policy, batch_of())
     for name, gradient in shadow.items():  # ratio 1 in value: REINFORCE of the plain forward
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-9, name

@@ -347,9 +347,8 @@ def test_every_objective_is_weighted_by_every_correction(name: str, correction_n
     torch.testing.assert_close(weighted, unweighted * mean_weight)
     expected = gradient(unweighted.sum(), given_)
     shared = name in ("tbpo", "gspo", "gspo_dual_clip")
-    torch.testing.assert_close(
-        gradient(weighted.sum(), given_), expected * (mean_weight[:, None] if shared else weight)
-    )
+    weight = mean_weight[:, None] if shared else weight
+    torch.testing.assert_close(gradient(weighted.sum(), given_), expected * weight)
 
 
 def test_corrections_by_hand():

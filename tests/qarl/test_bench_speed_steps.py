@@ -103,10 +103,7 @@ def test_figures_become_tables_and_json():
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
-    [
-        ({"schemes": ("w3",)}, SchemeError, "w3"),
-        ({"updates": 3}, ConfigError, "--updates 3 does not divide the 2 prompts"),
-    ],
+    [({"schemes": ("w3",)}, SchemeError, "w3"), ({"updates": 3}, ConfigError, "--updates 3 does not divide the 2")],
 )
 def test_unusable_values_are_refused_before_anything_is_started(changes: dict, error: type[Exception], message: str):
     with pytest.raises(error) as found:

@@ -106,9 +106,7 @@ def test_a_warning_stops_a_run_that_asks_for_it():
     for steps, stopped in ((200, True), (warning.step, False)):
         watch = RunWatch(lines[: warning.step - 1], "stop", steps)
         if stopped:
-            with pytest.raises(
-                EarlyWarningError, match=rf"stopped at step {warning.step}: the reward fell .*--early_w"
-            ):
+            with pytest.raises(EarlyWarningError, match=rf"stopped at step {warning.step}: the reward fell .*--early"):
                 watch.add(lines[warning.step - 1])
         else:
             assert watch.add(lines[warning.step - 1]) == [warning]

@@ -124,6 +124,4 @@ def test_a_file_is_asked_each_question_once(
     rows = [{"question": f"{k} + 1 =", "answer": str(k + 1), "split": "heldout"} for k in range(3)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["eval", str(random_policy(True)), "--task", "q.jsonl", "--max-new-tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith(
-        "q.jsonl, greedy: 0.0% [0.0, 0.0] of 3 held-out problems; 2 tokens an answer"
-    )
+    assert "q.jsonl, greedy: 0.0% [0.0, 0.0] of 3 held-out problems; 2 tokens an answer" in capsys.readouterr().out

@@ -35,9 +35,8 @@ def test_records_are_as_a_benchmark_wrote_them(file: Path):
 
 
 def test_docs_agree_with_their_records():
-    done = subprocess.run(
-        [sys.executable, "scripts/docs_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "scripts/docs_tables.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}; write them anew with: python scripts/docs_tables.py"
 
 

@@ -197,9 +197,7 @@ def test_the_page_needs_no_network(tmp_path: Path):
     elements = Elements(page_of(new_run(tmp_path / "run")))
     addresses = [value for name, value in elements.attributes if name in ("src", "href")]
     assert all(value and value.startswith(("#", "data:")) for value in addresses)
-    policy = next(
-        value for name, value in elements.attributes if name == "content" and value and "default-src" in value
-    )
+    policy = next(text for name, text in elements.attributes if name == "content" and text and "default-src" in text)
     assert policy.startswith("default-src 'none'") and "http" not in policy
 
 
@@ -234,9 +232,8 @@ def test_tokens_come_through_the_packing():
         found = np.frombuffer(base64.b64decode(tokens[name]), "<f2")
         np.testing.assert_allclose(found, np.tile(expected[name], 2), rtol=1e-3)
     flags = np.frombuffer(base64.b64decode(tokens["flags"]), np.uint8)
-    np.testing.assert_array_equal(
-        np.where(flags & 15 == 15, -1, (flags & 15).astype(int)), np.tile(expected["clip"], 2)
-    )
+    clips = (flags & 15).astype(int)
+    np.testing.assert_array_equal(np.where(clips == 15, -1, clips), np.tile(expected["clip"], 2))
     np.testing.assert_array_equal(flags & 16 > 0, np.tile(expected["improbable"], 2))
     np.testing.assert_array_equal(flags & 32 > 0, np.tile(expected["repeated"], 2))
     words = np.frombuffer(base64.b64decode(tokens["words"]), "<u2")

@@ -119,14 +119,10 @@ def test_a_run_whose_export_is_not_proven_goes_on(
     assert "its start is planned" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", ["train --resume {run}", "export {run} -o {run}-out", "serve {run}", "eval {run}"]
-)
-def test_a_run_without_a_checkpoint_has_nothing_to_go_on_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str
-):
+@pytest.mark.parametrize("line", ["train --resume {run}", "export {run} -o {run}-out", "serve {run}", "eval {run}"])
+def test_a_run_without_a_checkpoint_has_nothing_to_go_on_from(tmp_path: Path, capsys, line: str):
     run = new_run(tmp_path / "run")
-    assert main(arguments.format(run=run.path).split()) == 2
+    assert main(line.format(run=run.path).split()) == 2
     assert "holds no checkpoint yet, the first of which is of step 8: wait for it" in capsys.readouterr().err
 
 

@@ -59,9 +59,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, run: Path, capsys):
     assert f"qarl train --resume {run}" in refusal([str(run)], capsys)
     (tmp_path / "elsewhere" / "config.json").write_text("[]")
     assert "config.json" in refusal([str(tmp_path / "elsewhere")], capsys)
-    assert "unknown argument '--max-model-len'" in refusal(
-        ["x", "--max-model-len", "5", "--", "--api-key", "k"], capsys
-    )
+    words = ["x", "--max-model-len", "5", "--", "--api-key", "k"]
+    assert "unknown argument '--max-model-len'" in refusal(words, capsys)
 
 
 def test_a_taken_port_is_refused(run: Path, capsys):

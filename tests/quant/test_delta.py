@@ -45,19 +45,19 @@ def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Ge
 def altered(tensor: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
     """A copy in which about that share of the bytes differ."""
     new = tensor.clone()
-    octets = new.view(-1).view(torch.uint8)
-    octets ^= torch.randint(1, 256, octets.shape, generator=generator).to(torch.uint8) * (
-        torch.rand(octets.shape, generator=generator) < share
-    )
+    flipped = torch.randint(1, 256, (new.nbytes,), generator=generator).to(torch.uint8)
+    octets(new)[:] ^= flipped * (torch.rand(flipped.shape, generator=generator) < share)
     return new
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def same(held: VersionCache, tensors: Named) -> bool:
     theirs = {item.name: item.tensor for item in held.tensors()}
-    octets = [
-        (theirs[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8)) for name, t in tensors.items()
-    ]
-    return list(theirs) == list(tensors) and all(torch.equal(a, b) for a, b in octets)
+    same_bytes = (torch.equal(octets(theirs[name]), octets(tensor)) for name, tensor in tensors.items())
+    return list(theirs) == list(tensors) and all(same_bytes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,10 +93,7 @@ def test_a_delta_makes_the_version_it_is_of(tensors: list[tuple[torch.dtype, lis
         after = {f"t{n}": altered(version[f"t{n}"], share, generator) for n, (*_, share) in enumerate(tensors)}
         delta = sender.make_delta(number, stream(after))
         changed = receiver.apply(delta, number, sender.digest)
-        octets = {
-            name: (version[name].view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8)) for name in after
-        }
-        assert list(changed) == [name for name, (a, b) in octets.items() if not torch.equal(a, b)]
+        assert list(changed) == [n for n in after if not torch.equal(octets(version[n]), octets(after[n]))]
         assert same(receiver, after) and same(sender, after)
         assert receiver.digest == sender.digest == digest(stream(after))
         assert receiver.version == number
@@ -142,11 +139,8 @@ def small() -> tuple[Named, Named]:
 def made() -> tuple[VersionCache, bytes, str]:
     """A receiver of version 1, and the delta to version 2 with its digest."""
     before, after = small()
-    return (
-        VersionCache(1, stream(before)),
-        VersionCache(1, stream(before)).make_delta(2, stream(after)),
-        digest(stream(after)),
-    )
+    sender, receiver = (VersionCache(1, stream(before)) for _ in range(2))
+    return receiver, sender.make_delta(2, stream(after)), digest(stream(after))
 
 
 def reheaded(delta: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:

@@ -90,9 +90,8 @@ def test_it_depends_neither_on_threads_nor_on_strides(bytes_: int, dtype: torch.
         digests = set()
         for count in (1, 2, 3, 8):
             patch.setattr(torch, "get_num_threads", lambda count=count: count)
-            digests |= {
-                digest(("a", layout)) for layout in (data, data.T.contiguous().T, data.repeat(1, 2)[:, : len(data[0])])
-            }
+            layouts = data, data.T.contiguous().T, data.repeat(1, 2)[:, : len(data[0])]
+            digests |= {digest(("a", layout)) for layout in layouts}
     assert len(digests) == 1
 
 

@@ -108,9 +108,8 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     one = torch.ones(1)
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     theirs = product(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    torch.testing.assert_close(
-        decoded(x) @ decoded(weight).t(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max())
-    )
+    ours = decoded(x) @ decoded(weight).t()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
     assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
     linear, tokens = make_linear("fp8", "vllm", torch.float32, (512, 128), bias=False), heavy(48, 128, seed=1)
     for count in (1, 2, 3, 5):
@@ -274,8 +273,7 @@ def test_an_unaligned_layer_is_plain_linear_algebra(scheme: str, dtype: torch.dt
 
 def test_a_layer_never_materialized_raises_with_its_name():
     master = nn.Parameter(torch.ones(32, 128))
-    linear = LowBitLinear(
-        "model.layers.9.k_proj", master, None, get_scheme("fp8"), LayerContext(torch.bfloat16, "reference")
-    )
+    context = LayerContext(torch.bfloat16, "reference")
+    linear = LowBitLinear("model.layers.9.k_proj", master, None, get_scheme("fp8"), context)
     with pytest.raises(RuntimeError, match=r"'model\.layers\.9\.k_proj' was never materialized.*refresh"):
         linear(torch.ones(2, 128, dtype=torch.bfloat16))

@@ -299,9 +299,7 @@ def test_targets_are_patterns_over_checkpoint_names():
     down = adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": "*.w2"}))
     assert down == [f"model.layers.{i}.block_sparse_moe.experts.down_proj" for i in range(2)]
     for part in ("*.experts.1.*", "*.w1"):
-        with pytest.raises(
-            LoraError, match=r"take part of '.*experts\.(gate_up|down)_proj' and leave out .*experts\.\*'"
-        ):
+        with pytest.raises(LoraError, match=r"take part of '.*\.(gate_up|down)_proj' and leave out .*experts\.\*'"):
             adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": part}))
     with pytest.raises(LoraError, match=r"'\*\.gate' matches 'model\.layers\.0\..*\.gate', which stays frozen"):
         adapted_weights(experts, "mixtral", LoraConfig.model_validate({"rank": 2, "targets": "*.gate"}))

@@ -91,9 +91,8 @@ def check_against_library(weight: torch.Tensor, scheme: Scheme, dtype: torch.dty
     kept = scale != 0  # the library divides by a scale that vanished in the cast; see the test of those groups
     if not kept.all():
         assert torch.equal(as_bytes(ours["weight_scale"][kept]), as_bytes(theirs["weight_scale"][kept]))
-        unpacked = LowBitWeight(
-            scheme, theirs["weight_packed" if scheme.packs_integers else "weight"], None, low_bit.shape
-        )
+        codes = theirs["weight_packed" if scheme.packs_integers else "weight"]
+        unpacked = LowBitWeight(scheme, codes, None, low_bit.shape)
         chosen = per_element(low_bit, kept)
         assert torch.equal(as_bytes(low_bit.unpacked()[chosen]), as_bytes(unpacked.unpacked()[chosen]))
         return

@@ -92,9 +92,8 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
             if suffix not in ("weight_shape", "input_global_scale"):  # constants, no storage of the forward's
                 assert streamed[f"{name}.{suffix}"].data_ptr() == tensor.data_ptr()
     run = model.graph.module
-    read = {
-        f"{name}.weight": run.get_submodule(name).weight for name in ("model.norm", "model.layers.1.self_attn.k_norm")
-    }
+    norms = "model.norm", "model.layers.1.self_attn.k_norm"
+    read = {f"{name}.weight": run.get_submodule(name).weight for name in norms}
     tokens = torch.arange(VOCABULARY)
     assert torch.equal(run.get_submodule("model.embed_tokens")(tokens), streamed["model.embed_tokens.weight"])
     for name, tensor in read.items():

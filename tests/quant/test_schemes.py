@@ -61,9 +61,7 @@ def test_asking_leaves_the_random_state_alone():
 @no_cuda
 def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_can():
     fault = "leaves activations" if torch.cpu._is_amx_tile_supported() else "requires AMX"
-    with pytest.raises(
-        SchemeError, match=rf"'fp8-block' cannot run in the engine .*{fault}.*that can: 'bf16', 'w4a16'"
-    ):
+    with pytest.raises(SchemeError, match=rf"'fp8-block' cannot run in the engine .*{fault}.*can: 'bf16', 'w4a16'"):
         require_support(get_scheme("fp8-block"), torch.bfloat16)
     require_support(get_scheme("w4a8"), torch.bfloat16)
 

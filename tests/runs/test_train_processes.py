@@ -50,9 +50,8 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
     two, one = tmp_path / "two", tmp_path / "one"
     steady = ("--learner.optimizer.decay_steps", "0")  # a rate that does not depend on the number of steps
     adamw = ("--optimizer", "adamw", *SMALL, *steady, "--checkpoint-every", "1", "--record", "all")
-    process = started(
-        "train", "--processes", "2", "--learner.zero_stage", "3", "--steps", "500", "--output", str(two), *adamw
-    )
+    launched = ("--processes", "2", "--learner.zero_stage", "3", "--steps", "500")
+    process = started("train", *launched, "--output", str(two), *adamw)
     wait_for_checkpoint(two, process)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=200)
@@ -81,9 +80,8 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
 def test_where_a_process_dies_the_others_stop(tmp_path: Path):
     """Contract: within a minute, with a failing exit status, no process left behind and the checkpoint intact."""
     run = tmp_path / "run"
-    process = started(
-        "train", "--processes", "2", "--steps", "500", "--output", str(run), *SMALL, "--checkpoint-every", "1"
-    )
+    launched = ("--processes", "2", "--steps", "500", "--checkpoint-every", "1")
+    process = started("train", *launched, "--output", str(run), *SMALL)
     wait_for_checkpoint(run, process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2

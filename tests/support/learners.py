@@ -40,10 +40,8 @@ def make_learner(
 ) -> Learner:
     model = low_bit(random_model(seed=seed), scheme, dtype, kernel, operators, config.get("aligned", True))
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
-    settings = LearnerConfig.model_validate(
-        {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
-    )
-    return Learner(model, settings, reference, temperature=temperature)
+    settings = {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
+    return Learner(model, LearnerConfig.model_validate(settings), reference, temperature=temperature)
 
 
 def make_groups(seed: int = 0) -> list[Group]:
@@ -61,9 +59,8 @@ def make_groups(seed: int = 0) -> list[Group]:
             logprobs = torch.rand(n, generator=generator).mul(-14).tolist()
             completions.append(Completion(integers(0, VOCABULARY, n), tuple(logprobs), "", 0, "stop"))
         rewards = (1.0,) * SAMPLES if p == PROMPTS - 1 else (1.0, *map(float, integers(0, 2, SAMPLES - 2)), 0.0)
-        groups.append(
-            Group(Prompt(str(p), "", integers(0, VOCABULARY, integers(1, 8, 1)[0])), tuple(completions), rewards)
-        )
+        prompt = Prompt(str(p), "", integers(0, VOCABULARY, integers(1, 8, 1)[0]))
+        groups.append(Group(prompt, tuple(completions), rewards))
     return groups
 
 
