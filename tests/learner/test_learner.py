@@ -100,9 +100,9 @@ def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_bat
     differs."""
 
     def run(budget: int):
-        settings = {"objective": {"name": objective}, "aggregation": {"name": aggregation}}
-        cut = {"micro_batch_tokens": budget, "mini_batches": mini_batches}
-        learner = make_learner(dtype=torch.float32, optimizer={"grad_clip": 1e9}, **settings, **cut)
+        settings: dict[str, Any] = {"objective": {"name": objective}, "aggregation": {"name": aggregation}}
+        settings |= {"micro_batch_tokens": budget, "mini_batches": mini_batches, "optimizer": {"grad_clip": 1e9}}
+        learner = make_learner(dtype=torch.float32, **settings)
         return gradients_of_learning(learner, batch_of())
 
     whole, stats = run(10**6)

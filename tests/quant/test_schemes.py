@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path
     model = cast(qwen3(), torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
-    recipe = QuantizationModifier(targets="Linear", scheme=LLMCOMPRESSOR_PRESETS[scheme], ignore=["lm_head"])
+    recipe: Any = QuantizationModifier(targets="Linear", scheme=LLMCOMPRESSOR_PRESETS[scheme], ignore=["lm_head"])
     llmcompressor.oneshot(model=theirs, recipe=recipe)
     theirs.save_pretrained(tmp_path / "theirs", save_compressed=True)
     export_checkpoint(low_bit(model, scheme), tmp_path / "model", tmp_path / "ours")

@@ -52,10 +52,9 @@ def unquantized(folder: Path, out: Path, dtype: str) -> Path:
     [("bf16", ""), ("w4a16", "rtn gptq awq"), ("w8a8", "rtn gptq smoothquant"), ("fp8", "rtn gptq")],
 )
 def test_which_methods_are_for_a_scheme(scheme: str, methods: str):
-    methods = tuple(methods.split())
-    assert methods_for(SCHEMES[scheme]) == methods
+    assert methods_for(SCHEMES[scheme]) == tuple(methods.split())
     for name in METHODS:
-        if name in methods:
+        if name in methods.split():
             assert check_request(BF16, "run", name, scheme, None) == (0 if name == "rtn" else CALIBRATION)
         else:
             with pytest.raises(ConfigError, match=f"method '{name}' is for .*, not for '{scheme}'; "):
