@@ -101,6 +101,7 @@ NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", 
     [
         ({"learner.alinged": "false"}, r"--learner\.alinged; did you mean --aligned \(learner\.aligned\)"),
         ({"lerner.aligned": "false"}, r"--lerner\.aligned"),
+        ({"rollout.samples": "1"}, r"rollout\.samples \(--samples\) 1 must be a whole number, at least 2"),
         ({"learner.optimizer.rounding": "stochastic"}, r"rounding 'stochastic' is for 16-bit masters"),
         ({**SAPO, "learner.objective.tau": "2"}, r"--learner\.objective\.tau"),
         ({**GRPO, "learner.objective.clip_low": "2"}, r"objective\.clip_low 2 .* above 0, below 1"),
