@@ -1,11 +1,20 @@
-"""How gradients go back through the model: `learner.input_gradients` and `learner.compile`."""
+"""How gradients go back through the model: `learner.gradient_checkpointing`, `input_gradients` and `compile`."""
 
 from typing import Literal
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
 from qarl.quant.layers.straight_through import multiplies_natively
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.compile import compiler_missing
+
+
+def configure_backward(model: LowBitModel, config: LearnerConfig) -> None:
+    """Set the model's backward as a `learner` section says. Raises `ConfigError` for what the model or the machine
+    cannot do."""
+    model.checkpoint_layers(config.gradient_checkpointing is True)
+    exact = not rounds_weights(model, config.input_gradients)
+    model.gradients.configure(fp32_input_grad=exact, compiled=compiles(model, config.compile))
 
 
 def rounds_weights(model: LowBitModel, setting: Literal["auto", "exact", "compute"]) -> bool:

@@ -18,7 +18,7 @@ from qarl.learner.batching import Batch, mini_batches
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.diagnostics.observers import observers
 from qarl.learner.diagnostics.token_log import TokenLog
-from qarl.learner.gradients import compiles, rounds_weights
+from qarl.learner.gradients import configure_backward
 from qarl.learner.learn_stats import LearnStats, Update, batch_stats
 from qarl.learner.load_balance import load_balance_coefficient, load_balance_loss
 from qarl.learner.loss.aggregation import BatchSize
@@ -73,10 +73,8 @@ class Learner:
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.router_log.enable(self._balance > 0)
         self._reference = reference
-        self.scorer = Scorer(model, self.backend, config, self.processes, temperature)
-        model.checkpoint_layers(config.gradient_checkpointing is True)
-        exact = not rounds_weights(model, config.input_gradients)
-        model.gradients.configure(fp32_input_grad=exact, compiled=compiles(model, config.compile))
+        self.scorer = Scorer(model, self.backend.policy, config, self.processes, temperature)
+        configure_backward(model, config)
         self.stopwatch = Stopwatch()
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.backends import Backend
 from qarl.learner.batching import Batch, micro_batches
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
 from qarl.learner.overflow import require_finite_logprobs
@@ -34,13 +33,14 @@ class Part:
 
 
 class Scorer:
-    """Computes log-probs by the policy, or by another model with its configuration. backend: whose policy the
-    model's forwards go through. temperature: that completions are sampled at. packed: whether sequences are."""
+    """Computes log-probs by the policy, or by another model with its configuration. policy: what the model's forwards
+    go through, the model itself or what a backend wraps it in. temperature: that completions are sampled at. packed:
+    whether sequences are."""
 
     def __init__(
-        self, model: LowBitModel, backend: Backend, config: LearnerConfig, processes: Processes, temperature: float
+        self, model: LowBitModel, policy: Any, config: LearnerConfig, processes: Processes, temperature: float
     ):
-        self._model, self._backend, self._config = model, backend, config
+        self._model, self._policy, self._config = model, policy, config
         self._processes, self._temperature = processes, temperature
         self.packed = packs(model, config.packing)
         self._shares_prompts = shares_prompts(self.packed, config.share_prompts, model.device)
@@ -50,7 +50,7 @@ class Scorer:
         """Compute the log-probs of the rows at `index`, if any. model: the policy or the reference."""
         if not len(index):
             return
-        forward = self._backend.policy if model is self._model else model
+        forward = self._policy if model is self._model else model
         for part in self.share(to.batch, index):
             rows = to.batch.rows(part.index).to(model.device)
             values, entropies = self.token_logprobs(forward, rows, part.chunks, entropy=True)
@@ -67,7 +67,7 @@ class Scorer:
 
     def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
-        forward = self._backend.policy if model is self._model else model
+        forward = self._policy if model is self._model else model
         for part in micro_batches(batch, index, self._config.micro_batch_tokens, self.packed):
             rows = batch.rows(part)
             require_finite_logprobs(

@@ -1,15 +1,16 @@
 """Assembling a run: model, learner, engine, publisher, and the audit that lets it start."""
 
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.backends.native import shard_masters
@@ -20,11 +21,9 @@ from qarl.learner.learner import Learner
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives import find_objective
 from qarl.learner.processes import Processes
-from qarl.learner.reserve import reserved
 from qarl.quant.checkpoint.folder import check_folder
 from qarl.quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
-from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.supported import require_support
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
@@ -36,12 +35,10 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import Engine
-from qarl.rollout.open import open_engine
 from qarl.run.bitwise import enable_batch_invariance
+from qarl.run.connect import connected, gate_of
 from qarl.run.prompts import Prompter, open_prompter
-from qarl.sync.audit import AuditRow, audit, require_agreement
-from qarl.sync.export import export_checkpoint
-from qarl.sync.gate import require_equal, require_same_policy
+from qarl.sync.audit import AuditRow
 from qarl.sync.publisher import Publisher
 from qarl.tasks import Split, Task, load_task
 
@@ -55,14 +52,14 @@ def model_folder(name: str) -> Path:
     return ensure_tiny(name) if name in tiny_names() else resolve_model(name)
 
 
-def require_schemes(config: RunConfig) -> None:
+def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> None:
     """Raise `SchemeError` for an unknown scheme, for rules that do not fit the model, for shapes a scheme cannot hold,
     and for a scheme that cannot run on this machine; `LoraError` for adapters that do not fit the model. Only the
-    model's config.json is read."""
+    model's config.json is read. model: one that is loaded already, in place of the configuration's."""
     enable_batch_invariance(config)
     dtype = COMPUTE_DTYPES[config.dtype]
     require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
-    skeleton = model_skeleton(model_folder(config.model))
+    skeleton = model_skeleton(model_folder(config.model)) if model is None else model
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     check_scale_rule(config.quantization.scale, plan)
     if isinstance(config.learner.lora, LoraConfig):
@@ -147,38 +144,45 @@ class Policy:
     processes: Processes
 
 
+def load_model(config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes) -> LowBitModel:
+    """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes share them."""
+    reading = partitioned_loading(learning)
+    masters = load_masters(folder, MASTER_DTYPES[learning.master_dtype], processes.device, reading)
+    schemes = [get_scheme(config.scheme), *(get_scheme(rule.scheme) for rule in config.layers)]
+    shard_masters(masters, learning, processes, schemes)
+    return wrap_masters(masters, config)
+
+
+def wrap_masters(masters: PreTrainedModel, config: RunConfig) -> LowBitModel:
+    """A model whose parameters become the masters, in the run's schemes. Raises as `LowBitModel`."""
+    learner = config.learner
+    compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
+    context = LayerContext(COMPUTE_DTYPES[config.dtype], learner.kernel, learner.aligned, compute)
+    model = LowBitModel(masters, get_scheme(config.scheme), context, learner.operators, config.layers)
+    if config.quantization.scale == "kept":
+        keep_scales(model)
+    return model
+
+
 def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy:
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
     None opens the policy in this process, without DeepSpeed and to learn nothing."""
     enable_batch_invariance(config)
-    scheme = get_scheme(config.scheme)
     if config.learner.threads:
         torch.set_num_threads(config.learner.threads)
     folder = model_folder(config.model)
-    dtype = COMPUTE_DTYPES[config.dtype]
-    compute = MASTER_DTYPES[config.learner.compute_dtype] if config.learner.compute_dtype else None
     prompter = open_prompter(folder, config.rollout, config.task)
     task = load_task(config.task).shortened(prompter.fits)
     together = processes or Processes()
     alone = {"zero_stage": None, "compile": False}
     learning = config.learner if processes else config.learner.model_copy(update=alone)
 
-    def initial_model() -> LowBitModel:
-        reading = partitioned_loading(learning)
-        masters = load_masters(folder, MASTER_DTYPES[config.learner.master_dtype], together.device, reading)
-        shard_masters(masters, learning, together, [scheme, *(get_scheme(rule.scheme) for rule in config.layers)])
-        context = LayerContext(dtype, config.learner.kernel, config.learner.aligned, compute)
-        model = LowBitModel(masters, scheme, context, config.learner.operators, config.layers)
-        if config.quantization.scale == "kept":
-            keep_scales(model)
-        return model
-
-    model = initial_model()
+    model = load_model(config, folder, learning, together)
     if isinstance(config.learner.lora, LoraConfig):
         add_adapters(model, config.learner.lora, config.seed)
     # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
     # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
-    reference = initial_model() if config.learner.kl.name != "none" else None
+    reference = load_model(config, folder, learning, together) if config.learner.kl.name != "none" else None
     if processes and model.operators == "engine":
         require_gradients(model, together)
     learner = Learner(model, learning, reference, together, config.seed, config.steps, config.rollout.temperature)
@@ -243,36 +247,16 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
     if config.from_rollouts is not None:
         yield _replay_session(config, policy)
         return
-    processes = policy.processes
-
-    def export() -> None:
-        shutil.rmtree(folder.engine_start, ignore_errors=True)
-        export_checkpoint(policy.model, policy.folder, folder.engine_start)
-
-    processes.first_does(export)
-    if not config.learner.keep_codes:
-        policy.model.release_codes()
-    with ExitStack() as stack:
-        room = reserved(policy.model, config.learner, processes.world)
-        with phase("starting the engine"), room:
-            several = processes.world > 1
-            opened = open_engine(folder.engine_start, config.rollout, config.dtype, several, use_servers=True)
-            engine = stack.enter_context(opened)
-        bound = 0.0 if config.bitwise else config.sync.canary_bound or policy.model.plan.bound
-        sequences = canary_sequences(policy, config)
-        publisher = Publisher(policy.model, engine, sequences, bound, config.sync.canary_every, processes)
-        same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
-        multiplies = _share_layers(publisher, stack) if same_kernels else "layers of its own"
-        same_bits = config.bitwise and policy.model.device.type == "cuda"
-        rows = audit(policy.model.layers(), engine.layers(), same_kernels, same_bits)
-        require_agreement(rows)
+    sequences = canary_sequences(policy, config)
+    start = folder.engine_start
+    with connected(policy.model, policy.folder, start, config, sequences, policy.processes) as connection:
         yield Session(
             policy=policy,
-            engine=engine,
-            publisher=publisher,
-            audited=rows,
-            multiplies=multiplies,
-            gate=_gate(config, policy) if config.learner.aligned else None,
+            engine=connection.engine,
+            publisher=connection.publisher,
+            audited=connection.audited,
+            multiplies=connection.multiplies,
+            gate=gate_of(config, policy.model),
         )
 
 
@@ -286,26 +270,8 @@ def _replay_session(config: RunConfig, policy: Policy) -> Session:
         ),
         audited=[AuditRow(layer.name, layer, None, "") for layer in policy.model.layers()],
         multiplies="layers of its own: a replay has no engine",
-        gate=_gate(config, policy) if config.learner.aligned else None,
+        gate=gate_of(config, policy.model),
     )
-
-
-def _share_layers(publisher: Publisher, stack: ExitStack) -> str:
-    """Have the learner use the engine's layers, until `stack` is closed; what it multiplies with, in words."""
-    try:
-        publisher.share_layers()
-    except KernelError as reason:
-        return f"layers of its own: {reason}"
-    stack.callback(publisher.unshare)
-    return "the engine's own layers"
-
-
-def _gate(config: RunConfig, policy: Policy) -> Callable[[Mismatch], None]:
-    if config.bitwise:
-        return require_equal
-    plan = policy.model.plan
-    bound, k3_bound = config.sync.gate_bound or plan.bound, config.sync.gate_k3_bound or plan.k3_bound
-    return lambda mismatch: require_same_policy(mismatch, bound, k3_bound)
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
