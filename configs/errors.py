@@ -40,6 +40,12 @@ class ModelError(InputError):
     heading = "model"
 
 
+class PolicyError(InputError):
+    """A policy or its engine asked for something out of turn, or for tokens that it cannot take."""
+
+    heading = "policy"
+
+
 class PrecisionError(QarlError, ValueError):
     """Numbers left the range of their dtype, or were not finite to begin with."""
 

@@ -152,12 +152,12 @@ def load_masters(
         raise ModelError(
             f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; copy it again"
         )
-    _check_finite(folder, model)
+    check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)
 
 
-def _check_finite(folder: Path, model: PreTrainedModel) -> None:
-    """One pass over what was just read: both extremes are finite where all is."""
+def check_finite(folder: Path | str, model: PreTrainedModel) -> None:
+    """Raise `ModelError` for a parameter with NaN or infinity. One pass: both extremes are finite where all is."""
     for name, master in model.named_parameters():
         if master.numel() and not torch.stack(torch.aminmax(master.detach())).isfinite().all():
             raise ModelError(
