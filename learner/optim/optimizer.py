@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
@@ -87,19 +88,14 @@ class MasterOptimizer:
         squares = self._processes.total(torch.tensor(here**2, dtype=torch.float64, device=self._masters[0].device))
         return math.sqrt(whole**2 + float(squares))
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient in place."""
-        for p in self._masters:
-            if p.grad is not None:
-                p.grad.mul_(factor)
-
     def clipped_step(self, diagnose: bool = False) -> Step:
-        """Clip the gradients to `grad_clip` and step, unless they are not finite."""
+        """Clip the gradients to `grad_clip`, to the bit as `torch.nn.utils.clip_grad_norm_` does, and step, unless they
+        are not finite."""
         norm = self.gradient_norm()
         taken = math.isfinite(norm)
         if not taken:
             return Step(norm, taken)
-        self.scale_gradients(min(1.0, self._config.grad_clip / (norm + 1e-6)))
+        clip_grads_with_norm_(self._masters, self._config.grad_clip, torch.tensor(norm))
         return Step(norm, taken, self.step(diagnose))
 
     def step(self, diagnose: bool = False) -> UpdateDiagnostics | None:

@@ -251,7 +251,7 @@ def test_the_default_rounding_is_the_masters():
     assert config(rounding="nearest").rounding_of("bfloat16") == "nearest"
 
 
-def test_gradient_norm_scaling_and_dropping():
+def test_gradient_norm_and_dropping():
     """The norm is global over all masters (3, 4 and 12: 13), skips masters without gradient, and is non-finite where
     any gradient is. Gradients of float16 masters are fp32: a norm of 90000, beyond float16, does not overflow."""
     masters = {k: nn.Parameter(torch.zeros(2, 2)) for k in "abcd"}
@@ -260,8 +260,7 @@ def test_gradient_norm_scaling_and_dropping():
     for key, value in (("a", 3.0), ("b", 4.0), ("c", 12.0)):
         masters[key].grad = torch.tensor([[0.0, value], [0.0, 0.0]])
     assert optimizer.gradient_norm() == pytest.approx(13.0)
-    optimizer.scale_gradients(0.5)
-    assert optimizer.gradient_norm() == pytest.approx(6.5) and masters["d"].grad is None
+    assert masters["d"].grad is None
     for bad in (math.inf, -math.inf, math.nan):
         masters["b"].grad = torch.tensor([[0.0, 1.0], [bad, 0.0]])
         assert not math.isfinite(optimizer.gradient_norm())
