@@ -11,28 +11,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qarl import losses
     from qarl.api.align import align
     from qarl.api.engine import Engine, engine
     from qarl.api.policy import Policy
     from qarl.configs.errors import PolicyError, QarlError
+    from qarl.configs.schema.task import TaskConfig
     from qarl.configs.seeds import step_seed
     from qarl.learner.batching import Batch, make_batch, mini_batches
     from qarl.rollout.types import Completion, Group, Prompt
+    from qarl.tasks import load_task
 
 __all__ = [
-    "Batch", "Completion", "Engine", "Group", "Policy", "PolicyError", "Prompt", "QarlError", "align", "engine",
-    "make_batch", "mini_batches", "step_seed",
+    "Batch", "Completion", "Engine", "Group", "Policy", "PolicyError", "Prompt", "QarlError", "TaskConfig", "align",
+    "engine", "load_task", "losses", "make_batch", "mini_batches", "step_seed",
 ]  # fmt: skip
 
 _HOMES = {
     "api.align": "align", "api.engine": "Engine engine", "api.policy": "Policy",
-    "configs.errors": "PolicyError QarlError", "configs.seeds": "step_seed",
+    "configs.errors": "PolicyError QarlError", "configs.schema.task": "TaskConfig", "configs.seeds": "step_seed",
     "learner.batching": "Batch make_batch mini_batches", "rollout.types": "Completion Group Prompt",
+    "tasks": "load_task",
 }  # fmt: skip
 """Modules → the public names that are made there."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "losses":
+        return import_module("qarl.losses")
     for module, names in _HOMES.items():
         if name in names.split():
             return getattr(import_module(f"qarl.{module}"), name)

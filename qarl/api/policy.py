@@ -256,8 +256,8 @@ class Policy(nn.Module):
         after = fn(before)
         if (after.device, after.dtype) != (before.device, before.dtype):
             raise PolicyError(
-                f"a policy's masters stay on {before.device} in {before.dtype}, not {after.device} in {after.dtype}; give "
-                "qarl.align another master_dtype, or CUDA_VISIBLE_DEVICES"
+                f"a policy's masters stay on {before.device} in {before.dtype}, not {after.device} in {after.dtype}; "
+                "give qarl.align another master_dtype, or set CUDA_VISIBLE_DEVICES"
             )
         return self
 
