@@ -23,10 +23,10 @@ from qarl.bench.models import PAD, write_model
 from qarl.bench.process import WorkerError
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
-from qarl.plan.machine import Machine
-from qarl.plan.memory import Memory
-from qarl.plan.plan import make_plan
-from qarl.plan.shapes import shapes_of
+from qarl.planning.machine import Machine
+from qarl.planning.memory import Memory
+from qarl.planning.plan import make_plan
+from qarl.planning.shapes import shapes_of
 from qarl.quant.kernels.supported import require_support
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.report.tables import PlainTable

@@ -98,6 +98,11 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
     return overridden(tree, overrides)
 
 
+def chosen_config(name: str | None, overrides: dict[str, str]) -> RunConfig:
+    """The configuration of that file or shipped name, or the default's, with its overrides."""
+    return load_config(default_config(overrides.get("model")) if name is None else config_file(name), overrides)
+
+
 def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
     """The configuration of a tree under dotted overrides; see `load_config`."""
     known = field_paths()

@@ -79,7 +79,9 @@ class Batch:
         return Batch(**{k: v[:, : cut[k]] if k in cut else v for k, v in picked.items()})
 
 
-def make_batch(groups: Sequence[Group], pad_token: int = 0, advantage: str = "grpo", version: int | None = None) -> Batch:
+def make_batch(
+    groups: Sequence[Group], pad_token: int = 0, advantage: str = "grpo", version: int | None = None
+) -> Batch:
     """Every completion of every group as one row, in order. advantage: estimator, see `learner.objectives.advantages`;
     all tokens of a response have its advantage. version: of the weights that learn; None: those that sampled."""
     of_sequences = _advantages([g.rewards for g in groups], advantage)

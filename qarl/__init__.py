@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qarl.api.align import align
     from qarl.api.engine import Engine, engine
     from qarl.api.policy import Policy
+    from qarl.api.runs import config, evaluate, plan, train
     from qarl.configs.errors import PolicyError, QarlError
     from qarl.configs.schema.task import TaskConfig
     from qarl.configs.seeds import step_seed
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch", "Completion", "Engine", "Group", "Policy", "PolicyError", "Prompt", "QarlError", "TaskConfig", "align",
-    "engine", "load_task", "losses", "make_batch", "mini_batches", "step_seed",
+    "config", "engine", "evaluate", "load_task", "losses", "make_batch", "mini_batches", "plan", "step_seed", "train",
 ]  # fmt: skip
 
 _HOMES = {
     "api.align": "align", "api.engine": "Engine engine", "api.policy": "Policy",
+    "api.runs": "config evaluate plan train",
     "configs.errors": "PolicyError QarlError", "configs.schema.task": "TaskConfig", "configs.seeds": "step_seed",
     "learner.batching": "Batch make_batch mini_batches", "rollout.types": "Completion Group Prompt",
     "tasks": "load_task",

@@ -19,11 +19,11 @@ def run(tree: dict) -> Curve:
 
     from qarl.configs.load import config_from_tree
     from qarl.learner.processes import Processes
+    from qarl.loop import train
     from qarl.report.dashboard import Dashboard
     from qarl.report.early_warning import EarlyWarning
     from qarl.report.metrics import StepMetrics
     from qarl.report.run_folder import RunFolder
-    from qarl.train import train
 
     config = config_from_tree(tree)
     clock = Clock(config.rollout.prompts * config.rollout.samples)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from qarl.advice.finding import Finding
-from qarl.plan.machine import DriverGpu, available_memory, driver_gpus, torch_is_for_cpus, visible_gpus
+from qarl.planning.machine import DriverGpu, available_memory, driver_gpus, torch_is_for_cpus, visible_gpus
 from qarl.quant.runtime.answers import cache_folder, installed
 
 GIB = 2**30

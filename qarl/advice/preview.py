@@ -10,11 +10,11 @@ from qarl.advice.finding import Finding
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
-from qarl.plan.machine import this_machine
-from qarl.plan.memory import ITEMSIZE
-from qarl.plan.plan import make_plan
-from qarl.plan.shapes import sizes_of
-from qarl.plan.words import one_line
+from qarl.planning.machine import this_machine
+from qarl.planning.memory import ITEMSIZE
+from qarl.planning.plan import make_plan
+from qarl.planning.shapes import sizes_of
+from qarl.planning.words import one_line
 from qarl.quant.checkpoint.folder import read_config, tensor_shapes
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from qarl.api.runs import evaluated
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import DTYPES, json_file, say, whole, write_json
 from qarl.configs.errors import ConfigError
-from qarl.configs.load import overridden
 from qarl.evaluation.suites import SUITES
 from qarl.report.run_folder import RunFolder
-from qarl.report.startup import phase, phases_shown_on
+from qarl.report.startup import phases_shown_on
 from qarl.run.check import check_new_folder
 from qarl.run.evaluation_plan import Plan, Suite, plan_evaluation, plan_same
 from qarl.tasks.paths import PERFECTIBLE
@@ -102,7 +102,6 @@ def _eval(known: argparse.Namespace, console: Console) -> int:
         if getattr(known, option) is not None:
             raise ConfigError(f"--{option} {getattr(known, option):g} goes with --perfectible; leave it out")
     overrides = known.overrides
-    _check_overrides(overrides)
     suite = _suite(known)
     quiet_libraries()
     from qarl.evaluation.results import read_evaluation, require_same_settings, write_evaluation
@@ -116,25 +115,12 @@ def _eval(known: argparse.Namespace, console: Console) -> int:
             require_same_settings(known.target, plan.settings(known.seed), other)
         elif known.against is not None:
             other = plan_same(plan, known.against, known.dtype)
-        evaluation = _evaluated(plan, known.seed)
+        evaluation = evaluated(plan, known.seed)
         write_json(known.json, write_evaluation(evaluation))
-        reference = _evaluated(other, known.seed) if isinstance(other, Plan) else other
+        reference = evaluated(other, known.seed) if isinstance(other, Plan) else other
     for line in (*_lines(evaluation), *(_compared(evaluation, reference) if reference is not None else ())):
         say(console, line)
     return 0
-
-
-def _check_overrides(overrides: dict[str, str]) -> None:
-    """Raise `ConfigError` for others than those of `task.*` and `eval.*`, and for values out of range."""
-    for field in overrides:
-        if not field.startswith(("task.", "eval.")) or field == "eval.every":
-            raise ConfigError(
-                f"unknown option --{field} of qarl eval; it takes --task.FIELD, --eval.FIELD and what --help lists"
-            )
-    if overrides.get("eval.problems") == "0":
-        raise ConfigError("--problems 0 must be at least 1")
-    # Ranges alone; whether they go together is said when the run's own are known.
-    overridden({}, {"eval.temperature": "1"} | overrides)
 
 
 def _suite(known: argparse.Namespace) -> Suite | None:
@@ -167,7 +153,6 @@ def _perfectible(known: argparse.Namespace, console: Console) -> int:
     if not 0 <= low <= high <= 1:
         raise ConfigError(f"--low {low:g} and --high {high:g} must rise, from 0 to 1")
     overrides = _SIFTING | known.overrides
-    _check_overrides(overrides)
     quiet_libraries()
     with phases_shown_on(Console(stderr=True)):
         plan = plan_evaluation(known.target, overrides, known.max_new_tokens, known.max_prompt_tokens)
@@ -188,13 +173,6 @@ def _perfectible(known: argparse.Namespace, console: Console) -> int:
     command = f"qarl train --model {shlex.quote(model)} --task {shlex.quote(str(file))}{check} --eval.problems 0"
     say(console, f"train on them: {command}")
     return 0
-
-
-def _evaluated(plan: Plan, seed: int) -> "Evaluation":
-    tasks = plan.tasks()
-    with phase("importing torch and transformers"):
-        from qarl.run.evaluate import evaluate
-    return evaluate(plan, tasks, seed)
 
 
 def _lines(evaluation: "Evaluation") -> Iterator[str]:

@@ -4,13 +4,14 @@ import argparse
 import os
 import shlex
 import sys
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
 
+from qarl.api.runs import planned, resumed, run
 from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
@@ -19,9 +20,9 @@ from qarl.cli.eval import add_eval
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.mismatch import add_mismatch
-from qarl.cli.options import chosen_config, dotted_overrides, refuse_rest, say
+from qarl.cli.options import dotted_overrides, refuse_rest, say
 from qarl.cli.parser import Parser, normalized_argv
-from qarl.cli.plan import add_plan, planned
+from qarl.cli.plan import add_plan
 from qarl.cli.report import add_report
 from qarl.cli.runs import add_runs
 from qarl.cli.sample import add_sample
@@ -31,7 +32,7 @@ from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
 from qarl.configs.errors import ConfigError, QarlError
-from qarl.configs.load import default_config, load_config
+from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
@@ -124,30 +125,31 @@ def _add_train(commands: Any) -> None:
 def _train(known: argparse.Namespace, console: Console) -> int:
     from qarl.report.run_folder import RunFolder
 
-    config, resumed = _configuration(known, known.overrides)
+    config, folder = _configuration(known, known.overrides)
+    resumes = folder is not None
     if known.dry_run:
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
-        check_files(config, new=resumed is None, dry=True)
+        check_files(config, new=not resumes, dry=True)
         return 0
     launching = (known.processes or 1) > 1 and "RANK" not in os.environ
     console.quiet = launching or os.environ.get("RANK", "0") != "0"  # one of several processes speaks
-    if resumed is not None and is_finished(resumed, config):
+    if folder is not None and is_finished(folder, config):
         say(
             console,
-            f"run {resumed.path} is finished: {config.steps} of {config.steps} steps are done"
-            f"{f', and {resumed.export} holds its export' if config.export else ''}; nothing was left to do. To go on: "
-            f"qarl train --resume {resumed.path} --steps N",
+            f"run {folder.path} is finished: {config.steps} of {config.steps} steps are done"
+            f"{f', and {folder.export} holds its export' if config.export else ''}; nothing was left to do. To go on: "
+            f"qarl train --resume {folder.path} --steps N",
         )
         return 0
     say(console, f"qarl {installed('qarl')}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps")
-    if known.config is None and resumed is None and config.from_rollouts is None:
+    if known.config is None and not resumes and config.from_rollouts is None:
         _say_what_is_the_papers(config, console)
     quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
-    options = known.overrides if resumed is None else {"resume": known.resume}
-    config = planned(config, known.processes, options, known.config, console)
+    options = known.overrides if not resumes else {"resume": known.resume}
+    config = planned(config, known.processes, options, known.config, partial(say, console))
     with phases_shown_on(console), phase("checking input"):
-        check_files(config, new=resumed is None)
-        if config.quantization.init is not None and resumed is None:
+        check_files(config, new=not resumes)
+        if config.quantization.init is not None and not resumes:
             require_llmcompressor()
     with phases_shown_on(console), phase("importing torch, transformers and compressed-tensors"):
         from qarl.cli.launch import check_count, launch
@@ -164,16 +166,13 @@ def _train(known: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"--processes {known.processes}, but the launcher started {processes.world}; leave it out")
     with phases_shown_on(console):
         processes.first_does(lambda: check_input(config, processes.world))
-    folder = resumed or processes.first_does(lambda: RunFolder.create(config))
+    folder = folder or processes.first_does(lambda: RunFolder.create(config))
     try:
-        status = _run(config, folder, resumed is not None, console, processes)
+        status = _run(config, folder, resumes, console, processes)
     except RuntimeError as error:
         if is_lost_process(error):
             raise LostProcessError(str(error)) from error
         raise
-    finally:
-        if resumed is None and processes.first and not folder.has_begun():
-            folder.discard()  # a start that fails leaves nothing behind
     leave_processes()
     return status
 
@@ -189,7 +188,6 @@ def _say_what_is_the_papers(config: RunConfig, console: Console) -> None:
 
 def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tuple[RunConfig, Any]:
     """The configuration asked for, and the run that is to be continued in it, or None."""
-    from qarl.report.run_folder import RunFolder, resumed_config
 
     if known.resume is None and "from_rollouts" in overrides:
         if known.config is not None:
@@ -206,30 +204,16 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
                 f"--resume continues a run with its own configuration, in its own folder; --{option} {value} does not "
                 "apply: leave it out"
             )
-    folder = RunFolder.open(Path(known.resume))
-    folder.require_checkpoint()
-    started = folder.config()
-    config = resumed_config(started, load_config(folder.path / "config.yaml", overrides))
-    done = max(folder.steps(), default=0)
-    if config.steps < done:
-        raise ConfigError(
-            f"steps {config.steps}, but run {known.resume!r} has done {done} already; give at least {done}, or start a "
-            "new run"
-        )
-    return config, folder
+    return resumed(known.resume, overrides)
 
 
 def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:
     from qarl.cli.outcome import say_outcome
-    from qarl.report.dashboard import Dashboard
     from qarl.run.checkpoint import intact_checkpoint
-    from qarl.train import train
 
     say(console, f"run folder: {folder.path}")
     try:
-        lock = folder.locked() if processes.first else nullcontext()
-        with phases_shown_on(console), lock, Dashboard(config, console) as dashboard:
-            outcome = train(config, folder, dashboard, processes, resume)
+        outcome = run(config, folder, resume, console, processes)
     except QarlError:
         intact = intact_checkpoint(folder.checkpoints) if processes.first else None
         if intact is not None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.options import chosen_config, json_file, say, write_json
+from qarl.cli.options import json_file, say, write_json
+from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files

@@ -13,10 +13,9 @@ from rich.console import Console
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import config_file, default_config, field_paths, load_config, nearest_option
+from qarl.configs.load import field_paths, nearest_option
 from qarl.configs.schema.base import Dtype
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_NAMES
 from qarl.configs.words import did_you_mean
 
@@ -64,11 +63,6 @@ def refuse_rest(rest: list[str]) -> None:
     """Raises `ConfigError` where argparse left anything over."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0].partition('=')[0]!r}; this command's --help lists what it takes")
-
-
-def chosen_config(name: str | None, overrides: dict[str, str]) -> RunConfig:
-    """The configuration of that file or shipped name, or the default's, with its overrides."""
-    return load_config(default_config(overrides.get("model")) if name is None else config_file(name), overrides)
 
 
 def say(console: Console, text: str) -> None:

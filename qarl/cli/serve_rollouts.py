@@ -13,8 +13,9 @@ from rich.console import Console
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_flags
-from qarl.cli.options import chosen_config, say, whole
+from qarl.cli.options import say, whole
 from qarl.cli.serve import ServeError, require_free
+from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
 from qarl.rollout.open import serve_rollouts

@@ -14,7 +14,7 @@ _PLANNED = {
     ("learner", "gradient_checkpointing"): "auto",
     ("learner", "compile"): "auto",
 }
-"""Fields that `qarl.plan` decides where they have this value; `qarl train` records what it decided."""
+"""Fields that `qarl.planning` decides where they have this value; `qarl train` records what it decided."""
 
 
 def existing_run(config: RunConfig) -> RunFolder | None:

@@ -76,6 +76,7 @@ def plan_evaluation(
     overrides: dotted ones of `task.*` and `eval.*`; one that names another task starts from that one's defaults. Raises
     `ConfigError` or `ModelError` for a target that is none, and for options that do not apply to it.
     """
+    _check_overrides(overrides)
     own_limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
     own_limits = {name: value for name, value in own_limits.items() if value is not None}
     for name, value in own_limits.items():
@@ -103,6 +104,19 @@ def plan_evaluation(
         suite=suite,
         asking=chosen.eval,
     )
+
+
+def _check_overrides(overrides: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for others than those of `task.*` and `eval.*`, and for values out of range."""
+    for field in overrides:
+        if not field.startswith(("task.", "eval.")) or field == "eval.every":
+            raise ConfigError(
+                f"unknown option --{field} of qarl eval; it takes --task.FIELD, --eval.FIELD and what --help lists"
+            )
+    if overrides.get("eval.problems") == "0":
+        raise ConfigError("--problems 0 must be at least 1")
+    # Ranges alone; whether they go together is said when the run's own are known.
+    overridden({}, {"eval.temperature": "1", **overrides})
 
 
 def plan_same(plan: Plan, target: str, dtype: str | None = None) -> Plan:

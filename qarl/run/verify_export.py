@@ -17,10 +17,10 @@ from qarl.sync.export import ExportError, export_checkpoint
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps done; export: folder of the deployable checkpoint (None if none was asked for or the run was
-    interrupted); accuracies: held-out, of the policy before training and of the export reloaded in a fresh
-    engine."""
+    """run: its folder. steps: done. export: folder of the deployable checkpoint, None if none was asked for or the run
+    was interrupted. accuracies: held-out, of the policy before training and of the export in a fresh engine."""
 
+    run: Path
     steps: int
     export: Path | None = None
     first_accuracy: float | None = None
@@ -64,7 +64,7 @@ def finish(
     next.
     """
     if sampled is None or not policy.processes.first:
-        return Outcome(at.step, first_accuracy=at.first_accuracy)
+        return Outcome(folder.path, at.step, first_accuracy=at.first_accuracy)
     accuracy = None
     with open_engine(folder.export, config.rollout, config.dtype) as engine:
         exact = config.bitwise or policy.model.device.type == "cpu"
@@ -83,7 +83,9 @@ def finish(
             add_to_note(folder.export, heldout_accuracy=accuracy, heldout_interval=interval, heldout_problems=problems)
     write_card(folder.export)
     add_to_note(folder.export, verified=True)  # the last of all: a resumed run that finds it has nothing left to do
-    return Outcome(at.step, folder.export, at.first_accuracy, accuracy)
+    return Outcome(
+        folder.path, at.step, export=folder.export, first_accuracy=at.first_accuracy, export_accuracy=accuracy
+    )
 
 
 def difference_beyond(bound: float | None, actual: list[list[float]], expected: list[list[float]]) -> str | None:

@@ -20,7 +20,7 @@ def decoys(tmp_path: Path) -> Path:
 
 def test_every_module_is_imported_beside_packages_of_the_rooms_names(decoys: Path):
     """Of the light ones, and of those that every command needs; scripts/check_wheel.sh trains in such a folder."""
-    code = "import qarl.cli.main, qarl.train, qarl.rollout.vllm.options, qarl.rollout.servers.open, qarl.sync.export"
+    code = "import qarl.cli.main, qarl.loop, qarl.rollout.vllm.options, qarl.rollout.servers.open, qarl.sync.export"
     subprocess.run([sys.executable, "-c", code], cwd=decoys, check=True)
 
 

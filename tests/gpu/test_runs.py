@@ -15,10 +15,10 @@ from qarl.bench.mismatch import measure
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RolloutConfig
-from qarl.plan.machine import this_machine
-from qarl.plan.memory import LIBRARIES
-from qarl.plan.plan import make_plan
-from qarl.plan.shapes import shapes_of
+from qarl.planning.machine import this_machine
+from qarl.planning.memory import LIBRARIES
+from qarl.planning.plan import make_plan
+from qarl.planning.shapes import shapes_of
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel

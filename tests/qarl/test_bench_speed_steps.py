@@ -19,7 +19,7 @@ from qarl.bench.speed.table import tables
 from qarl.bench.speed.worker import run
 from qarl.configs.errors import ConfigError
 from qarl.embedded.recipe import RECIPES, recipe_config
-from qarl.plan.shapes import NAMED, Shapes, shapes_of
+from qarl.planning.shapes import NAMED, Shapes, shapes_of
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.graph.errors import GraphError
 from qarl.quant.schemes import SchemeError

@@ -12,7 +12,7 @@ import pytest
 from qarl.advice import machine as advice
 from qarl.advice.finding import Finding
 from qarl.cli.main import main
-from qarl.plan import machine as machines
+from qarl.planning import machine as machines
 
 ROOT = Path(__file__).parents[2]
 OLD = "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 1000, 8.0, 550.54.15"

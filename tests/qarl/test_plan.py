@@ -15,12 +15,12 @@ from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.embedded.recipe import RECIPES, recipe_config
-from qarl.plan import machine as machines
-from qarl.plan.machine import Machine, parse_machine, this_machine
-from qarl.plan.memory import GIB, count_memory
-from qarl.plan.plan import make_plan
-from qarl.plan.remedies import fitting, helping
-from qarl.plan.shapes import EMBEDDED, NAMED, shapes_of, sizes_of
+from qarl.planning import machine as machines
+from qarl.planning.machine import Machine, parse_machine, this_machine
+from qarl.planning.memory import GIB, count_memory
+from qarl.planning.plan import make_plan
+from qarl.planning.remedies import fitting, helping
+from qarl.planning.shapes import EMBEDDED, NAMED, shapes_of, sizes_of
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.model.add_lora import adapted_weights

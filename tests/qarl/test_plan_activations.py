@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl.configs.load import config_file, load_config
-from qarl.plan.memory import count_memory
-from qarl.plan.shapes import shapes_of
+from qarl.planning.memory import count_memory
+from qarl.planning.shapes import shapes_of
 from qarl.quant.graph.packing import Sequences
 from tests.support.models import low_bit
 

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
 from qarl.configs.schema.task import TaskConfig
-from qarl.plan.shapes import sizes_of
+from qarl.planning.shapes import sizes_of
 from qarl.quant.checkpoint.load import load_config
 from qarl.tasks import Problem, Table, Task, TaskError, load_task
 

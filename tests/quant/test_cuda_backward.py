@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qarl.plan.memory import _LARGEST_PRODUCT
+from qarl.planning.memory import _LARGEST_PRODUCT
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.gradients import Gradients

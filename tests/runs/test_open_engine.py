@@ -15,6 +15,7 @@ from rich.console import Console
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RolloutConfig, RunConfig
 from qarl.learner.processes import Processes
+from qarl.loop import train
 from qarl.quant.types import LowBitTensor
 from qarl.report.dashboard import Dashboard
 from qarl.report.metrics import read_metrics
@@ -23,7 +24,6 @@ from qarl.rollout.engine import LoadReport
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.sync.gate import GateError
-from qarl.train import train
 from tests.support import Policies
 from tests.support.runs import lines
 from tests.support.transformers_engine import TransformersEngine, use_transformers_engine

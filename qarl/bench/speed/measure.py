@@ -20,7 +20,7 @@ from qarl.bench.process import run_worker
 from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, step_rows
 from qarl.bench.speed.job import Answer, Job, Options
 from qarl.configs.errors import ConfigError
-from qarl.plan.shapes import Shapes, shapes_of
+from qarl.planning.shapes import Shapes, shapes_of
 from qarl.quant.checkpoint.load import model_skeleton
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers
 from qarl.quant.kernels.supported import kept_support, require_support

@@ -15,7 +15,7 @@ from functools import cached_property
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.plan.shapes import Shapes, schemes_of, targeted
+from qarl.planning.shapes import Shapes, schemes_of, targeted
 
 GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.schema.run import RunConfig
-from qarl.plan.machine import Machine
-from qarl.plan.memory import GIB, ITEMSIZE, Memory, count_memory
-from qarl.plan.shapes import Shapes
+from qarl.planning.machine import Machine
+from qarl.planning.memory import GIB, ITEMSIZE, Memory, count_memory
+from qarl.planning.shapes import Shapes
 
 SPARE = 0.1
 """Of a device's memory, which defaults and proposed commands leave free."""

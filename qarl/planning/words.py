@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from qarl.plan.memory import GIB, counted
-from qarl.plan.plan import SPARE, Plan
-from qarl.plan.remedies import fitting, helping, option
+from qarl.planning.memory import GIB, counted
+from qarl.planning.plan import SPARE, Plan
+from qarl.planning.remedies import fitting, helping, option
 
 _WIDTH = 80
 _SHOWN = 0.05 * GIB

@@ -5,8 +5,8 @@ from itertools import product
 
 from qarl.configs.flags import FLAGS
 from qarl.configs.schema.run import RunConfig
-from qarl.plan.machine import Machine, parse_machine
-from qarl.plan.plan import SPARE, Plan, changed_config, make_plan
+from qarl.planning.machine import Machine, parse_machine
+from qarl.planning.plan import SPARE, Plan, changed_config, make_plan
 
 _SHORT_ANSWERS = 4096
 _LISTED = ("1xL40S", "1xH100", "1xH200", "2xH100", "2xH200", "4xH100", "4xH200", "8xH100", "8xH200", "8xB200")
