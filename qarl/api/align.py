@@ -29,15 +29,10 @@ _WRAPPERS = {
 
 
 def align(
-    model: str | Path | PreTrainedModel,
-    scheme: str = "w4a16",
-    *,
-    dtype: str | torch.dtype = "bfloat16",
-    master_dtype: str | torch.dtype = "float32",
-    layers: Sequence[str] = (),
-    tokenizer: str | Path | None = None,
+    model: str | Path | PreTrainedModel, scheme: str = "w4a16", *, dtype: str | torch.dtype = "bfloat16",
+    master_dtype: str | torch.dtype = "float32", layers: Sequence[str] = (), tokenizer: str | Path | None = None,
     **learner: Any,
-) -> Policy:
+) -> Policy:  # fmt: skip
     """Make a policy whose forward multiplies the low-bit tensors that its engine samples from.
 
     model: an embedded policy's name, a folder in transformers' format, a hub id, or a transformers causal LM, whose

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from qarl.api.policy import Policy
+from qarl.api.policy import Policy, at_once
 from qarl.configs.errors import PolicyError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.processes import Processes
 from qarl.rollout.types import Completion, Prompt, Sampling
-from qarl.run.connect import connected, gate_of
 from qarl.run.prompts import Prompter
+from qarl.run.session import connected, gate_of
 from qarl.sync.publisher import Publish
 from qarl.tasks import Problem
 
@@ -40,15 +40,13 @@ class Engine:
         self._lock, self._running = threading.RLock(), 0
         with ExitStack() as stack:
             place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qarl-engine-")))
-            canary = _canary(len(self.prompter.tokenizer), settings)
-            start = place / "engine-start"
+            start, canary = place / "engine-start", _canary(len(self.prompter.tokenizer), settings)
             opened = connected(policy.low_bit, policy.folder, start, settings, canary, Processes())
-            connection = stack.enter_context(opened)
-            self._engine, self._publisher = connection.engine, connection.publisher
+            self._connection = connection = stack.enter_context(opened)
             self.audited, self.multiplies = connection.audited, connection.multiplies
             self._shares = policy.low_bit.context.engine is not None
-            self.published, self._version = self._publisher.publish(0), policy.version
-            policy.engine, policy.gate = self, gate_of(settings, policy.low_bit)
+            self.published, self._version = connection.publisher.publish(0), policy.version
+            policy.alone, policy.gate = self._while_idle, gate_of(settings, policy.low_bit)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Engine":
@@ -59,7 +57,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine, or let go of the servers; the policy makes layers of its own where it needs any."""
-        self.policy.engine = self.policy.gate = None
+        self.policy.alone, self.policy.gate = at_once, None
         self._stack.close()
 
     def prompt(self, prompt: AnyPrompt, name: str = "") -> Prompt:
@@ -100,12 +98,12 @@ class Engine:
                 )
             self._running += 1
         try:
-            return self._engine.generate(inputs, replace(sampling, temperature=0.0) if greedy else sampling)
+            return self._connection.engine.generate(inputs, replace(sampling, temperature=0.0) if greedy else sampling)
         finally:
             with self._lock:
                 self._running -= 1
 
-    def while_idle(self, what: str, work: Callable[[], T]) -> T:
+    def _while_idle(self, what: str, work: Callable[[], T]) -> T:
         """Do it while nothing is sampled; raises `PolicyError` where something is. Servers sample on through a publish
         with max_staleness 2 or more, and through any refresh."""
         with self._lock:
@@ -124,22 +122,17 @@ class Engine:
             raise PolicyError(
                 f"the engine was opened for the policy {ours}, not for this one, {other}; open one: qarl.engine(policy)"
             )
-        self.published = self.while_idle("publish", lambda: self._publisher.publish(self.published.version + 1))
+        self.published = self._while_idle(
+            "publish", lambda: self._connection.publisher.publish(self.published.version + 1)
+        )
         self._version = policy.version
         return self.published
 
 
 def engine(
-    policy: Policy,
-    *,
-    urls: Sequence[str] = (),
-    max_prompt_tokens: int = 1024,
-    max_new_tokens: int = 1024,
-    temperature: float = 1.0,
-    folder: str | Path | None = None,
-    tokenizer: Any = None,
-    **options: Any,
-) -> Engine:
+    policy: Policy, *, urls: Sequence[str] = (), max_prompt_tokens: int = 1024, max_new_tokens: int = 1024,
+    temperature: float = 1.0, folder: str | Path | None = None, tokenizer: Any = None, **options: Any,
+) -> Engine:  # fmt: skip
     """Open an engine on a policy's present weight version, published as version 0: vLLM in this process, whose layers
     the policy then multiplies with, or the vLLM servers at `urls`.
 

@@ -31,10 +31,6 @@ from qarl.sync.publisher import Publish
 class PolicyEngine(Protocol):
     """What a policy asks of its engine (`qarl.api.engine.Engine`)."""
 
-    def while_idle(self, what: str, work: Callable[[], Any]) -> Any:
-        """Do it while nothing is sampled."""
-        ...
-
     def admit(self, policy: "Policy") -> Publish:
         """Take the policy's present version."""
         ...
@@ -46,7 +42,8 @@ class Policy(nn.Module):
 
     low_bit: the model itself. settings: what `align` was asked for, as a configuration. folder: whose tokenizer exports
     take. device: of masters and forwards. dtype: of activations and logits; masters have their own. version: weight
-    versions made so far, 0 of the first. engine, gate: `qarl.engine`'s, where there is one.
+    versions made so far, 0 of the first. alone, gate: of its engine, what does a thing while nothing is sampled, and
+    what the first batch has to pass.
     """
 
     def __init__(self, model: LowBitModel, settings: RunConfig, folder: Path):
@@ -57,7 +54,7 @@ class Policy(nn.Module):
             self.add_module(name, child)
         self.settings, self.folder, self.config = settings, folder, model.config
         self.device, self.dtype, self.version = model.device, model.dtype, 0
-        self.engine: PolicyEngine | None = None
+        self.alone: Callable[[str, Callable[[], Any]], Any] = at_once
         self.gate: Callable[[Mismatch], None] | None = None
         configure_backward(model, settings.learner)
         model.gradients.configure(in_place=True)
@@ -66,15 +63,10 @@ class Policy(nn.Module):
             warnings.warn(f"log-probs are near the engine's, not equal: {model.why_not_engine}", stacklevel=3)
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        *,
-        logits_to_keep: int = 0,
-        use_cache: bool = False,
-    ) -> CausalLMOutput:
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, *,
+        logits_to_keep: int = 0, use_cache: bool = False,
+    ) -> CausalLMOutput:  # fmt: skip
         """Next-token logits, with gradient to the masters.
 
         input_ids: int64 [B, T], a sequence a row, padded on either side where attention_mask [B, T] is 0; or several a
@@ -98,15 +90,9 @@ class Policy(nn.Module):
         return CausalLMOutput(logits=whole)  # type: ignore[arg-type]
 
     def logprobs(
-        self,
-        input_ids: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, *, temperature: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Log-probs of input_ids[:, 1:], each given what is before it, with gradient to the masters, and entropies of
         the distributions they are from, without: fp32 [B, T-1], nats, zero elsewhere. To the bits of the engine's
         sampler, where no warning of `align` said otherwise.
@@ -161,7 +147,7 @@ class Policy(nn.Module):
                 "refresh: gradients wait at the policy's masters, and none has moved since the last refresh; step an "
                 "optimizer of policy.parameters(), made after qarl.align (policy.check tells which it steps)"
             )
-        self.engine.while_idle("refresh", self._refresh) if self.engine else self._refresh()
+        self.alone("refresh", self._refresh)
 
     def _refresh(self) -> None:
         self.low_bit.refresh()
@@ -282,6 +268,11 @@ class Policy(nn.Module):
             raise PolicyError(
                 f"masters moved since version {self.version} was made of them; policy.refresh() after every step"
             )
+
+
+def at_once(_what: str, work: Callable[[], Any]) -> Any:
+    """Without an engine to wait for."""
+    return work()
 
 
 def _positive(temperature: float) -> float:

@@ -30,12 +30,9 @@ class TokenRows:
 
 
 def token_rows(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    vocabulary: int,
-) -> TokenRows:
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, vocabulary: int,
+) -> TokenRows:  # fmt: skip
     """See `Policy.forward`. Raises `PolicyError` for tensors that contradict each other."""
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if cu_seqlens is not None and position_ids is None:

@@ -1,7 +1,8 @@
 """Assembling a run: model, learner, engine, publisher, and the audit that lets it start."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from qarl.learner.learner import Learner
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives import find_objective
 from qarl.learner.processes import Processes
+from qarl.learner.reserve import reserved
 from qarl.quant.checkpoint.folder import check_folder
 from qarl.quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
+from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.supported import require_support
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
@@ -35,10 +38,12 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import Engine
+from qarl.rollout.open import open_engine
 from qarl.run.bitwise import enable_batch_invariance
-from qarl.run.connect import connected, gate_of
 from qarl.run.prompts import Prompter, open_prompter
-from qarl.sync.audit import AuditRow
+from qarl.sync.audit import AuditRow, audit, require_agreement
+from qarl.sync.export import export_checkpoint
+from qarl.sync.gate import require_equal, require_same_policy
 from qarl.sync.publisher import Publisher
 from qarl.tasks import Split, Task, load_task
 
@@ -223,17 +228,23 @@ class Position:
     ahead: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass
-class Session:
-    """A policy with its running engine. audited: the layer table both sides agreed on. multiplies: what the learner
-    multiplies with, in words. gate: refuses a first batch
-    whose mismatch is beyond the bounds; None for an unaligned learner, whose mismatch is intended."""
+@dataclass(kw_only=True)
+class Connection:
+    """A running engine. audited: the layer table both sides agreed on. multiplies: what the learner multiplies with, in
+    words."""
 
-    policy: Policy
     engine: Engine
     publisher: Publisher
     audited: list[AuditRow]
     multiplies: str
+
+
+@dataclass(kw_only=True)
+class Session(Connection):
+    """A policy with its running engine. gate: refuses a first batch whose mismatch is beyond the bounds; None for an
+    unaligned learner, whose mismatch is intended."""
+
+    policy: Policy
     gate: Callable[[Mismatch], None] | None
 
 
@@ -250,14 +261,7 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
     sequences = canary_sequences(policy, config)
     start = folder.engine_start
     with connected(policy.model, policy.folder, start, config, sequences, policy.processes) as connection:
-        yield Session(
-            policy=policy,
-            engine=connection.engine,
-            publisher=connection.publisher,
-            audited=connection.audited,
-            multiplies=connection.multiplies,
-            gate=gate_of(config, policy.model),
-        )
+        yield Session(policy=policy, gate=gate_of(config, policy.model), **vars(connection))
 
 
 def _replay_session(config: RunConfig, policy: Policy) -> Session:
@@ -272,6 +276,60 @@ def _replay_session(config: RunConfig, policy: Policy) -> Session:
         multiplies="layers of its own: a replay has no engine",
         gate=gate_of(config, policy.model),
     )
+
+
+@contextmanager
+def connected(
+    model: LowBitModel, source: Path, start: Path, config: RunConfig, sequences: Sequence[Sequence[int]],
+    processes: Processes,
+) -> Iterator[Connection]:  # fmt: skip
+    """Start the engine on the model's present tensors and audit it; it is closed at the end of the `with`.
+
+    source: folder with the tokenizer. start: folder that the engine loads, written anew. sequences: of the canary.
+    Raises `AuditError` where learner and engine disagree about a layer.
+    """
+
+    def export() -> None:
+        shutil.rmtree(start, ignore_errors=True)
+        export_checkpoint(model, source, start)
+
+    processes.first_does(export)
+    if not config.learner.keep_codes:
+        model.release_codes()
+    with ExitStack() as stack:
+        room = reserved(model, config.learner, processes.world)
+        with phase("starting the engine"), room:
+            opened = open_engine(start, config.rollout, config.dtype, processes.world > 1, use_servers=True)
+            engine = stack.enter_context(opened)
+        bound = 0.0 if config.bitwise else config.sync.canary_bound or model.plan.bound
+        publisher = Publisher(model, engine, sequences, bound, config.sync.canary_every, processes)
+        same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
+        multiplies = _share_layers(publisher, stack) if same_kernels else "layers of its own"
+        same_bits = config.bitwise and model.device.type == "cuda"
+        rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
+        require_agreement(rows)
+        yield Connection(engine=engine, publisher=publisher, audited=rows, multiplies=multiplies)
+
+
+def _share_layers(publisher: Publisher, stack: ExitStack) -> str:
+    """Have the learner use the engine's layers, until `stack` is closed; what it multiplies with, in words."""
+    try:
+        publisher.share_layers()
+    except KernelError as reason:
+        return f"layers of its own: {reason}"
+    stack.callback(publisher.unshare)
+    return "the engine's own layers"
+
+
+def gate_of(config: RunConfig, model: LowBitModel) -> Callable[[Mismatch], None] | None:
+    """What refuses a first batch whose mismatch is beyond the bounds; None for an unaligned learner, whose mismatch is
+    intended."""
+    if not config.learner.aligned:
+        return None
+    if config.bitwise:
+        return require_equal
+    bound, k3_bound = config.sync.gate_bound or model.plan.bound, config.sync.gate_k3_bound or model.plan.k3_bound
+    return lambda mismatch: require_same_policy(mismatch, bound, k3_bound)
 
 
 def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:

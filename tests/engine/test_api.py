@@ -1,23 +1,163 @@
-"""The Python API with vLLM: a loop of one's own beside `qarl train`, the documentation's examples, and what is refused
-while an engine runs."""
+"""The Python API: names, a policy's shapes and gradients, losses, a loop of one's own beside `qarl train`, the
+documentation's examples, and what is refused."""
 
+import dataclasses
+import inspect
+import json
 import re
 import runpy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import qarl
-from qarl.configs.errors import ConfigError
-from qarl.rollout.engine import EngineError
+from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.loss.aggregation import BatchSize
+from qarl.learner.loss.loss import LossInput, policy_loss
+from qarl.learner.objectives import OBJECTIVES
 from tests.support.imports import import_libraries
+from tests.support.learners import batch_of, random_model
+from tests.support.models import VOCABULARY, loss_of, some_tokens
 from tests.support.rewards import reward
 from tests.support.runs import lines, succeeded
 
 ROOT = Path(__file__).parents[2]
+SIGNATURES = Path(__file__).with_suffix(".json")
+
+
+def signatures() -> dict[str, str]:
+    """Public names, and the public methods of the classes among them that are the API's own."""
+    members = {name: getattr(qarl, name) for name in qarl.__all__}
+    assert all(map(inspect.getdoc, members.values()))
+    members |= {"losses": qarl.losses.Loss.__call__}
+    for owner in (qarl.Policy, qarl.Engine):
+        members |= {f"{owner.__name__}.{name}": member for name, member in vars(owner).items() if name[0] != "_"}
+    own: dict[str, Any] = {n: m for n, m in members.items() if inspect.isfunction(m) or dataclasses.is_dataclass(m)}
+    return {name: str(inspect.signature(member)) for name, member in own.items()}
+
+
+def test_names_and_signatures_are_those_recorded():
+    """A change here breaks people's code. Meant: python -m tests.engine.test_api, and a line in CHANGELOG.md."""
+    assert signatures() == json.loads(SIGNATURES.read_text())
+    page = (ROOT / "docs/reference/api.md").read_text()
+    assert not [name for name in qarl.__all__ if not re.search(rf"`{name}\b", page)]
+
+
+def test_the_import_is_light():
+    code = "import sys, time, qarl; print(time.process_time(), *{'torch', 'vllm', 'pydantic'} & {*sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert float(run.stdout) <= 0.2  # seconds of CPU; any name after it is no number
+
+
+@pytest.fixture(params=["engine", "transformers"])
+def aligned(request: pytest.FixtureRequest, random_policy: Callable[[bool], Path]) -> qarl.Policy:
+    options: dict[str, Any] = {"kernel": "reference", "operators": request.param, "tokenizer": random_policy(True)}
+    return qarl.align(random_model(), "w8a8", **options)
+
+
+def test_sequences_are_the_same_however_they_come(aligned: qarl.Policy):
+    """Contract: logits, log-probs and gradients of rows of one length are those of the same tokens padded on the left
+    or the right and packed, to the last bit but for the gradients, whose sums are in another order."""
+    tokens, real = some_tokens(2, 5), torch.ones(2, 8)
+    left, right, real[0, :3] = torch.zeros(2, 8, dtype=torch.int64), tokens.flatten()[None], 0
+    left[0, 3:], left[1, :5], real[1, 5:] = tokens[0], tokens[1], 0
+    ways: list[dict[str, Any]] = [
+        {"input_ids": tokens}, {"input_ids": left, "attention_mask": real},
+        {"input_ids": right, "cu_seqlens": torch.tensor([0, 5, 10])},
+        {"input_ids": right, "position_ids": torch.arange(5).repeat(2)[None]},
+    ]  # fmt: skip
+    seen = []
+    for way in ways:
+        logits, kept = aligned(**way).logits, way.get("attention_mask", torch.ones_like(way["input_ids"])).bool()
+        assert logits.dtype == aligned.dtype and not logits[~kept].any()
+        values, entropies = aligned.logprobs(**way, temperature=0.7)
+        loss_of(logits[kept].view(2, 5, -1), tokens).backward()
+        gradients = torch.cat([m.grad.flatten() for m in aligned.parameters() if m.grad is not None])
+        seen.append((logits[kept].detach(), values[values != 0].detach(), entropies[entropies != 0], gradients))
+        for master in aligned.parameters():
+            master.grad = None
+    expected = (seen[0][0].float() / 0.7).log_softmax(-1).view(2, 5, -1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    torch.testing.assert_close(seen[0][1], expected.flatten(), rtol=0, atol=1e-5)
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0][:3], other[:3], strict=True))
+        torch.testing.assert_close(seen[0][3], other[3], rtol=1e-3, atol=1e-4)
+    whole = aligned(left, attention_mask=real).logits
+    assert torch.equal(aligned(left, attention_mask=real, logits_to_keep=3).logits, whole[:, -3:])
+
+
+def test_a_batch_is_scored_as_its_rows_are(aligned: qarl.Policy):
+    """In the batch's order, however it is cut and whoever shares a prompt; with the engine's operators, bit for bit."""
+    batch = batch_of()
+    values, _ = aligned.logprobs(batch.tokens, batch.response_mask, batch.real())
+    small = aligned.settings.learner.model_copy(update={"micro_batch_tokens": 32})
+    aligned.settings = aligned.settings.model_copy(update={"learner": small})
+    apart = 0.0 if aligned.low_bit.operators == "engine" else 0.2
+    torch.testing.assert_close(aligned.batch_logprobs(batch), values, rtol=0, atol=apart)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_losses_are_the_learners(name: str):
+    batch, config = batch_of(), LearnerConfig.model_validate({"objective": {"name": name}, "mini_batches": 1})
+    new, sampler = (batch.sampler_logprobs * 1.01).requires_grad_(), batch.sampler_logprobs
+    tensors = sampler, sampler, batch.advantages, batch.response_mask
+    terms = LossInput(new, sampler, sampler, None, response_mask=tensors[3], advantages=tensors[2])
+    expected = policy_loss(terms, config, BatchSize(len(new), int(batch.response_mask.sum())))
+    share = getattr(qarl.losses, name)(new, *tensors)
+    assert torch.equal(share.loss, expected.loss) and share.metrics == expected.metrics
+    with pytest.raises(ConfigError, match=r"'sideways' is unknown|takes no options"):
+        getattr(qarl.losses, name)(new, *tensors, sideways=1)
+
+
+def test_models_that_cannot_be_aligned():
+    peft, quantized, frozen = (random_model() for _ in range(3))
+    peft.peft_config = {}  # pyright: ignore[reportAttributeAccessIssue]
+    quantized.config.quantization_config = {"quant_method": "awq"}
+    frozen.lm_head.weight.requires_grad_(False)
+    for model, message in (
+        (peft, "merge_and_unload"), (nn.DataParallel(frozen), r"\(\.module\)"), (quantized, "quantized already.*awq"),
+        (frozen, "is frozen"), (nn.Linear(2, 2), "is a Linear"), (random_model(), "built in memory"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=message):
+            qarl.align(model)  # pyright: ignore[reportArgumentType]
+
+
+def test_calls_out_of_turn(aligned: qarl.Policy, tmp_path: Path):
+    ids, strangers, others = some_tokens(2, 4), nn.LSTM(2, 2).parameters(), [*aligned.parameters()]
+    for fault, refused in (
+        ("from 0 to 95", lambda: aligned(ids + VOCABULARY)),
+        ("begin anew", lambda: aligned(ids, position_ids=torch.arange(8).view(2, 4))),
+        ("give each as", lambda: aligned(ids, cu_seqlens=torch.tensor([0, 8]))),
+        ("mask .* must be bool", lambda: aligned.logprobs(ids, torch.ones(2, 4))),
+        ("temperature 0", lambda: aligned.logprobs(ids, temperature=0)),
+        ("masters stay on", lambda: aligned.half()),
+        ("first being 'a'", lambda: aligned.load_state_dict({"a": ids, **aligned.state_dict()})),
+        ("leaves out 1 .* steps 4", lambda: aligned.check(torch.optim.SGD([*strangers, *others[1:]]))),
+    ):  # fmt: skip
+        with pytest.raises(qarl.PolicyError, match=fault):
+            refused()
+    aligned.logprobs(ids)[0].sum().backward()
+    with pytest.raises(qarl.PolicyError, match="none has moved"):  # an optimizer made before `align`
+        aligned.refresh()
+    torch.optim.AdamW(aligned.parameters(), fused=True).step()  # whose writes torch does not count
+    with pytest.raises(qarl.PolicyError, match="masters moved since version 0"):
+        aligned.export(tmp_path / "export")
+    aligned.refresh()
+    aligned.export(tmp_path / "export")
+    state = {name: master.clone() for name, master in aligned.state_dict().items()}
+    before = [item.tensor.clone() for item in aligned.low_bit_tensors()]
+    torch.optim.SGD(aligned.parameters(), lr=0.5).step()
+    with pytest.raises(qarl.PolicyError, match="masters moved since version 1"):
+        aligned(ids)
+    aligned.load_state_dict(state)
+    assert all(torch.equal(a, b.tensor) for a, b in zip(before, aligned.low_bit_tensors(), strict=True))
 
 
 @pytest.mark.slow
@@ -25,9 +165,9 @@ def test_a_loop_of_ones_own_is_the_trainers(random_policy: Callable[[bool], Path
     """Contract: three steps of examples/own_loop.py publish the very tensors that `qarl train` publishes with the same
     settings, reward and prompts. Blind to a decaying learning rate, which the loop has not."""
     import_libraries()
-    own = runpy.run_path(str(ROOT / "examples/own_loop.py"))
-    own["train"].__globals__["reward"] = lambda problem, answer: reward(problem, answer.text)
-    published = [digest for _, digest in own["train"](3, model=str(random_policy(True)), prompts=8)]
+    train = runpy.run_path(str(ROOT / "examples/own_loop.py"))["train"]
+    train.__globals__["reward"] = lambda problem, answer: reward(problem, answer.text)
+    published = [digest for _, digest in train(3, model=str(random_policy(True)), prompts=8)]
     options = [
         "--prompts",
         "8",
@@ -49,33 +189,28 @@ def test_a_loop_of_ones_own_is_the_trainers(random_policy: Callable[[bool], Path
 def test_the_documentations_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import_libraries()
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/api.md").read_text(), re.DOTALL):
         exec(block, names)
 
 
 @pytest.mark.slow
-def test_what_is_refused_while_an_engine_runs(random_policy: Callable[[bool], Path]):
+def test_what_is_refused_while_an_engine_runs(random_policy: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch):
     import_libraries()
     policy, other = (qarl.align(random_policy(tied), "w4a16") for tied in (True, False))
-    with pytest.raises(ConfigError, match=r"rollout\.max_num_sequences"):
-        qarl.engine(policy, max_num_sequences=3)
     with qarl.engine(policy, max_prompt_tokens=8, max_new_tokens=8, max_num_seqs=8) as engine:
         assert engine.multiplies == "the engine's own layers" and engine.published.canary is not None
         prompt = engine.prompt([5, 6, 7])
         (answer,), (greedy,) = engine.generate([prompt, prompt], seed=1)
         assert answer != greedy and engine.generate([[5, 6, 7]], seed=1) == [[answer]]
-        with pytest.raises(EngineError, match="one engine a process"):
-            qarl.engine(other)
         batch = qarl.make_batch([qarl.Group(prompt, (answer, greedy), (0.0, 1.0))])
         skewed = qarl.Completion(answer.token_ids, tuple(p - 1 for p in answer.logprobs), "", 0, "stop")
         with pytest.raises(qarl.QarlError, match="step-0 gate"):
             policy.batch_logprobs(qarl.make_batch([qarl.Group(prompt, (skewed, skewed), (0.0, 1.0))]))
         policy.batch_logprobs(batch).sum().backward()
         torch.optim.SGD(policy.parameters(), lr=0.1).step()
-        entered, leave, generate = threading.Event(), threading.Event(), engine._engine.generate
-
-        engine._engine.generate = lambda *call: (entered.set(), leave.wait(60), generate(*call))[2]  # type: ignore
+        inner, entered, leave = engine._connection.engine, threading.Event(), threading.Event()
+        monkeypatch.setattr(inner, "generate", lambda *_: (entered.set(), leave.wait(60), [])[2])
         thread = threading.Thread(target=engine.generate, args=([prompt],))
         thread.start()
         entered.wait(60)
@@ -83,6 +218,7 @@ def test_what_is_refused_while_an_engine_runs(random_policy: Callable[[bool], Pa
             policy.refresh()
         leave.set()
         thread.join()
+        monkeypatch.undo()
         policy.refresh()
         foreign = type(engine.prompter.tokenizer).from_pretrained(policy.folder, eos_token="0")
         for fault, refused in (
@@ -95,4 +231,8 @@ def test_what_is_refused_while_an_engine_runs(random_policy: Callable[[bool], Pa
                 refused()
         assert policy.publish(engine).version == 1
         assert engine.generate([prompt], greedy=True)[0][0].weight_version == 1
-    assert policy.engine is None and other(torch.tensor([[5, 6]])).logits.shape[:2] == (1, 2)
+    assert other(torch.tensor([[5, 6]])).logits.shape[:2] == (1, 2)
+
+
+if __name__ == "__main__":
+    SIGNATURES.write_text(json.dumps(signatures(), indent=1) + "\n")
