@@ -58,6 +58,8 @@ class Policy(nn.Module):
         self.gate: Callable[[Mismatch], None] | None = None
         configure_backward(model, settings.learner)
         model.gradients.configure(in_place=True)
+        for master in self.parameters():
+            master.grad_dtype = torch.float32
         self._counted, self._hashed = self._counts(), self._hashes()
         if model.why_not_engine:
             warnings.warn(f"log-probs are near the engine's, not equal: {model.why_not_engine}", stacklevel=3)
