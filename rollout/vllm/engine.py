@@ -57,12 +57,13 @@ class VllmEngine:
             ) from error
 
         VllmEngine._open = True
-        if not options.rollout.enforce_eager:
-            try:
+        try:
+            self._call("collective_rpc", "qarl_prepare")
+            if not options.rollout.enforce_eager:
                 refuse_graphs_over_freed_memory({layer.kernel for layer in self.layers()})
-            except EngineError:
-                self.close()
-                raise
+        except EngineError:
+            self.close()
+            raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`. Log-probs are of the distribution sampled from
