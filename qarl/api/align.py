@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from qarl.api.policy import Policy
-from qarl.configs.errors import ModelError
+from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_from_tree
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
@@ -26,6 +26,11 @@ _WRAPPERS = {
     "qarl": "it is aligned already; load the model anew to align it otherwise",
 }
 """Where a wrapper's class comes from → what to do instead."""
+_OPTIONS = (
+    "operators", "kernel", "gradient_checkpointing", "keep_codes", "compile", "input_gradients", "packing",
+    "share_prompts", "micro_batch_tokens", "logprob_chunk_tokens",
+)  # fmt: skip
+"""Of `learner.*`, what is a policy's."""
 
 
 def align(
@@ -39,13 +44,14 @@ def align(
     parameters become the masters in place. scheme: one of `qarl schemes`. dtype: of activations in policy and engine;
     master_dtype: of what is trained; "bfloat16", "float16", "float32" or torch's. layers: some in other schemes,
     "PATTERN=SCHEME" (docs/guide/layers.md). tokenizer: its folder or hub id, of a model built in memory. learner:
-    fields of `learner.*` (docs/reference/options.md), such as operators, kernel, gradient_checkpointing,
-    micro_batch_tokens.
+    the fields of `learner.*` that are a policy's (docs/reference/options.md), such as gradient_checkpointing.
 
     Raises `ModelError` for a model that is missing, quantized, wrapped (PEFT, FSDP, DDP, DeepSpeed, compiled) or frozen
     in part; `SchemeError` for a scheme it cannot take; `ConfigError` for options that cannot be; `KernelError` and
     `GraphError` where this machine cannot run it, or no gradient would reach a master.
     """
+    for name in learner.keys() - {*_OPTIONS}:
+        raise ConfigError(f"align has no option {name!r}; of learner.* a policy takes {', '.join(_OPTIONS)}")
     source = _source_of(model, tokenizer) if isinstance(model, torch.nn.Module) else str(model)
     settings = config_from_tree(
         {

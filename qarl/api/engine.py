@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from qarl.api.policy import Policy, at_once
-from qarl.configs.errors import PolicyError
+from qarl.configs.errors import ConfigError, PolicyError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.processes import Processes
 from qarl.rollout.types import Completion, Prompt, Sampling
-from qarl.run.prompts import Prompter
+from qarl.run.prompts import open_prompter
 from qarl.run.session import connected, gate_of
 from qarl.sync.publisher import Publish
 from qarl.tasks import Problem
@@ -36,7 +36,7 @@ class Engine:
 
     def __init__(self, policy: Policy, settings: RunConfig, folder: Path | None):
         self.policy, self.settings = policy, settings
-        self.prompter = Prompter(policy.folder, settings.rollout.max_prompt_tokens)
+        self.prompter = open_prompter(policy.folder, settings.rollout, settings.task)
         self._lock, self._running = threading.RLock(), 0
         with ExitStack() as stack:
             place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qarl-engine-")))
@@ -144,6 +144,8 @@ def engine(
     not start or is open already, `AuditError` where both would not multiply alike (servers of another scheme or model,
     too), `PublishError` where the canary's log-probs differ.
     """
+    for name in options.keys() & {"prompts", "samples", "dynamic_sampling"}:
+        raise ConfigError(f"engine has no option {name!r}: each call of generate says what it samples")
     policy.check(tokenizer=tokenizer)
     limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = {**limits, **({"servers": list(urls)} if urls else {}), **options}

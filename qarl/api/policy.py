@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -232,6 +233,7 @@ class Policy(nn.Module):
             master.copy_(state_dict[name])
             master.grad = None
         self.refresh()
+        return _IncompatibleKeys([], [])
 
     def train(self, mode: bool = True) -> "Policy":
         """Note the mode; nothing is computed otherwise by it, for the engine has no dropout."""

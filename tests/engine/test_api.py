@@ -117,6 +117,8 @@ def test_losses_are_the_learners(name: str):
 
 
 def test_models_that_cannot_be_aligned():
+    with pytest.raises(ConfigError, match="align has no option 'mini_batches'"):  # it would do nothing
+        qarl.align(random_model(), mini_batches=2)
     peft, quantized, frozen = (random_model() for _ in range(3))
     peft.peft_config = {}  # pyright: ignore[reportAttributeAccessIssue]
     quantized.config.quantization_config = {"quant_method": "awq"}
