@@ -9,11 +9,11 @@ import qarl
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 
-def reward(problem, answer):  # noqa: D103
+def reward(problem, answer):
     return float(answer.text.strip() == problem.answer)
 
 
-def train(steps, model="tiny-qwen3", prompts=128):  # noqa: D103
+def train(steps, model="tiny-qwen3", prompts=128):
     policy, task = qarl.align(model, "w4a16"), qarl.load_task(qarl.TaskConfig(name="chain_sum", options=SUMS))
     matrices, others = policy.muon_groups()
     muon = torch.optim.Muon(matrices, lr=8e-4, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
@@ -43,4 +43,4 @@ def train(steps, model="tiny-qwen3", prompts=128):  # noqa: D103
 
 
 if __name__ == "__main__":
-    print(*train(int(sys.argv[1])), sep="\n")  # noqa: T201
+    print(*train(int(sys.argv[1])), sep="\n")
