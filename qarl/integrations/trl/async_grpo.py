@@ -1,0 +1,136 @@
+"""TRL's asynchronous trainer on an exact low-bit policy (docs/guide/trl.md): it learns while QaRL's servers sample.
+
+TRL's loop of prompts, tools and rewards runs in a thread, and each of its requests goes to QaRL's engine. Where TRL
+would send weights the policy is published, and what is under way on the servers goes on by them.
+
+Axes: N tokens of a row of several sequences, in which those that they begin with are there once.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from inspect import signature
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer  # pyright: ignore[reportMissingImports]
+from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop  # pyright: ignore[reportMissingImports]
+from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
+
+from qarl.api.policy import Policy
+from qarl.configs.errors import ConfigError
+from qarl.configs.seeds import step_seed
+from qarl.integrations.trl.grpo import adapt, opened_for
+from qarl.learner.load_balance import load_balance_loss
+from qarl.learner.logprobs import token_logprobs
+from qarl.quant.graph.packing import Packed, Sequences
+
+
+class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
+    """TRL's `AsyncGRPOTrainer` of a policy that `qarl.align` made.
+
+    model: the policy, whose engine is servers that take weights while they sample: `qarl.engine(policy, urls=[URL, …],
+    max_staleness=2)`. Other arguments are TRL's. Raises `ConfigError`, by name, for options that do not go with an
+    exact policy, and for another engine.
+    """
+
+    def __init__(self, model: Policy, reward_funcs: Any = None, args: Any = None, **trl: Any):
+        args = args or AsyncGRPOConfig("low-bit-AsyncGRPO")
+        adapt(model, args, trl)
+        self.engine: Any = model.engine
+        if self.engine is None or self.engine.settings.rollout.max_staleness < 2:  # which is for servers alone
+            raise ConfigError(
+                "the asynchronous trainer learns while servers sample; open them before, that take weights meanwhile: "
+                "qarl.engine(policy, urls=[URL, ...], max_staleness=2)"
+            )
+        rollout = opened_for(args, self.engine)
+        if args.token_budget is None:  # TRL would ask its server
+            args.token_budget = rollout.max_prompt_tokens + rollout.max_new_tokens
+        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+        given = {name: trl[name] for name in ("tools", "environment_factory") if name in trl}
+        trl |= dict.fromkeys(("rollout_worker", "weight_transfer"), _Rollouts(self, args, functions, given))
+        if not torch.cuda.is_available():
+            # TRL 1.16 asks CUDA for its device's name, for a share of its peak, all the same: it cannot be made on CPUs
+            # before `trl.trainer.utils.get_peak_flops_per_device` looks first.
+            async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
+        super().__init__(str(model.folder), reward_funcs, args, **trl)
+        self.policy, self.model, self.model_wrapped = model, model.low_bit.module, model.low_bit.module
+        model.low_bit.router_log.enable(self.aux_loss_enabled)
+        self.model.forward = MethodType(_packed_forward(model, args.temperature), self.model)
+
+
+class _Rollouts:
+    """TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol` (`trl.experimental.async_grpo.async_grpo_trainer`) by
+    one engine, whose servers pause by themselves."""
+
+    def __init__(self, trainer: LowBitAsyncGRPOTrainer, args: Any, functions: list, given: dict[str, Any]):
+        self._trainer, self._given, self._turns = trainer, {"reward_funcs": functions, **given}, 0
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
+        self.metrics_queue: queue.Queue[Any] = queue.Queue(4096)
+        self._version, self._failed, self._reason = SimpleNamespace(value=0), threading.Event(), queue.Queue(1)
+        self._thread = threading.Thread(target=lambda: self._loop.run(), name="rollouts", daemon=True)
+
+    def start(self) -> None:
+        trainer, args = self._trainer, self._trainer.args
+        options = {name: getattr(args, name) for name in signature(_AsyncRolloutLoop).parameters if hasattr(args, name)}
+        self._loop = _AsyncRolloutLoop(
+            model_name="", dataset=trainer.train_dataset, processing_class=trainer.processing_class,
+            eos_token_ids=trainer.eos_token_ids, rollout_buffer=self.rollout_buffer, metrics_queue=self.metrics_queue,
+            model_version_value=self._version, heartbeat_value=SimpleNamespace(value=0.0), failed_event=self._failed,
+            exception_info_queue=self._reason, max_tokens=args.max_completion_length, **options, **self._given,
+        )  # fmt: skip
+        self._loop._generate_one_turn = self._sampled
+        self._thread.start()
+
+    async def _sampled(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        seed, self._turns = step_seed(self._trainer.args.seed, self._turns), self._turns + 1
+        asked = self._loop._tool_pool, lambda: self._trainer.engine.generate([prompt_ids], seed=seed)
+        ((completion,),) = await asyncio.get_running_loop().run_in_executor(*asked)
+        return list(completion.token_ids), list(completion.logprobs)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop._loop.call_soon_threadsafe(self._loop._stop_event.set)
+            self._thread.join()
+
+    def update_model_version(self, model_version: int) -> None:
+        self._version.value = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        if self._failed.is_set():
+            raise RuntimeError("the rollouts broke off: {}: {}\n{}".format(*self._reason.get()))
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._trainer.policy.publish(self._trainer.engine)
+
+    def init_weight_transfer(self) -> None:
+        pass
+
+    pause = resume = destroy = init_weight_transfer
+
+
+def _packed_forward(policy: Policy, temperature: float) -> Callable[..., FusedCausalLMOutput]:
+    """A model's forward over a row as `trl.experimental.async_grpo.packing.TreeRow` packs it, by the policy."""
+
+    def forward(
+        module: Any, input_ids: torch.Tensor, shift_labels: torch.Tensor, tree_kv_index: torch.Tensor,
+        tree_cu_seqlens_q: torch.Tensor, tree_cu_seqlens_k: torch.Tensor, output_router_logits: bool = False, **_: Any,
+    ) -> FusedCausalLMOutput:  # fmt: skip
+        """input_ids, shift_labels: int64 [1, N]. Returns log-probs and entropies, fp32 [1, N], 0 at labels of -100."""
+        wanted = shift_labels[:, :-1] != -100
+        if not torch.equal(shift_labels[:, :-1][wanted], input_ids[:, 1:][wanted]):
+            raise ConfigError("a token's label is not the next one of its row: this version of TRL packs otherwise")
+        kept = torch.ones_like(input_ids, dtype=torch.bool)
+        lengths, seen = (tuple(bounds.diff().tolist()) for bounds in (tree_cu_seqlens_q, tree_cu_seqlens_k))
+        places = torch.arange(kept.shape[1], device=kept.device)[None]
+        packed = Packed(kept, places, Sequences(lengths, seen, tree_kv_index))
+        chunk = policy.settings.learner.logprob_chunk_tokens
+        computed = token_logprobs(policy.low_bit, input_ids, wanted, None, packed, chunk, temperature=temperature)
+        log_probs, entropy = (nn.functional.pad(part, (0, 1)) for part in computed)
+        aux_loss = load_balance_loss(policy.low_bit, kept, packed) if output_router_logits else None
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
+
+    return forward

@@ -1,0 +1,213 @@
+"""TRL's `GRPOTrainer` on an exact low-bit policy (docs/guide/trl.md).
+
+TRL keeps the transformers model, whose parameters are the masters: its optimizer steps them, its checkpoints hold them.
+Three things are exchanged. The model's forward, of which TRL wants log-probs of given tokens, is the policy's, packed;
+QaRL's engine samples, after a publish; and every optimizer step is followed by a new weight version. So the log-probs
+of what is sampled are the learner's, and TRL's own metric measures it (`sampling/sampling_logp_difference/max`).
+
+Axes: B sequences, T tokens: of prompts, padded on the left, and completions, padded on the right.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
+
+from qarl.api.engine import Engine, engine
+from qarl.api.policy import Policy
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.objectives import TruncatedConfig
+from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.seeds import step_seed
+from qarl.learner.batching import Batch
+from qarl.learner.load_balance import load_balance_loss
+from qarl.learner.logprobs import shares_prompts, token_logprobs
+from qarl.learner.loss.corrections import correction
+from qarl.learner.mismatch import measure_mismatch
+from qarl.run.connect import gate_of
+
+_log = logging.getLogger(__name__)
+_LONGEST = 2048
+"""Tokens of prompt and completion where vllm_max_model_length does not say: an engine for more takes memory."""
+_REFUSED = {
+    "QaRL's engine generates; open it beforehand, with its options, by qarl.engine(policy, ...)":
+        "generation_kwargs cache_implementation use_transformers_continuous_batching vllm_mode vllm_model_impl "
+        "vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_structured_outputs_regex",
+    "masters would be moved, cut or rounded; the policy is what qarl.align made":
+        "fp16 bf16_full_eval fp16_full_eval deepspeed fsdp model_init_kwargs peft_config quantization_config",
+    "it changes a forward that does not run, for the policy's is the engine's":
+        "use_liger_kernel cast_lm_head_to_fp32 torch_compile neftune_noise_alpha",
+    "the learner's log-probs are of all tokens": "top_p top_k min_p repetition_penalty",
+    "the policy's entropies carry no gradient": "entropy_coef use_adaptive_entropy",
+    "TRL's reference is an unquantized model, not what the policy was at first; `qarl train` has learner.kl": "beta",
+}  # fmt: skip
+"""Why → options that have to stay as they are by default."""
+
+
+class LowBitGRPOTrainer(GRPOTrainer):
+    """TRL's `GRPOTrainer` of a policy that `qarl.align` made.
+
+    model: the policy. Its engine samples, where `qarl.engine` opened one; else one is opened in this process, for what
+    `args` says. args: TRL's; gradient checkpointing is done by the policy and bf16 autocast left out, each said in a
+    line. geometric_cap: weigh sequences by QaRL's geometric correction, within [1 / cap, cap], in the place of TRL's.
+    Other arguments are TRL's. Raises `ConfigError`, by name, for options that do not go with an exact policy, and
+    `GateError` for a batch of two policies.
+    """
+
+    def __init__(
+        self, model: Policy, reward_funcs: Any = None, args: Any = None, *,
+        geometric_cap: float | None = None, **trl: Any,
+    ):  # fmt: skip
+        args = args or GRPOConfig("low-bit-GRPO")
+        adapt(model, args, trl)
+        if geometric_cap and not args.vllm_importance_sampling_correction:
+            raise ConfigError(f"geometric_cap {geometric_cap} needs vllm_importance_sampling_correction True")
+        args.use_vllm = False  # True would start an engine of TRL's
+        super().__init__(model.low_bit.module, reward_funcs, args, **trl)  # type: ignore[arg-type]
+        self.policy = model
+        self._geometric = TruncatedConfig(name="geometric", cap=geometric_cap) if geometric_cap else None
+        model.low_bit.router_log.enable(self.aux_loss_enabled)
+        self.model.forward = MethodType(_fused_forward(model, args.temperature), self.model)
+        self.use_vllm, self._last_loaded_step = True, -1
+        self.vllm_generation: Any = _Generation(self)
+        self.engine = self.vllm_generation.engine
+        self._gate = gate_of(self.engine.settings, model.low_bit)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        old, sampler = output.get("old_per_token_logps"), output.get("sampling_per_token_logps")
+        if old is not None and sampler is not None:
+            mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
+            if self._gate:
+                self._gate(measure_mismatch(old.cpu(), sampler.cpu(), mask.cpu()))
+            if self._geometric:
+                output["importance_sampling_ratio"] = correction(old, sampler, mask, self._geometric).weight
+        return output
+
+
+class _Refresh(TrainerCallback):
+    """Makes weight versions: of a checkpoint's masters, after every optimizer step, of the best model."""
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trained: Any) -> None:
+        self._policy.check(trained["optimizer"])
+        self._policy.refresh()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._policy.zero_grad()  # as transformers does next: a step by zero gradients, or at rate 0, is one, too
+        self._policy.refresh()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._policy.refresh()
+
+
+class _Generation:
+    """What `GRPOTrainer` asks of its `vllm_generation`. Seeds are functions of (seed, step, number of the batch in it),
+    so a resumed training repeats them."""
+
+    def __init__(self, trainer: LowBitGRPOTrainer):
+        args, policy = trainer.args, trainer.policy
+        self._trainer, self._asked = trainer, (0, -1)
+        self.engine: Any = policy.engine
+        if self.engine is None:
+            positions = getattr(policy.config, "max_position_embeddings", _LONGEST)
+            prompt = (args.vllm_max_model_length or min(_LONGEST, positions)) - args.max_completion_length
+            sampled = {"max_new_tokens": args.max_completion_length, "temperature": args.temperature}
+            self.engine = engine(policy, max_prompt_tokens=prompt, tokenizer=trainer.processing_class, **sampled)
+        longest = opened_for(args, self.engine).max_prompt_tokens
+        config = SimpleNamespace(max_model_len=longest + 1)  # TRL's tool calls drop what makes a prompt as long as that
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+
+    def sync_weights(self) -> None:
+        self._trainer.policy.publish(self.engine)
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        """prompts: token ids, each `num_generations` times. Returns them, completions' ids, and log-probs [B][T][1]."""
+        trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
+        updates = max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
+        batch = step // updates if trainer.model.training else -1 - step
+        self._asked = (batch, self._asked[1] + 1 if self._asked[0] == batch else 0)
+        asked = prompts[::num_generations]
+        if prompts != [ids for ids in asked for _ in range(num_generations)]:  # environments give each its own
+            asked, num_generations = prompts, 1
+        with profiler or nullcontext():
+            answers = self.engine.generate(asked, samples=num_generations, seed=step_seed(args.seed, *self._asked))
+        completions = [completion for of_prompt in answers for completion in of_prompt]
+        logprobs = [[[logprob] for logprob in c.logprobs] for c in completions]
+        return prompts, [list(c.token_ids) for c in completions], logprobs, None
+
+
+def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
+    """Have the policy do what TRL's options would ask of transformers, and say so. args: of either trainer, changed.
+    trl: other arguments, to which a callback is added. Raises `ConfigError` for what cannot be, by name."""
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"model is a {type(policy).__name__}; give a policy: qarl.align(model, scheme)")
+    if policy.low_bit.operators != "engine":
+        raise ConfigError(f"the policy has transformers' operators in TRL's model: {policy.low_bit.why_not_engine}")
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for why, names in _REFUSED.items():
+        for name in names.split():
+            value = getattr(args, name, trl.get(name))
+            if value != defaults.get(name):
+                raise ConfigError(f"{name} {value!r}: {why}; leave {name} out")
+    if args.world_size > 1:
+        raise ConfigError(f"{args.world_size} processes would learn apart; take one, or `qarl train --processes`")
+    if args.gradient_checkpointing:
+        _log.warning("gradient_checkpointing: by the policy, not by transformers")
+        policy.low_bit.checkpoint_layers(True)
+    if args.bf16:
+        _log.warning("bf16: no autocast, the policy computes in %s", str(policy.dtype).removeprefix("torch."))
+    args.gradient_checkpointing, args.bf16, args.mixed_precision = False, False, "no"
+    trl["callbacks"] = [_Refresh(policy), *(trl.get("callbacks") or [])]
+
+
+def opened_for(args: Any, engine: Engine) -> RolloutConfig:
+    """What an engine was opened for. Raises `ConfigError` where `args` says otherwise."""
+    rollout = engine.settings.rollout
+    for name, value in (("temperature", args.temperature), ("max_new_tokens", args.max_completion_length)):
+        if getattr(rollout, name) != value:
+            raise ConfigError(f"the engine was opened with {name} {getattr(rollout, name)}, and TRL's args say {value}")
+    return rollout
+
+
+def _fused_forward(policy: Policy, temperature: float) -> Callable[..., FusedCausalLMOutput]:
+    """A model's forward as `trl.trainer.utils.add_fused_lm_head` makes one, by the policy."""
+    shares, chunk = shares_prompts(True, "auto", policy.device), policy.settings.learner.logprob_chunk_tokens
+
+    def forward(
+        module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None,
+        fused_lm_head: bool = False, output_router_logits: bool = False,
+    ) -> FusedCausalLMOutput:  # fmt: skip
+        """input_ids, labels: int64 [B, T]. Returns log-probs and entropies, fp32 [B, T-1], 0 where a label is -100."""
+        if labels is None or not fused_lm_head:
+            raise ConfigError("TRL asked for logits, and the policy gives log-probs; trainer.engine samples")
+        column = torch.arange(input_ids.shape[1], device=input_ids.device)
+        places = (column + attention_mask.argmax(-1, keepdim=True)) % len(column)  # to where padding is on the right
+        tokens, wanted = input_ids.gather(1, places), labels.gather(1, places)[:, 1:] != -100
+        nothing = torch.zeros(wanted.shape, device=tokens.device)
+        if not wanted.any():
+            return FusedCausalLMOutput(log_probs=nothing.requires_grad_(), entropy=nothing, aux_loss=nothing.sum())
+        begins = [tuple(row[: int(w.int().argmax()) + 1]) for row, w in zip(tokens.tolist(), wanted, strict=True)]
+        number = {prompt: number for number, prompt in enumerate(begins)}
+        group = torch.tensor([number[prompt] for prompt in begins], device=tokens.device)
+        batch = Batch(tokens, attention_mask.sum(-1), wanted, nothing, nothing, group)
+        packed = batch.packed(shares)
+        computed = token_logprobs(policy.low_bit, tokens, wanted, None, packed, chunk, temperature=temperature)
+        log_probs, entropy = (
+            torch.zeros_like(tokens, dtype=torch.float32).scatter(1, places, nn.functional.pad(part, (1, 0)))[:, 1:]
+            for part in computed
+        )
+        aux_loss = load_balance_loss(policy.low_bit, batch.real(), packed) if output_router_logits else None
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
+
+    return forward
