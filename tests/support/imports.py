@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ELSEWHERE = ("benchmarks.learner.trl_worker",)
-"""TRL has an environment of its own."""
+ELSEWHERE = "qarl.integrations."
+"""What needs other trainers' libraries, which few have."""
 LIBRARIES = (
     "numba",
     "pandas",
@@ -81,7 +81,7 @@ def import_everything() -> None:
     prepare_environment()
     with no_threads():
         for module in pkgutil.walk_packages(["qarl"], "qarl."):
-            if not module.name.endswith("__main__") and module.name not in ELSEWHERE:
+            if not module.name.endswith("__main__") and not module.name.startswith(ELSEWHERE):
                 importlib.import_module(module.name)
         import_libraries()
 

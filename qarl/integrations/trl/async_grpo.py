@@ -10,6 +10,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from inspect import signature
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
     """
 
     def __init__(self, model: Policy, reward_funcs: Any = None, args: Any = None, **trl: Any):
-        args = args or AsyncGRPOConfig("low-bit-AsyncGRPO")
+        args = args or AsyncGRPOConfig("low-bit-AsyncGRPO", bf16=False)
         adapt(model, args, trl)
         self.engine: Any = model.engine
         if self.engine is None or self.engine.settings.rollout.max_staleness < 2:  # which is for servers alone
@@ -50,8 +51,10 @@ class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
         if args.token_budget is None:  # TRL would ask its server
             args.token_budget = rollout.max_prompt_tokens + rollout.max_new_tokens
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
-        given = {name: trl[name] for name in ("tools", "environment_factory") if name in trl}
-        trl |= dict.fromkeys(("rollout_worker", "weight_transfer"), _Rollouts(self, args, functions, given))
+        rewarding = {"reward_funcs": functions} | {
+            name: trl[name] for name in ("tools", "environment_factory") if name in trl
+        }
+        trl |= dict.fromkeys(("rollout_worker", "weight_transfer"), _Rollouts(self, args, rewarding))
         if not torch.cuda.is_available():
             # TRL 1.16 asks CUDA for its device's name, for a share of its peak, all the same: it cannot be made on CPUs
             # before `trl.trainer.utils.get_peak_flops_per_device` looks first.
@@ -64,10 +67,10 @@ class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
 
 class _Rollouts:
     """TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol` (`trl.experimental.async_grpo.async_grpo_trainer`) by
-    one engine, whose servers pause by themselves."""
+    one engine, whose servers pause by themselves. rewarding: arguments of TRL's loop that its options do not hold."""
 
-    def __init__(self, trainer: LowBitAsyncGRPOTrainer, args: Any, functions: list, given: dict[str, Any]):
-        self._trainer, self._given, self._turns = trainer, {"reward_funcs": functions, **given}, 0
+    def __init__(self, trainer: LowBitAsyncGRPOTrainer, args: Any, rewarding: dict[str, Any]):
+        self._trainer, self._rewarding, self._turns = trainer, rewarding, 0
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[Any] = queue.Queue(4096)
         self._version, self._failed, self._reason = SimpleNamespace(value=0), threading.Event(), queue.Queue(1)
@@ -80,15 +83,15 @@ class _Rollouts:
             model_name="", dataset=trainer.train_dataset, processing_class=trainer.processing_class,
             eos_token_ids=trainer.eos_token_ids, rollout_buffer=self.rollout_buffer, metrics_queue=self.metrics_queue,
             model_version_value=self._version, heartbeat_value=SimpleNamespace(value=0.0), failed_event=self._failed,
-            exception_info_queue=self._reason, max_tokens=args.max_completion_length, **options, **self._given,
+            exception_info_queue=self._reason, max_tokens=args.max_completion_length, **options, **self._rewarding,
         )  # fmt: skip
         self._loop._generate_one_turn = self._sampled
         self._thread.start()
 
     async def _sampled(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         seed, self._turns = step_seed(self._trainer.args.seed, self._turns), self._turns + 1
-        asked = self._loop._tool_pool, lambda: self._trainer.engine.generate([prompt_ids], seed=seed)
-        ((completion,),) = await asyncio.get_running_loop().run_in_executor(*asked)
+        request = partial(self._trainer.engine.generate, [prompt_ids], seed=seed)
+        ((completion,),) = await asyncio.get_running_loop().run_in_executor(self._loop._tool_pool, request)
         return list(completion.token_ids), list(completion.logprobs)
 
     def stop(self) -> None:

@@ -66,7 +66,7 @@ class LowBitGRPOTrainer(GRPOTrainer):
         self, model: Policy, reward_funcs: Any = None, args: Any = None, *,
         geometric_cap: float | None = None, **trl: Any,
     ):  # fmt: skip
-        args = args or GRPOConfig("low-bit-GRPO")
+        args = args or GRPOConfig("low-bit-GRPO", bf16=False)
         adapt(model, args, trl)
         if geometric_cap and not args.vllm_importance_sampling_correction:
             raise ConfigError(f"geometric_cap {geometric_cap} needs vllm_importance_sampling_correction True")
@@ -117,7 +117,7 @@ class _Generation:
 
     def __init__(self, trainer: LowBitGRPOTrainer):
         args, policy = trainer.args, trainer.policy
-        self._trainer, self._asked = trainer, (0, -1)
+        self._trainer, self._round = trainer, (0, -1)
         self.engine: Any = policy.engine
         if self.engine is None:
             positions = getattr(policy.config, "max_position_embeddings", _LONGEST)
@@ -136,12 +136,12 @@ class _Generation:
         trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
         updates = max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
         batch = step // updates if trainer.model.training else -1 - step
-        self._asked = (batch, self._asked[1] + 1 if self._asked[0] == batch else 0)
-        asked = prompts[::num_generations]
-        if prompts != [ids for ids in asked for _ in range(num_generations)]:  # environments give each its own
-            asked, num_generations = prompts, 1
+        self._round = (batch, self._round[1] + 1 if self._round[0] == batch else 0)
+        distinct = prompts[::num_generations]
+        if prompts != [ids for ids in distinct for _ in range(num_generations)]:  # environments make each its own
+            distinct, num_generations = prompts, 1
         with profiler or nullcontext():
-            answers = self.engine.generate(asked, samples=num_generations, seed=step_seed(args.seed, *self._asked))
+            answers = self.engine.generate(distinct, samples=num_generations, seed=step_seed(args.seed, *self._round))
         completions = [completion for of_prompt in answers for completion in of_prompt]
         logprobs = [[[logprob] for logprob in c.logprobs] for c in completions]
         return prompts, [list(c.token_ids) for c in completions], logprobs, None
@@ -200,7 +200,10 @@ def _fused_forward(policy: Policy, temperature: float) -> Callable[..., FusedCau
         begins = [tuple(row[: int(w.int().argmax()) + 1]) for row, w in zip(tokens.tolist(), wanted, strict=True)]
         number = {prompt: number for number, prompt in enumerate(begins)}
         group = torch.tensor([number[prompt] for prompt in begins], device=tokens.device)
-        batch = Batch(tokens, attention_mask.sum(-1), wanted, nothing, nothing, group)
+        batch = Batch(
+            tokens=tokens, length=attention_mask.sum(-1), response_mask=wanted, sampler_logprobs=nothing,
+            advantages=nothing, group=group,
+        )  # fmt: skip
         packed = batch.packed(shares)
         computed = token_logprobs(policy.low_bit, tokens, wanted, None, packed, chunk, temperature=temperature)
         log_probs, entropy = (
