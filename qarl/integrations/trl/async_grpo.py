@@ -51,9 +51,7 @@ class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
         if args.token_budget is None:  # TRL would ask its server
             args.token_budget = rollout.max_prompt_tokens + rollout.max_new_tokens
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
-        rewarding = {"reward_funcs": functions} | {
-            name: trl[name] for name in ("tools", "environment_factory") if name in trl
-        }
+        rewarding = {"reward_funcs": functions, **{n: trl[n] for n in ("tools", "environment_factory") if n in trl}}
         trl |= dict.fromkeys(("rollout_worker", "weight_transfer"), _Rollouts(self, args, rewarding))
         if not torch.cuda.is_available():
             # TRL 1.16 asks CUDA for its device's name, for a share of its peak, all the same: it cannot be made on CPUs
@@ -117,20 +115,17 @@ class _Rollouts:
 
 def _packed_forward(policy: Policy, temperature: float) -> Callable[..., FusedCausalLMOutput]:
     """A model's forward over a row as `trl.experimental.async_grpo.packing.TreeRow` packs it, by the policy."""
+    chunk = policy.settings.learner.logprob_chunk_tokens
 
-    def forward(
-        module: Any, input_ids: torch.Tensor, shift_labels: torch.Tensor, tree_kv_index: torch.Tensor,
-        tree_cu_seqlens_q: torch.Tensor, tree_cu_seqlens_k: torch.Tensor, output_router_logits: bool = False, **_: Any,
-    ) -> FusedCausalLMOutput:  # fmt: skip
+    def forward(module, input_ids, shift_labels, output_router_logits=False, **tree):
         """input_ids, shift_labels: int64 [1, N]. Returns log-probs and entropies, fp32 [1, N], 0 at labels of -100."""
         wanted = shift_labels[:, :-1] != -100
         if not torch.equal(shift_labels[:, :-1][wanted], input_ids[:, 1:][wanted]):
             raise ConfigError("a token's label is not the next one of its row: this version of TRL packs otherwise")
         kept = torch.ones_like(input_ids, dtype=torch.bool)
-        lengths, seen = (tuple(bounds.diff().tolist()) for bounds in (tree_cu_seqlens_q, tree_cu_seqlens_k))
+        lengths, seen = (tuple(tree[f"tree_cu_seqlens_{name}"].diff().tolist()) for name in ("q", "k"))
         places = torch.arange(kept.shape[1], device=kept.device)[None]
-        packed = Packed(kept, places, Sequences(lengths, seen, tree_kv_index))
-        chunk = policy.settings.learner.logprob_chunk_tokens
+        packed = Packed(kept, places, Sequences(lengths, seen, tree["tree_kv_index"]))
         computed = token_logprobs(policy.low_bit, input_ids, wanted, None, packed, chunk, temperature=temperature)
         log_probs, entropy = (nn.functional.pad(part, (0, 1)) for part in computed)
         aux_loss = load_balance_loss(policy.low_bit, kept, packed) if output_router_logits else None

@@ -1,9 +1,7 @@
 """TRL's `GRPOTrainer` on an exact low-bit policy (docs/guide/trl.md).
 
-TRL keeps the transformers model, whose parameters are the masters: its optimizer steps them, its checkpoints hold them.
-Three things are exchanged. The model's forward, of which TRL wants log-probs of given tokens, is the policy's, packed;
-QaRL's engine samples, after a publish; and every optimizer step is followed by a new weight version. So the log-probs
-of what is sampled are the learner's, and TRL's own metric measures it (`sampling/sampling_logp_difference/max`).
+TRL keeps the transformers model, whose parameters are the masters. Exchanged are its forward, for the policy's packed
+one; what generates, for QaRL's engine; and every optimizer step is followed by a new weight version.
 
 Axes: B sequences, T tokens: of prompts, padded on the left, and completions, padded on the right.
 """
@@ -16,7 +14,6 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
@@ -35,8 +32,7 @@ from qarl.learner.mismatch import measure_mismatch
 from qarl.run.connect import gate_of
 
 _log = logging.getLogger(__name__)
-_LONGEST = 2048
-"""Tokens of prompt and completion where vllm_max_model_length does not say: an engine for more takes memory."""
+_LONGEST = 2048  # tokens of prompt and completion, where vllm_max_model_length does not say
 _REFUSED = {
     "QaRL's engine generates; open it beforehand, with its options, by qarl.engine(policy, ...)":
         "generation_kwargs cache_implementation use_transformers_continuous_batching vllm_mode vllm_model_impl "
@@ -57,15 +53,12 @@ class LowBitGRPOTrainer(GRPOTrainer):
 
     model: the policy. Its engine samples, where `qarl.engine` opened one; else one is opened in this process, for what
     `args` says. args: TRL's; gradient checkpointing is done by the policy and bf16 autocast left out, each said in a
-    line. geometric_cap: weigh sequences by QaRL's geometric correction, within [1 / cap, cap], in the place of TRL's.
-    Other arguments are TRL's. Raises `ConfigError`, by name, for options that do not go with an exact policy, and
+    line. geometric_cap: weigh sequences by QaRL's geometric correction, within [1 / cap, cap]; 0: by TRL's. Other
+    arguments are TRL's. Raises `ConfigError`, by name, for options that do not go with an exact policy, and
     `GateError` for a batch of two policies.
     """
 
-    def __init__(
-        self, model: Policy, reward_funcs: Any = None, args: Any = None, *,
-        geometric_cap: float | None = None, **trl: Any,
-    ):  # fmt: skip
+    def __init__(self, model: Policy, reward_funcs: Any = None, args: Any = None, geometric_cap: float = 0, **trl: Any):
         args = args or GRPOConfig("low-bit-GRPO", bf16=False)
         adapt(model, args, trl)
         if geometric_cap and not args.vllm_importance_sampling_correction:
@@ -76,10 +69,39 @@ class LowBitGRPOTrainer(GRPOTrainer):
         self._geometric = TruncatedConfig(name="geometric", cap=geometric_cap) if geometric_cap else None
         model.low_bit.router_log.enable(self.aux_loss_enabled)
         self.model.forward = MethodType(_fused_forward(model, args.temperature), self.model)
-        self.use_vllm, self._last_loaded_step = True, -1
-        self.vllm_generation: Any = _Generation(self)
-        self.engine = self.vllm_generation.engine
+        self.engine: Any = model.engine
+        if self.engine is None:
+            length = args.vllm_max_model_length or min(
+                _LONGEST, getattr(model.config, "max_position_embeddings", _LONGEST)
+            )
+            prompt, answer = length - args.max_completion_length, args.max_completion_length
+            limits = {"max_prompt_tokens": prompt, "max_new_tokens": answer, "temperature": args.temperature}
+            self.engine = engine(model, tokenizer=self.processing_class, **limits)
         self._gate = gate_of(self.engine.settings, model.low_bit)
+        self.use_vllm, self._last_loaded_step, self._round = True, -1, (0, -1)
+        self.vllm_generation: Any = self
+        config = SimpleNamespace(max_model_len=opened_for(args, self.engine).max_prompt_tokens + 1)
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))  # tool calls drop longer prompts
+
+    def sync_weights(self) -> None:
+        """Publish the present weight version: of TRL's `vllm_generation`, as which the trainer serves itself."""
+        self.policy.publish(self.engine)
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        """prompts: token ids, each `num_generations` times. Returns them, completions' ids, and log-probs [B][T][1].
+        Seeds are functions of (seed, step, number of the batch in it), so a resumed training repeats them."""
+        step, updates = self.state.global_step, self.args.steps_per_generation * self.num_iterations
+        batch = step // max(1, updates // self.args.gradient_accumulation_steps) if self.model.training else -1 - step
+        self._round = (batch, self._round[1] + 1 if self._round[0] == batch else 0)
+        distinct = prompts[::num_generations]
+        if prompts != [ids for ids in distinct for _ in range(num_generations)]:  # environments make each its own
+            distinct, num_generations = prompts, 1
+        seed = step_seed(self.args.seed, *self._round)
+        with profiler or nullcontext():
+            answers = self.engine.generate(distinct, samples=num_generations, seed=seed)
+        completions = [completion for of_prompt in answers for completion in of_prompt]
+        logprobs = [[[logprob] for logprob in c.logprobs] for c in completions]
+        return prompts, [list(c.token_ids) for c in completions], logprobs, None
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -109,42 +131,6 @@ class _Refresh(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._policy.refresh()
-
-
-class _Generation:
-    """What `GRPOTrainer` asks of its `vllm_generation`. Seeds are functions of (seed, step, number of the batch in it),
-    so a resumed training repeats them."""
-
-    def __init__(self, trainer: LowBitGRPOTrainer):
-        args, policy = trainer.args, trainer.policy
-        self._trainer, self._round = trainer, (0, -1)
-        self.engine: Any = policy.engine
-        if self.engine is None:
-            positions = getattr(policy.config, "max_position_embeddings", _LONGEST)
-            prompt = (args.vllm_max_model_length or min(_LONGEST, positions)) - args.max_completion_length
-            sampled = {"max_new_tokens": args.max_completion_length, "temperature": args.temperature}
-            self.engine = engine(policy, max_prompt_tokens=prompt, tokenizer=trainer.processing_class, **sampled)
-        longest = opened_for(args, self.engine).max_prompt_tokens
-        config = SimpleNamespace(max_model_len=longest + 1)  # TRL's tool calls drop what makes a prompt as long as that
-        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
-
-    def sync_weights(self) -> None:
-        self._trainer.policy.publish(self.engine)
-
-    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
-        """prompts: token ids, each `num_generations` times. Returns them, completions' ids, and log-probs [B][T][1]."""
-        trainer, args, step = self._trainer, self._trainer.args, self._trainer.state.global_step
-        updates = max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
-        batch = step // updates if trainer.model.training else -1 - step
-        self._round = (batch, self._round[1] + 1 if self._round[0] == batch else 0)
-        distinct = prompts[::num_generations]
-        if prompts != [ids for ids in distinct for _ in range(num_generations)]:  # environments make each its own
-            distinct, num_generations = prompts, 1
-        with profiler or nullcontext():
-            answers = self.engine.generate(distinct, samples=num_generations, seed=step_seed(args.seed, *self._round))
-        completions = [completion for of_prompt in answers for completion in of_prompt]
-        logprobs = [[[logprob] for logprob in c.logprobs] for c in completions]
-        return prompts, [list(c.token_ids) for c in completions], logprobs, None
 
 
 def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
@@ -184,10 +170,7 @@ def _fused_forward(policy: Policy, temperature: float) -> Callable[..., FusedCau
     """A model's forward as `trl.trainer.utils.add_fused_lm_head` makes one, by the policy."""
     shares, chunk = shares_prompts(True, "auto", policy.device), policy.settings.learner.logprob_chunk_tokens
 
-    def forward(
-        module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None,
-        fused_lm_head: bool = False, output_router_logits: bool = False,
-    ) -> FusedCausalLMOutput:  # fmt: skip
+    def forward(module, input_ids, attention_mask, labels=None, fused_lm_head=False, output_router_logits=False):
         """input_ids, labels: int64 [B, T]. Returns log-probs and entropies, fp32 [B, T-1], 0 where a label is -100."""
         if labels is None or not fused_lm_head:
             raise ConfigError("TRL asked for logits, and the policy gives log-probs; trainer.engine samples")
@@ -197,19 +180,14 @@ def _fused_forward(policy: Policy, temperature: float) -> Callable[..., FusedCau
         nothing = torch.zeros(wanted.shape, device=tokens.device)
         if not wanted.any():
             return FusedCausalLMOutput(log_probs=nothing.requires_grad_(), entropy=nothing, aux_loss=nothing.sum())
-        begins = [tuple(row[: int(w.int().argmax()) + 1]) for row, w in zip(tokens.tolist(), wanted, strict=True)]
-        number = {prompt: number for number, prompt in enumerate(begins)}
-        group = torch.tensor([number[prompt] for prompt in begins], device=tokens.device)
+        prompts = tokens.where(column <= wanted.int().argmax(-1, keepdim=True), -1)
         batch = Batch(
             tokens=tokens, length=attention_mask.sum(-1), response_mask=wanted, sampler_logprobs=nothing,
-            advantages=nothing, group=group,
+            advantages=nothing, group=prompts.unique(dim=0, return_inverse=True)[1],
         )  # fmt: skip
-        packed = batch.packed(shares)
+        packed, back = batch.packed(shares), (places[:, 1:] - 1).clamp(min=0)  # below 0 is padding, and zero
         computed = token_logprobs(policy.low_bit, tokens, wanted, None, packed, chunk, temperature=temperature)
-        log_probs, entropy = (
-            torch.zeros_like(tokens, dtype=torch.float32).scatter(1, places, nn.functional.pad(part, (1, 0)))[:, 1:]
-            for part in computed
-        )
+        log_probs, entropy = (nothing.scatter(1, back, part) for part in computed)
         aux_loss = load_balance_loss(policy.low_bit, batch.real(), packed) if output_router_logits else None
         return FusedCausalLMOutput(log_probs=log_probs, entropy=entropy, aux_loss=aux_loss)
 
