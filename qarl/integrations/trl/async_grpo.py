@@ -21,6 +21,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop  # pyright: ignore[reportMissingImports]
 from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
+from qarl.api.engine import Engine
 from qarl.api.policy import Policy
 from qarl.configs.errors import ConfigError
 from qarl.configs.seeds import step_seed
@@ -33,21 +34,20 @@ from qarl.quant.graph.packing import Packed, Sequences
 class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` of a policy that `qarl.align` made.
 
-    model: the policy, whose engine is servers that take weights while they sample: `qarl.engine(policy, urls=[URL, …],
+    model: the policy. engine: servers that take weights while they sample, `qarl.engine(policy, urls=[URL, …],
     max_staleness=2)`. Other arguments are TRL's. Raises `ConfigError`, by name, for options that do not go with an
     exact policy, and for another engine.
     """
 
-    def __init__(self, model: Policy, reward_funcs: Any = None, args: Any = None, **trl: Any):
+    def __init__(self, model: Policy, reward_funcs: Any = None, args: Any = None, *, engine: Engine, **trl: Any):
         args = args or AsyncGRPOConfig("low-bit-AsyncGRPO", bf16=False)
         adapt(model, args, trl)
-        self.engine: Any = model.engine
-        if self.engine is None or self.engine.settings.rollout.max_staleness < 2:  # which is for servers alone
+        self.engine, rollout = engine, opened_for(args, engine)
+        if rollout.max_staleness < 2:  # which is for servers alone
             raise ConfigError(
-                "the asynchronous trainer learns while servers sample; open them before, that take weights meanwhile: "
+                "the asynchronous trainer learns while its engine samples: give it servers that take weights then, "
                 "qarl.engine(policy, urls=[URL, ...], max_staleness=2)"
             )
-        rollout = opened_for(args, self.engine)
         if args.token_budget is None:  # TRL would ask its server
             args.token_budget = rollout.max_prompt_tokens + rollout.max_new_tokens
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []

@@ -18,7 +18,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
-from qarl.api.engine import Engine, engine
+from qarl.api.engine import Engine
+from qarl.api.engine import engine as open_engine
 from qarl.api.policy import Policy
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.objectives import TruncatedConfig
@@ -29,7 +30,7 @@ from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import shares_prompts, token_logprobs
 from qarl.learner.loss.corrections import correction
 from qarl.learner.mismatch import measure_mismatch
-from qarl.run.connect import gate_of
+from qarl.run.session import gate_of
 
 _log = logging.getLogger(__name__)
 _LONGEST = 2048  # tokens of prompt and completion, where vllm_max_model_length does not say
@@ -51,14 +52,16 @@ _REFUSED = {
 class LowBitGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` of a policy that `qarl.align` made.
 
-    model: the policy. Its engine samples, where `qarl.engine` opened one; else one is opened in this process, for what
-    `args` says. args: TRL's; gradient checkpointing is done by the policy and bf16 autocast left out, each said in a
-    line. geometric_cap: weigh sequences by QaRL's geometric correction, within [1 / cap, cap]; 0: by TRL's. Other
-    arguments are TRL's. Raises `ConfigError`, by name, for options that do not go with an exact policy, and
-    `GateError` for a batch of two policies.
+    model: the policy. args: TRL's; gradient checkpointing is done by the policy, and bf16 autocast left out, each said
+    in a line. engine: what samples, of `qarl.engine`; None opens one in this process, for what `args` says. geometric_cap:
+    weigh sequences by QaRL's geometric correction, within [1 / cap, cap]; 0: by TRL's. Other arguments are TRL's.
+    Raises `ConfigError`, by name, for options that do not go with an exact policy, and `GateError` for a batch of two.
     """
 
-    def __init__(self, model: Policy, reward_funcs: Any = None, args: Any = None, geometric_cap: float = 0, **trl: Any):
+    def __init__(
+        self, model: Policy, reward_funcs: Any = None, args: Any = None, engine: Engine | None = None,
+        geometric_cap: float = 0, **trl: Any,
+    ):  # fmt: skip
         args = args or GRPOConfig("low-bit-GRPO", bf16=False)
         adapt(model, args, trl)
         if geometric_cap and not args.vllm_importance_sampling_correction:
@@ -69,14 +72,14 @@ class LowBitGRPOTrainer(GRPOTrainer):
         self._geometric = TruncatedConfig(name="geometric", cap=geometric_cap) if geometric_cap else None
         model.low_bit.router_log.enable(self.aux_loss_enabled)
         self.model.forward = MethodType(_fused_forward(model, args.temperature), self.model)
-        self.engine: Any = model.engine
-        if self.engine is None:
+        if engine is None:
             length = args.vllm_max_model_length or min(
                 _LONGEST, getattr(model.config, "max_position_embeddings", _LONGEST)
             )
             prompt, answer = length - args.max_completion_length, args.max_completion_length
             limits = {"max_prompt_tokens": prompt, "max_new_tokens": answer, "temperature": args.temperature}
-            self.engine = engine(model, tokenizer=self.processing_class, **limits)
+            engine = open_engine(model, tokenizer=self.processing_class, **limits)
+        self.engine = engine
         self._gate = gate_of(self.engine.settings, model.low_bit)
         self.use_vllm, self._last_loaded_step, self._round = True, -1, (0, -1)
         self.vllm_generation: Any = self
