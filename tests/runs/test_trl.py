@@ -100,9 +100,8 @@ def test_trls_options_are_tbpo():
     batch |= {"advantages": advantages, "old_per_token_logps": old, "importance_sampling_ratio": weight}
     loss = trl.GRPOTrainer._compute_loss(trainer, None, batch)
     options: dict[str, Any] = {"epsilon_high": 0.1, "delta_high": 0.2, "delta_low": 0.05}
-    expected = qarl.losses.tbpo(
-        ours, old, sampler, advantages, mask, correction={"name": "geometric", "cap": 1.5}, **options
-    ).loss
+    options["correction"] = {"name": "geometric", "cap": 1.5}
+    expected = qarl.losses.tbpo(ours, old, sampler, advantages, mask, **options).loss
     (loss + expected).backward()
     torch.testing.assert_close((loss, theirs.grad), (expected, ours.grad))
 

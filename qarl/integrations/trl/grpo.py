@@ -53,9 +53,10 @@ class LowBitGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer` of a policy that `qarl.align` made.
 
     model: the policy. args: TRL's; gradient checkpointing is done by the policy, and bf16 autocast left out, each said
-    in a line. engine: what samples, of `qarl.engine`; None opens one in this process, for what `args` says. geometric_cap:
-    weigh sequences by QaRL's geometric correction, within [1 / cap, cap]; 0: by TRL's. Other arguments are TRL's.
-    Raises `ConfigError`, by name, for options that do not go with an exact policy, and `GateError` for a batch of two.
+    in a line. engine: what samples, of `qarl.engine`; None opens one in this process, for what `args` says.
+    geometric_cap: weigh sequences by QaRL's geometric correction, within [1 / cap, cap]; 0: by TRL's. Other arguments
+    are TRL's. Raises `ConfigError`, by name, for options that do not go with an exact policy, and `GateError` for a
+    batch that shows two policies.
     """
 
     def __init__(
