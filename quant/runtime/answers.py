@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def surroundings() -> dict[str, Any]:
     return {
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_CHOOSING) and k not in _QUIET},
         "python": platform.python_version(),
-        "libraries": {name: version for name in _LIBRARIES if (version := installed(name))},
+        "libraries": versions(_LIBRARIES),
         "code": _code(),
         "cpu": _cpu(),
         "gpus": [_text(file) for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
@@ -77,6 +77,11 @@ def installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those packages that are installed, by name."""
+    return {name: release for name in names if (release := installed(name))}
 
 
 def _code() -> str:
