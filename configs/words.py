@@ -7,8 +7,10 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import annotated_types
 from pydantic.fields import FieldInfo
+
+_SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+"""Of annotated_types' bounds."""
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -56,13 +58,6 @@ def _bounds(metadata: Iterable[Any]) -> str:
     words = []
     for part in metadata:
         bounds = getattr(part, "metadata", None) or [part]  # of a FieldInfo within Annotated
-        for bound in bounds:
-            if isinstance(bound, annotated_types.Ge):
-                words.append(f"at least {bound.ge}")
-            elif isinstance(bound, annotated_types.Gt):
-                words.append(f"above {bound.gt}")
-            elif isinstance(bound, annotated_types.Le):
-                words.append(f"at most {bound.le}")
-            elif isinstance(bound, annotated_types.Lt):
-                words.append(f"below {bound.lt}")
+        signs = ((bound, sign) for bound in bounds for sign in _SIGNS if hasattr(bound, sign))
+        words += [f"{_SIGNS[sign]} {getattr(bound, sign)}" for bound, sign in signs]
     return "".join(f", {word}" for word in words)
