@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from qarl.configs.errors import InputError
 from qarl.configs.words import quoted
 from qarl.evaluation.statistics import Estimate, estimate, estimate_of_means
@@ -213,11 +215,7 @@ def read_evaluation(file: Path) -> Evaluation:
 
 
 def _read(tree: dict[str, Any]) -> Result:
-    rows: list[dict[str, Any]] = [
-        {name: tuple(value) if isinstance(value, list) else value for name, value in question.items()}
-        for question in tree["questions"]
-    ]
-    return Result(tree["name"], tuple(Question(**row) for row in rows))
+    return Result(tree["name"], TypeAdapter(tuple[Question, ...]).validate_python(tree["questions"]))
 
 
 def describe(result: Result) -> Iterator[str]:
