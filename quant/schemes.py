@@ -9,6 +9,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ to 2688 then have a scale of full e4m3 precision, smaller ones a coarser one, an
 Learner and engine do the same, so training sees, and learns around, what that costs.
 """
 
+_MEANING = attrgetter("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic")
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -221,15 +223,7 @@ def scheme_of_args(weights: QuantizationArgs | None, activations: QuantizationAr
     """The named scheme with these arguments, as an engine parsed them from a checkpoint; None if none is known."""
 
     def meaning(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
-        return args and (
-            args.num_bits,
-            args.type,
-            args.strategy,
-            args.group_size,
-            args.block_structure,
-            args.symmetric,
-            args.dynamic,
-        )
+        return args and _MEANING(args)
 
     for scheme in SCHEMES.values():
         if meaning(scheme.weights) == meaning(weights) and meaning(scheme.activations) == meaning(activations):
