@@ -154,7 +154,7 @@ def _refuse_split(
     """Raise where layers the engine multiplies as one would take different schemes."""
     groups: dict[str, list[str]] = {}
     for layer in schemes:
-        groups.setdefault(_stacked_name(layer, stacked), []).append(layer)
+        groups.setdefault(stacked_name(layer, stacked), []).append(layer)
     for fused, parts in groups.items():
         first: dict[str, str] = {}  # scheme → the first layer that takes it
         for part in parts:
@@ -172,7 +172,7 @@ def _by(rule: LayerRule | None) -> str:
     return f"by rule '{rule}'" if rule else "by no rule"
 
 
-def _stacked_name(layer: str, stacked: Mapping[str, Sequence[str]]) -> str:
+def stacked_name(layer: str, stacked: Mapping[str, Sequence[str]] = STACKED) -> str:
     """What the engine calls the module this layer is part of; the layer itself where it stands alone."""
     expert = _EXPERT.match(layer)
     if expert:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qarl.quant.checkpoint.families import ExpertsShape
+from qarl.quant.kernels.base import LowBitMatmul
 from qarl.quant.kernels.experts_loop import ExpertsLoop
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import quantize_activation
@@ -32,15 +33,14 @@ class PlainMatmul:
         """x: compute dtype [N, I] → compute dtype [N, O]."""
         if self.rounds is not None and self.rounds.activations is not None:
             x = quantize_activation(x, self.rounds).dequantized(x.dtype)
-        return nn.functional.linear(x, self.weight, self.bias)
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
 
 @dataclass(frozen=True)
-class DequantizedMatmul:
-    """dequant(x) · dequant(W)ᵀ + b of layers of one input, their rows one after the other, each with the bits it has
-    alone."""
+class SideBySide:
+    """Layers of one input, their rows one after the other, each with the bits it has alone."""
 
-    parts: Sequence[PlainMatmul]
+    parts: Sequence[LowBitMatmul]
     name: str = "dequantized"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,16 +61,16 @@ class ReferenceFactory:
         weights: Sequence[LowBitWeight],
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
-    ) -> DequantizedMatmul:
+    ) -> SideBySide:
         """See `KernelFactory.linear`."""
         dtype = self.dtype if like is None else like.params_dtype
         parts = zip(weights, biases, strict=True)
-        return DequantizedMatmul([PlainMatmul(w.dequantized(dtype), b, w.scheme) for w, b in parts])
+        return SideBySide([PlainMatmul(w.dequantized(dtype), b, w.scheme) for w, b in parts])
 
     def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
         """See `KernelFactory.experts`."""
 
-        def product(weight: LowBitWeight) -> DequantizedMatmul:
+        def product(weight: LowBitWeight) -> SideBySide:
             return self.linear(layer, [weight], [None])
 
         return ExpertsLoop([(product(e.gate_up), product(e.down)) for e in weights.experts], shape.activation)

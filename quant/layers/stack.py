@@ -4,26 +4,14 @@ One kernel over all rows, of the shape the engine's has, so kernel choice and su
 one quantization of the input. Masters, codes, names and gradients stay each layer's own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from qarl.quant.kernels.base import LowBitMatmul
+from qarl.quant.kernels.reference import SideBySide
 from qarl.quant.layers.linear import LowBitLinear, multiply
-
-
-class _SideBySide:
-    """Masters of one input in the compute dtype, each multiplied alone, the outputs one after the other."""
-
-    name = "plain"
-
-    def __init__(self, products: Sequence[Any]):
-        self._products = products
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: floating [N, I] → its dtype [N, O of all]."""
-        return torch.cat([product(x.to(product.weight.dtype)) for product in self._products], dim=-1).to(x.dtype)
 
 
 class LinearStack:
@@ -44,7 +32,7 @@ class LinearStack:
     def product(self) -> LowBitMatmul:
         """The parts' present weight versions in the kernel's own layout; see `LowBitLayer.product`."""
         if not self.parts[0].context.multiplies_codes:
-            return _SideBySide([part.product for part in self.parts])
+            return SideBySide([part.product for part in self.parts], name="plain")
         context, versions = self.parts[0].context, tuple(part.version for part in self.parts)
         if self._kernel is not None and versions == self._versions and context.keeps_products:
             return self._kernel
@@ -63,26 +51,10 @@ class LinearStack:
         self._kernel = None
 
 
-def stack_linears(linears: Mapping[str, LowBitLinear], stacked: Mapping[str, Sequence[str]]) -> dict[str, LinearStack]:
-    """The stacks among a model's linear layers, by name.
-
-    linears: all of a model's, by checkpoint name. stacked: what the engine multiplies as one → its parts.
-    """
-    stacks = {}
-    for whole, leaves in stacked.items():
-        for name in linears:
-            parent, dot, leaf = name.rpartition(".")
-            parts = [linears.get(f"{parent}{dot}{part}") for part in leaves]
-            present = [part for part in parts if part is not None]
-            if leaf == leaves[0] and len(present) == len(leaves):
-                stacks[f"{parent}{dot}{whole}"] = LinearStack(f"{parent}{dot}{whole}", present)
-    return stacks
-
-
-def fuse_scales(stacks: Iterable[LinearStack]) -> None:
+def fuse_scales(together: Iterable[Sequence[LowBitLinear]]) -> None:
     """Tell layers that the engine stacks, and whose tensor-wide scale must agree then (`Scheme.fuses_scales`), of each
-    other. Without this the engine would multiply k and v with the scale of q."""
-    for stack in stacks:
-        for part in stack.parts:
+    other. Without this the engine would multiply k and v with the scale of q. together: the layers of each stack."""
+    for parts in together:
+        for part in parts:
             if part.scheme.fuses_scales:
-                part.fuse_with([other for other in stack.parts if other is not part])
+                part.fuse_with([other for other in parts if other is not part])

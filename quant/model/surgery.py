@@ -4,25 +4,20 @@ Linear layers become `LowBitLinear`, fused experts `RoutedLowBitExperts`; everyt
 compute-dtype copy whose gradient flows to its master.
 """
 
+from collections import defaultdict
+
 from torch import nn
 from transformers import PreTrainedModel
 
-from qarl.quant.checkpoint.families import (
-    STACKED,
-    ExpertsShape,
-    Family,
-    experts_per_token,
-    family_of,
-    fused_experts,
-)
-from qarl.quant.checkpoint.plan import Plan
+from qarl.quant.checkpoint.families import ExpertsShape, Family, experts_per_token, family_of, fused_experts
+from qarl.quant.checkpoint.plan import Plan, stacked_name
 from qarl.quant.checkpoint.shapes import router_names, weight_shapes
 from qarl.quant.graph.errors import GraphError
 from qarl.quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.linear import LowBitLinear
-from qarl.quant.layers.stack import LinearStack, fuse_scales, stack_linears
+from qarl.quant.layers.stack import LinearStack, fuse_scales
 from qarl.quant.model.layers import EngineModel, Layers
 from qarl.quant.runtime.libraries import has_vllm
 from qarl.quant.runtime.shards import whole_shape
@@ -53,7 +48,10 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
     routers = tuple(router_names(model, fused))
     _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
     linears = _replace_linears(model, family, plan, context)
-    fuse_scales(stack_linears(linears, STACKED).values())
+    together: defaultdict[str, list[LowBitLinear]] = defaultdict(list)
+    for name, linear in linears.items():
+        together[stacked_name(name)].append(linear)
+    fuse_scales(together.values())
     return Layers(
         linears=linears,
         stacks={},
@@ -106,7 +104,7 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
         for name, layers in engine.stacked.items()
     }
     stacks |= {name: LinearStack(name, [linears[head]]) for name in engine.heads}
-    fuse_scales(stacks.values())
+    fuse_scales(stack.parts for stack in stacks.values())
     experts = _make_experts(model, fused, family, plan, context)
     taken = {id(m) for layer in (*linears.values(), *experts.values()) for m in layer.masters}
     taken |= {id(layer.bias) for layer in linears.values()}

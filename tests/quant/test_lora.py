@@ -12,7 +12,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.layers.lora import Adapter
-from qarl.quant.layers.stack import LinearStack, fuse_scales
+from qarl.quant.layers.stack import fuse_scales
 from qarl.quant.materialize import materialize
 from qarl.quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
 from qarl.quant.runtime.shards import Shard
@@ -95,12 +95,12 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
         partner.adapter.lora_B.mul_(1e4)
     largest = max(float(master.detach().abs().max()) for master in (linear.master, partner.master))
     assert partner.merged()[0].abs().max() > 2 * largest  # so that a tensor-wide scale is that of its merged weight
-    fuse_scales([LinearStack("mlp.gate_up_proj", [partner, linear])])
+    fuse_scales([[partner, linear]])
     linear.adapter = adapter_for(linear.master)
     linear.refresh()
     full, full_partner = make_linear(scheme, aligned=aligned), make_linear(scheme, aligned=aligned)
     full.master, full_partner.master = (nn.Parameter(each.merged()[0]) for each in (linear, partner))
-    fuse_scales([LinearStack("mlp.gate_up_proj", [full_partner, full])])
+    fuse_scales([[full_partner, full]])
     full.refresh()
     assert linear.low_bit is not None and full.low_bit is not None
     assert same_bits(linear.low_bit.tensors(), full.low_bit.tensors())

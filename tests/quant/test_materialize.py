@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.quant.checkpoint.families import STACKED
+from qarl.quant.checkpoint.plan import stacked_name
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
-from qarl.quant.layers.stack import fuse_scales, stack_linears
+from qarl.quant.layers.stack import fuse_scales
 from qarl.quant.materialize import LowBitWeight, fp4, integer, materialize
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
@@ -314,7 +314,10 @@ def test_fused_layers_share_the_global_scale(name: str):
             full = f"model.layers.{layer}.{leaf}"
             context = LayerContext(torch.bfloat16, "reference")
             linears[full] = LowBitLinear(full, master, None, get_scheme(name), context)
-    fuse_scales(stack_linears(linears, STACKED).values())
+    together: dict[str, list[LowBitLinear]] = {}
+    for full, linear in linears.items():
+        together.setdefault(stacked_name(full), []).append(linear)
+    fuse_scales(together.values())
     for linear in linears.values():
         linear.refresh()
     for layer in range(2):
