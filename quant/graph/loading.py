@@ -11,7 +11,8 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from qarl.quant.graph.errors import GraphError
-from qarl.quant.graph.skeleton import Skeleton, alone, quiet
+from qarl.quant.graph.skeleton import Skeleton, quiet
+from qarl.quant.kernels.vllm import alone
 
 
 def trace_loading(

@@ -12,7 +12,6 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 from vllm import ir
 from vllm.config import VllmConfig
-from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
@@ -31,23 +29,11 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.quant.graph.errors import GraphError
+from qarl.quant.kernels.vllm import alone
 from qarl.quant.runtime.batch_invariance import linear_backends
 
 _SMALL = 1 << 16
 """Elements of the largest tensor that is really there: cosines of few positions, correction biases, sinks."""
-
-_GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
-_ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-_ALONE = SimpleNamespace(
-    rank=0,
-    rank_in_group=0,
-    ranks=[0],
-    world_size=1,
-    is_first_rank=True,
-    is_last_rank=True,
-    device_group=_ONE,
-    cpu_group=_ONE,
-)
 
 
 class Skeleton:
@@ -160,20 +146,6 @@ def _own_rotary() -> Iterator[None]:
     finally:
         rotary_embedding._ROPE_DICT.clear()
         rotary_embedding._ROPE_DICT.update(kept)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """vLLM's groups as in a process by itself. Those of an engine in this process are put back unchanged."""
-    names = [name for name in _GROUPS if hasattr(parallel_state, name)]
-    before = {name: getattr(parallel_state, name) for name in names}
-    try:
-        for name in names:
-            setattr(parallel_state, name, _ALONE)
-        yield
-    finally:
-        for name, group in before.items():
-            setattr(parallel_state, name, group)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,19 @@ from qarl.quant.materialize.experts import LowBitExperts
 from qarl.quant.runtime.batch_invariance import linear_backends
 from qarl.quant.schemes import Scheme
 
+_GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
+_ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+_ALONE = SimpleNamespace(
+    rank=0,
+    rank_in_group=0,
+    ranks=[0],
+    world_size=1,
+    is_first_rank=True,
+    is_last_rank=True,
+    device_group=_ONE,
+    cpu_group=_ONE,
+)
+
 
 class VllmMatmul:
     """One vLLM linear layer or output head, ready to multiply. Keeps every tensor its kernel may point to alive."""
@@ -117,7 +130,7 @@ class VllmFactory:
     @contextlib.contextmanager
     def _loading(self, device: torch.device) -> Iterator[None]:
         """What vLLM's layers expect while a model loads; their output dtype is torch's default."""
-        with set_current_vllm_config(self._config), set_default_torch_dtype(self._dtype), _single_rank(), device:
+        with set_current_vllm_config(self._config), set_default_torch_dtype(self._dtype), alone(), device:
             yield
 
     def _quant_config(self, scheme: Scheme) -> QuantizationConfig | None:
@@ -138,15 +151,14 @@ def _model_config(dtype: torch.dtype) -> SimpleNamespace:
 
 
 @contextlib.contextmanager
-def _single_rank() -> Iterator[None]:
-    """A tensor-parallel group of one while a layer is built: the learner's layers hold whole weights.
-
-    vLLM parameters ask for the group even in layers with tensor parallelism off; where an engine in this
-    process has set one up it is put back unchanged.
-    """
-    before = parallel_state._TP
-    parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
+def alone() -> Iterator[None]:
+    """vLLM's groups as in a process by itself. Those of an engine in this process are put back unchanged."""
+    names = [name for name in _GROUPS if hasattr(parallel_state, name)]
+    before = {name: getattr(parallel_state, name) for name in names}
     try:
+        for name in names:
+            setattr(parallel_state, name, _ALONE)
         yield
     finally:
-        parallel_state._TP = before
+        for name, group in before.items():
+            setattr(parallel_state, name, group)

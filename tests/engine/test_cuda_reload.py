@@ -21,8 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from qarl.quant.checkpoint.families import ExpertsShape
-from qarl.quant.graph.skeleton import alone
-from qarl.quant.kernels.vllm import VllmFactory
+from qarl.quant.kernels.vllm import VllmFactory, alone
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from qarl.quant.graph import experts, operators, skeleton
+from qarl.quant.graph import experts, operators
 from qarl.quant.graph.errors import GraphError
+from qarl.quant.kernels import vllm as vllm_kernels
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.agreement import agreement
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -45,7 +46,7 @@ def test_vllm_has_its_leaves_where_the_graph_takes_them():
         assert f"self.{attribute} " in text(MoERunner.__init__) or f"self.{attribute}:" in text(MoERunner.__init__)
     assert list(inspect.signature(BaseRouter._select_experts).parameters)[1:3] == ["hidden_states", "router_logits"]
     assert isinstance(rotary_embedding._ROPE_DICT, dict) and callable(Base._decorate_for_torch_compile)
-    assert all(hasattr(parallel_state, group) for group in skeleton._GROUPS)
+    assert all(hasattr(parallel_state, group) for group in vllm_kernels._GROUPS)
     assert {operators.RMSNorm, operators.SiluAndMul}.issubset(CustomOp.__subclasses__()) and experts.MoERunner
 
 
@@ -58,7 +59,7 @@ def test_a_graph_has_no_weights_and_leaves_no_group_behind_nor_rotary_embedding(
     model = LowBitModel(qwen3(), get_scheme("w8a8"), LayerContext(torch.bfloat16, "auto"), "engine")
     all_logits(model, some_tokens())
     assert kept == rotary_embedding._ROPE_DICT
-    assert all(getattr(parallel_state, group) is not skeleton._ALONE for group in skeleton._GROUPS)
+    assert all(getattr(parallel_state, group) is not vllm_kernels._ALONE for group in vllm_kernels._GROUPS)
 
 
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64}
