@@ -7,17 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
 from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
 
-_SHARD_BYTES = 4 * 2**30
 _COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
     "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json",
@@ -56,7 +54,6 @@ def write_checkpoint(
     source: Path,
     folder: Path,
     note: dict[str, Any] | None = None,
-    shard_bytes: int = _SHARD_BYTES,
 ) -> StreamDigest:
     """Write a stream as safetensors beside config and tokenizer; the folder appears complete or not at all.
 
@@ -69,7 +66,8 @@ def write_checkpoint(
     try:
         with written_aside(folder) as building:
             building.mkdir(parents=True)
-            digest = _write_shards(stream, building, shard_bytes)
+            files = dict(write_tensors(stream, building, digest := StreamDigest()))
+            _name_files(building, files, digest.bytes)
             (building / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             if note is not None:
                 note = {**note, "digest": digest.hexdigest()}
@@ -83,39 +81,13 @@ def write_checkpoint(
     return digest
 
 
-def _write_shards(stream: Iterable[LowBitTensor], folder: Path, shard_bytes: int) -> StreamDigest:
-    digest = StreamDigest()
-    shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        file = folder / f"shard-{len(shards)}.safetensors"
-        save_file(pending, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors writes for the owner alone, and servers run under other users
-        shards.append(list(pending))
-        pending.clear()
-
-    size = 0
-    for item in stream:
-        digest.update(item)
-        pending[item.name] = item.tensor.detach().contiguous()
-        size += item.tensor.numel() * item.tensor.element_size()
-        if size >= shard_bytes:
-            flush()
-            size = 0
-    if pending or not shards:
-        flush()
-    _name_shards(folder, shards, digest.bytes)
-    return digest
-
-
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    if len(shards) == 1:
-        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
-        return
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, name in enumerate(names):
-        (folder / f"shard-{i}.safetensors").rename(folder / name)
-    index = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-    written = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(written, indent=2) + "\n")
+def _name_files(folder: Path, files: dict[str, list[str]], total: int) -> None:
+    """As transformers looks for them. files: by name, and the tensors in each. total: bytes of all tensors."""
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = names if len(names) > 1 else ["model.safetensors"]
+    for file, name in zip(files, names, strict=True):
+        (folder / file).rename(folder / name)
+    if len(names) > 1:
+        index = {key: name for name, keys in zip(names, files.values(), strict=True) for key in keys}
+        written = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(written, indent=2) + "\n")

@@ -22,10 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from qarl.configs.files import written_aside
 from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.digest import StreamDigest
+from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 
-_FILE_BYTES = 4 * 2**30
 MANIFEST = "manifest.json"
 _DELTA = "delta"
 _TENSORS = re.compile(r"tensors-\d{1,6}\.safetensors")
@@ -106,7 +106,7 @@ def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) ->
 
     def write(folder: Path) -> dict[str, object]:
         digest = StreamDigest()
-        files = dict(_write_files(stream, folder, digest))
+        files = dict(write_tensors(stream, folder, digest))
         sizes = {"bytes": digest.bytes, "tensor_bytes": digest.bytes}
         return {"digest": digest.hexdigest(), **sizes, "base": None, "files": files}
 
@@ -181,28 +181,3 @@ def remove_versions(parent: Path, but: int | None = None) -> None:
     for folder in parent.glob("version-*"):
         if folder.name != f"version-{but}":
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_files(stream: Iterable[LowBitTensor], folder: Path, digest: StreamDigest) -> Iterator[tuple[str, list[str]]]:
-    from safetensors.torch import save_file
-
-    pending: dict[str, object] = {}
-    size = written = 0
-
-    def flush() -> tuple[str, list[str]]:
-        file = folder / f"tensors-{written}.safetensors"
-        save_file(pending, file)  # type: ignore[arg-type]
-        file.chmod(0o644)  # safetensors writes for the owner alone, and servers may run under other users
-        names = list(pending)
-        pending.clear()
-        return file.name, names
-
-    for item in stream:
-        digest.update(item)
-        pending[item.name] = item.tensor.detach().contiguous()
-        size += item.tensor.nbytes
-        if size >= _FILE_BYTES:
-            yield flush()
-            size, written = 0, written + 1
-    if pending:
-        yield flush()
