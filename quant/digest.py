@@ -53,6 +53,14 @@ class StreamDigest:
         return self._hash.hexdigest()
 
 
+def digested(stream: Iterable[LowBitTensor]) -> StreamDigest:
+    """Of a stream whose tensors go nowhere else."""
+    digest = StreamDigest()
+    for item in stream:
+        digest.update(item)
+    return digest
+
+
 class ReceivedDigest(StreamDigest):
     """Of a stream that arrives. A tensor that is the very object `StreamDigest` hashed last, unwritten since as far as
     torch counts writes, was not carried anywhere: its bytes are those the sender read. Any other is read again."""
@@ -83,10 +91,8 @@ def digest_of_parts(parts: Iterable[bytes]) -> str:
 
 def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
     """Hex digest of a model's parameters as a stream, each gathered whole while it is read."""
-    digest = StreamDigest()
-    for name, parameter in parameters.items():
-        digest.update(LowBitTensor(name, parameter if shard_of(parameter) is None else whole_value(parameter)))
-    return digest.hexdigest()
+    whole = ((name, p if shard_of(p) is None else whole_value(p)) for name, p in parameters.items())
+    return digested(LowBitTensor(name, parameter) for name, parameter in whole).hexdigest()
 
 
 def _header(item: LowBitTensor) -> bytes:

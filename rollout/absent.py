@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from qarl.quant.digest import StreamDigest
+from qarl.quant.digest import digested
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.types import Completion, Prompt, Sampling
@@ -31,9 +31,7 @@ class AbsentEngine:
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:
         """The stream's digest; all of it counts as consumed."""
-        digest = StreamDigest()
-        for item in stream:
-            digest.update(item)
+        digest = digested(stream)
         self.weight_version = version
         return LoadReport(digest=digest.hexdigest(), consumed=digest.tensors, unconsumed=(), missing=())
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from qarl.quant.digest import StreamDigest
+from qarl.quant.digest import digested
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.servers.protocol import Replica, seconds_of
@@ -165,9 +165,7 @@ class ServerEngine:
 
     def _counted(self, stream: Iterable[LowBitTensor]) -> tuple[LoadReport, str]:
         """What the process that publishes is told by the servers where all is well."""
-        digest = StreamDigest()
-        for item in stream:
-            digest.update(item)
+        digest = digested(stream)
         self._expect_pause(digest.bytes)
         return LoadReport(digest.hexdigest(), digest.tensors, (), ()), digest.hexdigest()
 
