@@ -56,15 +56,10 @@ class FlipCount:
         self.layers: defaultdict[str, Changed] = defaultdict(Changed)
 
     @property
-    def total(self) -> Changed:
-        """Of all layers."""
-        layers = self.layers.values()
-        return Changed(sum(layer.changed for layer in layers), sum(layer.count for layer in layers))
-
-    @property
     def share(self) -> float | None:
         """Of all layers; None where none has codes."""
-        return self.total.share
+        layers = self.layers.values()
+        return Changed(sum(layer.changed for layer in layers), sum(layer.count for layer in layers)).share
 
     @contextlib.contextmanager
     def over(self, layer: Materialized) -> Iterator[None]:
