@@ -69,14 +69,8 @@ CURVES = (
 
 def diagnosed(kinds: Sequence[Configuration]) -> list[Figure]:
     """What the runs' diagnostics ask for, each once."""
-    return list(
-        {
-            figure.id: figure
-            for kind in kinds
-            for run in kind.runs
-            for figure in (run.start.figures if run.start else ())
-        }.values()
-    )
+    starts = [run.start for kind in kinds for run in kind.runs if run.start]
+    return list({figure.id: figure for start in starts for figure in start.figures}.values())
 
 
 def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
@@ -85,20 +79,20 @@ def curve_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
     figures = []
     for curve in (*CURVES, *(figure for figure in diagnosed(kinds) if figure.axis is None)):
         lines = [
-            line
+            thinned(line, most)
             for number, kind in enumerate(kinds)
             for name, field in curve.lines.items()
             if (line := _line(number, kind, name, field))
         ]
-        lines = [thinned(line, most) for line in lines]
         if lines:
-            figures.append(
-                {
-                    "id": curve.id, "title": curve.title, "help": curve.help, "x": "step", "unit": curve.unit,
-                    "log": curve.logarithmic, "lines": lines,
-                }
-            )  # fmt: skip
+            figures.append(_drawn(curve, "step", lines))
     return figures
+
+
+def _drawn(figure: Figure, axis: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """As charts.js takes it."""
+    about = {"id": figure.id, "title": figure.title, "help": figure.help, "unit": figure.unit}
+    return {**about, "x": axis, "log": figure.logarithmic, "lines": lines}
 
 
 def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
@@ -117,13 +111,8 @@ def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
         ]
         labels = [m[figure.labels] for metrics in measured for m in metrics if figure.labels and m.get(figure.labels)]
         if any(max(line["x"]) > 0 for line in lines):
-            figures.append(
-                {
-                    "id": figure.id, "title": figure.title, "help": figure.help, "x": figure.axis, "unit": figure.unit,
-                    "log": figure.logarithmic, "lines": lines,
-                    "labels": labels[0] if labels and all(names == labels[0] for names in labels) else None,
-                }
-            )  # fmt: skip
+            alike = labels and all(names == labels[0] for names in labels)
+            figures.append(_drawn(figure, figure.axis, lines) | {"labels": labels[0] if alike else None})
     return figures
 
 
