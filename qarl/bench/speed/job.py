@@ -1,8 +1,6 @@
 """What `qarl bench speed` asks of a scheme's process, and what that answers. Imports nothing heavy."""
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 KINDS = ("bf16", "plain", "qarl")
 """What is trained and what samples: nothing low-bit; a plain 16-bit learner under a low-bit sampler; QaRL."""
@@ -47,12 +45,6 @@ class Job:
     cache_gib: int
     options: Options
 
-    @staticmethod
-    def parse(argument: str) -> "Job":
-        """From the worker's command line."""
-        words = json.loads(argument)
-        return Job(**words | {"options": Options(**words["options"])})
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -71,8 +63,3 @@ class Answer:
 
     cells: list[Cell]
     steps: dict[str, list[dict[str, float]]]
-
-    @staticmethod
-    def parse(data: dict[str, Any]) -> "Answer":
-        """From a worker's answer."""
-        return Answer([Cell(**cell) for cell in data["cells"]], data["steps"])

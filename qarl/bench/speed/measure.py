@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from qarl.bench.models import MODELS, write_model
 from qarl.bench.process import run_worker
@@ -120,7 +121,8 @@ def _cache_gib(options: Options, shapes: Shapes) -> int:
 
 def _answer(job: Job) -> Answer:
     argument = json.dumps(dataclasses.asdict(job))
-    return run_worker("qarl.bench.speed.worker", argument, Answer.parse, f"the process of {job.scheme}")
+    parse = TypeAdapter(Answer).validate_python
+    return run_worker("qarl.bench.speed.worker", argument, parse, f"the process of {job.scheme}")
 
 
 def as_data(figures: Figures) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from qarl.bench.process import WorkerError, answer_line
 from qarl.bench.speed.job import PHASES, Answer, Cell, Job
@@ -111,7 +112,9 @@ def _cell(engine: Any, context: int, batch: int, job: Job, draw: random.Random, 
 def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[str, float]]:
     """Timed steps of one kind, after one that warms up and proves the published policy to be the learner's."""
     model = _model(job, kind)
-    learner = Learner(model, LearnerConfig.model_validate(_learner_options(job)))
+    optimizer = {"name": job.options.optimizer, "lr": 1e-6}
+    options = {"optimizer": optimizer, "mini_batches": job.options.updates, "kernel": job.options.kernel}
+    learner = Learner(model, LearnerConfig.model_validate({**options, "diagnostics_every": 0}))
     learner.stopwatch.synchronized()
     draw = random.Random(job.options.seed + 1)
     sequences = [list(prompt.token_ids) for prompt in _prompts(2, 16, draw, vocabulary)]
@@ -149,14 +152,5 @@ def _step(
     return phases | {"rest": total - sum(phases.values())}
 
 
-def _learner_options(job: Job) -> dict[str, Any]:
-    return {
-        "optimizer": {"name": job.options.optimizer, "lr": 1e-6},
-        "mini_batches": job.options.updates,
-        "diagnostics_every": 0,
-        "kernel": job.options.kernel,
-    }
-
-
 if __name__ == "__main__":
-    sys.stdout.write(answer_line(run(Job.parse(sys.argv[1]))))
+    sys.stdout.write(answer_line(run(TypeAdapter(Job).validate_json(sys.argv[1]))))
