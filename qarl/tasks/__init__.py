@@ -1,14 +1,6 @@
 """Verifiable tasks: where prompts come from, how completions are scored. Imports neither torch nor vLLM."""
 
-from qarl.tasks.base import (
-    Problem,
-    Response,
-    RewardError,
-    Split,
-    TaskError,
-    is_heldout,
-    solution_of,
-)
+from qarl.tasks.base import Problem, Response, RewardError, Split, TaskError, is_heldout, solution_of
 from qarl.tasks.load import load_task
 from qarl.tasks.procedural import DEFAULT_OPTIONS, ReasoningGymTask
 from qarl.tasks.rewards import exact_answer, exact_reward, short_reward
