@@ -42,7 +42,8 @@ def add_eval(commands: Any) -> None:
     add = evaluate.add_argument
     add("target", metavar="TARGET", help="run folder (its export), checkpoint folder, hub id, or embedded name")
     add("--task", dest="short:task.name", help="task name or file (default: the run's, else chain_sum)")
-    add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {_suites()}")
+    suites = "; ".join(f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items())
+    add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {suites}")
     add("--data", metavar="DIR", help="local copies of the suite's benchmarks (default: from the Hub)")
     add("--against", metavar="OTHER", help="another target, or what --json wrote of one: the difference by question")
     add_sampling(evaluate)
@@ -89,10 +90,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the run's, else 64)")
     add("--seed", type=whole(0), default=0, metavar="N", help="of problems and sampling (default 0)")
-
-
-def _suites() -> str:
-    return "; ".join(f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items())
 
 
 def _eval(known: argparse.Namespace, console: Console) -> int:

@@ -196,8 +196,9 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
         loss.backward()
         for view in experts:
             view.take_gradient()
+        factor = min(1.0, (step + 1) / 20, (recipe.warm_start_steps - step) / (0.3 * recipe.warm_start_steps))
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = recipe.warm_start_lr * _lr_factor(step, recipe.warm_start_steps)
+            optimizer.param_groups[0]["lr"] = recipe.warm_start_lr * factor
             optimizer.step()
             optimizer.zero_grad()
         model.zero_grad()
@@ -245,10 +246,6 @@ def _optimizers(model: TinyModel, recipe: TinyRecipe) -> tuple[list[torch.optim.
     matrices += [view.parameter for view in experts]
     muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))], experts
-
-
-def _lr_factor(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / 20, (steps - step) / (0.3 * steps))
 
 
 def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:

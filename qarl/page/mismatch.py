@@ -27,7 +27,8 @@ def mismatch_page(
     title: str, lines: Sequence[Finding], learners: Sequence[ScoredLearner], layers: Sequence[LayerDeviation]
 ) -> str:
     """title: model, scheme and dtype. lines: in words, what the page begins with."""
-    columns = [(_positions(each.lengths), each.sampler, each.learner - each.sampler) for each in learners]
+    positions = [np.concatenate([np.arange(length) for length in each.lengths]) for each in learners]
+    columns = [(at, each.sampler, each.learner - each.sampler) for at, each in zip(positions, learners, strict=True)]
     spread = mismatch_figures(columns, "all completions")
     data = {
         "kinds": [each.name for each in learners],
@@ -77,10 +78,6 @@ def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:
         return []
     bound = max(PLAIN_SUM, FAULTY * median(row.kernel for row in layers))
     return sorted((row for row in layers if row.kernel > bound), key=lambda row: -row.kernel)
-
-
-def _positions(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.arange(length) for length in lengths])
 
 
 def _probabilities(learners: Sequence[ScoredLearner]) -> dict[str, Any]:

@@ -17,7 +17,9 @@ _SHOWN = 0.05 * GIB
 def one_line(plan: Plan) -> str:
     """The sum against what is there, and the larger parts."""
     parts = [f"{part.name} {part.bytes / GIB:.1f}" for part in plan.memory.parts if part.bytes >= _SHOWN]
-    line = f"{_sum(plan)} ({', '.join(parts)})"
+    a_process = " a process" if plan.processes > 1 else ""
+    line = f"{plan.memory.total / GIB:.1f} of {plan.there / GIB:.1f} GiB{a_process} on {plan.machine.name}"
+    line += f" ({', '.join(parts)})"
     if plan.decided:
         line += f"; decided by the plan: {', '.join(plan.decided)}"
     if not plan.fits:
@@ -87,11 +89,6 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "gradient_checkpointing": plan.config.learner.gradient_checkpointing,
         "kv_cache_gib": plan.config.rollout.kv_cache_gib,
     }
-
-
-def _sum(plan: Plan) -> str:
-    a_process = " a process" if plan.processes > 1 else ""
-    return f"{plan.memory.total / GIB:.1f} of {plan.there / GIB:.1f} GiB{a_process} on {plan.machine.name}"
 
 
 def _texts(fields: Mapping[str, object]) -> dict[str, str]:

@@ -120,14 +120,10 @@ def describe_adapters(model: LowBitModel, config: LoraConfig) -> str:
     base = sum(whole_shape(p).numel() for p in model.loaded.values())
     names = family_of(model.config.model_type).experts
     weights = dict.fromkeys(_weight_of(layer, names) for layer in model.shapes)
-    frozen = [_starred(name) for name in weights if name not in model.adapted]
+    frozen = [re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in weights if name not in model.adapted]
     names = ", ".join(dict.fromkeys(frozen))
     return (
         f"LoRA: rank {config.rank}, alpha {config.alpha:g} on {len(model.adapted)} of {len(weights)} weight matrices; "
         f"{trained:,} parameters are trained over {base:,} frozen ones ({trained / base:.1%}); frozen without adapter: "
         f"embeddings, norms, biases{', ' if names else ''}{names}"
     )
-
-
-def _starred(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
