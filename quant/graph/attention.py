@@ -19,19 +19,6 @@ from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.cpu_attention import cpu_attention
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scoring: Scoring,
-    sequences: Sequences,
-) -> torch.Tensor:
-    """q: [N, H, D], k, v: [N, G, D] in the compute dtype → [N, H, D]. sinks: a score a head [H] of what no token is, or
-    None."""
-    return _Attention.apply(q, k, v, sinks, scoring, sequences)
-
-
 class _Attention(torch.autograd.Function):
     """Kept: q, k and v; on CUDA the output, and a number a head and token."""
 
@@ -45,7 +32,8 @@ class _Attention(torch.autograd.Function):
         scoring: Scoring,
         sequences: Sequences,
     ) -> torch.Tensor:
-        """See `attention`."""
+        """q: [N, H, D], k, v: [N, G, D] in the compute dtype → [N, H, D]. sinks: a score a head [H] of what no token
+        is, or None."""
         ctx.scoring, ctx.sequences, ctx.flash = scoring, sequences, False
         seen, lengths = (sequences.visible(k), sequences.visible(v)), (sequences.lengths, sequences.seen)
         if flash_attention.takes(q, scoring, sinks):
@@ -75,6 +63,9 @@ class _Attention(torch.autograd.Function):
             y = torch_attention(*inputs[:3], inputs[3] if sinks is not None else None, scoring, sequences)
         gradients = torch.autograd.grad(y, inputs, grad_outputs[0])
         return *gradients[:3], gradients[3] if sinks is not None else None, None, None
+
+
+attention = _Attention.apply
 
 
 def torch_attention(
