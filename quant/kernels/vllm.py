@@ -96,12 +96,6 @@ class VllmFactory:
         drop_loaders(linear)
         return VllmMatmul(linear)
 
-    def kernel(self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, device: torch.device) -> str:
-        """Name of the kernel that vLLM chooses for a layer of parts [rows, columns], of which nothing is loaded. Raises
-        what vLLM raises where it has none."""
-        with self._loading(device):
-            return kernel_name(self._empty(name, rows, columns, scheme, False))
-
     def _empty(
         self, name: str, rows: Sequence[int], columns: int, scheme: Scheme, bias: bool, like: Any = None
     ) -> LinearBase:

@@ -18,7 +18,7 @@ from qarl.run import bitwise
 from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.gate import GateError, require_equal
 from tests.support.cuda_platform import stub_cuda
-from tests.support.kernels import no_cuda
+from tests.support.kernels import chosen_kernel, no_cuda
 
 BF16, META = torch.bfloat16, torch.device("meta")
 QKV = ([2048, 1024, 1024], 2048)
@@ -41,7 +41,7 @@ def test_kernels_that_keep_the_mode_say_so(capability: tuple[int, int], mode: No
     with stub_cuda(capability):
         for scheme in map(get_scheme, SCHEMES):
             try:
-                names[scheme.name] = factory.kernel("layer", *QKV, scheme, META)
+                names[scheme.name] = chosen_kernel(factory, "layer", *QKV, scheme, META)
             except (NotImplementedError, ValueError):
                 continue
             refused = "as `bitwise` asks" in supported._other_arithmetic(scheme, names[scheme.name])

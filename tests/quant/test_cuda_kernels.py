@@ -18,7 +18,7 @@ from qarl.quant.kernels.vllm import VllmFactory
 from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from tests.support.cuda_platform import CAPABILITIES, fits, stub_cuda
-from tests.support.kernels import no_cuda
+from tests.support.kernels import chosen_kernel, no_cuda
 
 SHAPES = {  # hidden columns, heads, those of keys and values, head size, the MLP's columns
     "tiny-qwen3": (128, 2, 1, 64, 256),
@@ -81,7 +81,7 @@ def test_learner_and_engine_choose_one_kernel(capability: tuple[int, int]):
                         engine = {n: kernel_name(layer) for n, layer in engines_layers(factory, model, scheme).items()}
                 except (NotImplementedError, ValueError):  # no kernel: `support` refuses the scheme
                     continue
-                learner = {name: factory.kernel(name, *part, scheme, META) for name, part in parts.items()}
+                learner = {name: chosen_kernel(factory, name, *part, scheme, META) for name, part in parts.items()}
                 assert learner == engine, (scheme.name, model)
                 compared += 1
     assert compared > 80
@@ -92,7 +92,7 @@ def test_one_layer_of_a_stack_alone_would_take_another_kernel():
     """So the test above sees what it should."""
     factory, scheme = VllmFactory(torch.bfloat16), get_scheme("w4a16")
     with stub_cuda((9, 0)):
-        names = [factory.kernel("layer", rows, 128, scheme, META) for rows in ([128, 64, 64], [64])]
+        names = [chosen_kernel(factory, "layer", rows, 128, scheme, META) for rows in ([128, 64, 64], [64])]
     assert names == ["MacheteLinearKernel", "HummingLinearKernel"]
 
 
@@ -100,7 +100,7 @@ def test_one_layer_of_a_stack_alone_would_take_another_kernel():
 def test_kernels_that_read_the_models_config_are_asked():
     """DeepGEMM asks for the model's type; a learner has no such config of its own."""
     with stub_cuda((9, 0)):
-        kernel = VllmFactory(torch.bfloat16).kernel("layer", [256], 256, get_scheme("fp8-block"), META)
+        kernel = chosen_kernel(VllmFactory(torch.bfloat16), "layer", [256], 256, get_scheme("fp8-block"), META)
     assert kernel == "DeepGemmFp8BlockScaledMMKernel"
 
 

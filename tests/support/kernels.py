@@ -1,11 +1,12 @@
 """Which schemes vLLM runs on a CPU, stated by hand: what the code under test finds out for itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from qarl.quant.schemes import COMPUTE_DTYPES
+from qarl.quant.schemes import COMPUTE_DTYPES, Scheme
 
 VLLM_CPU_KERNELS = {
     "bf16": "unquantized", "w4a16": "WNA16", "w4a16-g64": "WNA16", "w4a16-g32": "WNA16", "w4a16-channel": "WNA16",
@@ -39,3 +40,14 @@ def needs_cuda(what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         not torch.cuda.is_available(), reason=f"{what}: needs a CUDA device; `make test DEVICE=cuda` on one runs it"
     )
+
+
+def chosen_kernel(
+    factory: Any, name: str, rows: Sequence[int], columns: int, scheme: Scheme, device: torch.device
+) -> str:
+    """Name of the kernel that vLLM chooses for a layer of parts [rows, columns], of which nothing is loaded. factory: a
+    `VllmFactory`. Raises what vLLM raises where it has none."""
+    from qarl.quant.kernels.vllm_layers import kernel_name
+
+    with factory._loading(device):
+        return kernel_name(factory._empty(name, rows, columns, scheme, False))
