@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from qarl.advice.finding import Finding
 from qarl.advice.pitfalls import Evidence, find_pitfalls
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schema.run import RolloutConfig, RunConfig
+from qarl.configs.schema.run import LayerRule, RolloutConfig, RunConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
@@ -117,7 +117,8 @@ def investigate(config: RunConfig) -> Investigation:
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
     masters = load_masters(folder, torch.float32, Processes().device)
-    models = {name: _learner(config, masters, kind) for name, kind in LEARNERS.items()}
+    of_run = config.scheme, config.dtype
+    models = {name: learner_over(masters, *of_run, kind, config.layers) for name, kind in LEARNERS.items()}
     task = load_task(config.task).shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
@@ -195,12 +196,14 @@ def has_own_head(folder: Path) -> bool:
     return head is not None and (embedding is None or not torch.equal(head, embedding))
 
 
-def _learner(config: RunConfig, masters: PreTrainedModel, kind: LearnerKind) -> LowBitModel:
+def learner_over(
+    masters: PreTrainedModel, scheme: str, dtype: str, kind: LearnerKind, rules: Sequence[LayerRule] = ()
+) -> LowBitModel:
     """Over modules of its own and the very tensors of `masters`, which nothing here writes."""
     tensors = (*masters.parameters(), *masters.buffers())
     modules = copy.deepcopy(masters, {id(tensor): tensor for tensor in tensors})
-    context = LayerContext(COMPUTE_DTYPES[config.dtype], kind.kernel, kind.aligned)
-    return LowBitModel(modules, get_scheme(config.scheme), context, kind.operators, config.layers)
+    context = LayerContext(COMPUTE_DTYPES[dtype], kind.kernel, kind.aligned)
+    return LowBitModel(modules, get_scheme(scheme), context, kind.operators, rules)
 
 
 def _share(model: LowBitModel, engine: Engine) -> str:

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import torch
 
-from qarl.advice.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, scored
+from qarl.advice.mismatch import FLOOR, LEARNERS, LearnerKind, engine_of, learner_over, scored
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.run.session import model_folder
@@ -79,7 +77,8 @@ def table(rows: list[MismatchRow]) -> PlainTable:
 def _measure_scheme(
     folder: Path, dtype: str, scheme: str, learners: dict[str, LearnerKind], prompts: int, tokens: int, seed: int
 ) -> dict[str, Mismatch]:
-    model = _low_bit(folder, dtype, scheme, LEARNERS["fake-quant"])
+    masters = load_masters(folder, torch.float32, Processes().device)
+    model = learner_over(masters, scheme, dtype, LEARNERS["fake-quant"])
     rollout = RolloutConfig(max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=tokens)
     with engine_of(model, folder, rollout, dtype) as engine:
         drawn = _prompts(prompts, model.config.vocab_size, seed)
@@ -88,16 +87,10 @@ def _measure_scheme(
     batch = make_batch(groups, pad_token=0)
     return {
         name: measure_mismatch(
-            scored(_low_bit(folder, dtype, scheme, kind), batch), batch.sampler_logprobs, batch.response_mask
+            scored(learner_over(masters, scheme, dtype, kind), batch), batch.sampler_logprobs, batch.response_mask
         )
         for name, kind in learners.items()
     }
-
-
-def _low_bit(folder: Path, dtype: str, scheme: str, kind: LearnerKind) -> LowBitModel:
-    masters = load_masters(folder, torch.float32, Processes().device)
-    context = LayerContext(COMPUTE_DTYPES[dtype], kind.kernel, kind.aligned)
-    return LowBitModel(masters, get_scheme(scheme), context, kind.operators)
 
 
 def _prompts(count: int, vocabulary: int, seed: int) -> list[Prompt]:
