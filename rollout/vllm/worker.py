@@ -106,7 +106,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
             sent.append(item.name)
             yield item.name, item.tensor
 
-    expected = _checkpoint_layers(model)
+    before = checkpoint_names(model)
     with set_current_vllm_config(config), torch.no_grad():
         if current_platform.is_cpu():
             name_w4a8_weights_once(model)
@@ -121,19 +121,15 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         finalize_layerwise_reload(model, config.model_config)
         if current_platform.is_cpu():
             _prepare_heads(model)
-    unconsumed, missing = _unmatched(expected, sent)
+    unconsumed, missing = compare_names(before.values(), sent)
     return LoadReport(digest.hexdigest(), len(sent), unconsumed, tuple(sorted({*missing, *partial})))
 
 
-def compare_names(model: nn.Module, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Before a stream of tensors of these names is loaded: the layers that no layer of the model is, and those of the
-    model that would get nothing."""
-    return _unmatched(_checkpoint_layers(model), names)
-
-
-def _unmatched(expected: set[str], sent: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    layers = {name.rpartition(".")[0] for name in sent}
-    return tuple(sorted(layers - expected)), tuple(sorted(expected - layers))
+def compare_names(expected: Iterable[Iterable[str]], sent: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a stream of tensors `sent`, the layers that are none of the model's, and those of the model that get nothing.
+    expected: the layers in each of its modules (`checkpoint_names`)."""
+    known, layers = {name for names in expected for name in names}, {name.rpartition(".")[0] for name in sent}
+    return tuple(sorted(layers - known)), tuple(sorted(known - layers))
 
 
 def name_w4a8_weights_once(model: nn.Module) -> None:
@@ -185,10 +181,6 @@ def _prepare_heads(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def _checkpoint_layers(model: nn.Module) -> set[str]:
-    return {name for names in checkpoint_names(model).values() for name in names}
 
 
 def _scheme_of(module: nn.Module, name: str, config: VllmConfig) -> tuple[str, int | None]:

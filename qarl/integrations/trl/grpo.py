@@ -74,10 +74,8 @@ class LowBitGRPOTrainer(GRPOTrainer):
         model.low_bit.router_log.enable(self.aux_loss_enabled)
         self.model.forward = MethodType(_fused_forward(model, args.temperature), self.model)
         if engine is None:
-            length = args.vllm_max_model_length or min(
-                _LONGEST, getattr(model.config, "max_position_embeddings", _LONGEST)
-            )
-            prompt, answer = length - args.max_completion_length, args.max_completion_length
+            longest, answer = getattr(model.config, "max_position_embeddings", _LONGEST), args.max_completion_length
+            prompt = (args.vllm_max_model_length or min(_LONGEST, longest)) - answer
             limits = {"max_prompt_tokens": prompt, "max_new_tokens": answer, "temperature": args.temperature}
             engine = open_engine(model, tokenizer=self.processing_class, **limits)
         self.engine = engine

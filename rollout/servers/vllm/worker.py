@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from qarl.quant.delta import VersionCache
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.servers.versions import read_version
+from qarl.rollout.vllm.names import checkpoint_names
 from qarl.rollout.vllm.staging import Staged, stage, staging_refusal
 from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream, prepare
 
@@ -78,7 +79,7 @@ class ReceivedVersions:
         version, changed = files.received(tensor_bytes, cached)
         self.cached = None  # the model is still of the version before
         tensors = {item.name: item.tensor for item in version.tensors()}
-        unconsumed, missing = compare_names(self._model, tensors)
+        unconsumed, missing = compare_names(checkpoint_names(self._model).values(), tensors)
         report = LoadReport(version.digest, len(tensors), unconsumed, missing)
         fits = report.took_all_of(digest)
         beside = fits and staging_refusal(self._model) is None
