@@ -171,6 +171,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
-    except* EngineError as errors:
-        raise errors.exceptions[0] from None
+    except ExceptionGroup as errors:  # in `except*` Python before 3.11.4 makes a group of what is raised again
+        own, others = errors.split(EngineError)
+        raise errors if others or own is None else own.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -15,14 +15,14 @@ BYPASS = {"name": "none", "ratio_from": "sampler"}
 def forwards_without_gradient(learner: Learner) -> list[int]:
     """A list that grows by the rows of each forward that no gradient is taken of."""
     rows: list[int] = []
-    policy = learner.backend.policy
+    policy = learner.scorer._policy
 
     def counted(function: Any, tokens: torch.Tensor, *rest: Any) -> Any:
         if not torch.is_grad_enabled():
             rows.append(len(tokens))
         return policy(function, tokens, *rest)
 
-    learner.backend.policy = counted  # type: ignore[method-assign, assignment]
+    learner.scorer._policy = counted
     return rows
 
 
