@@ -47,7 +47,7 @@ class Worker:
         self._pipe, theirs = Pipe()
         code = f"from qarl.tasks.worker import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment()
+            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment()
         )
         self._living[:] = [self._process]
         theirs.close()
