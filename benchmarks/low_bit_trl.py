@@ -1,0 +1,129 @@
+"""TRL's GRPOTrainer on an exact low-bit policy, beside TRL by itself and `qarl train`: seconds a step and accuracy.
+
+python -m benchmarks.low_bit_trl [--steps 100] [--json FILE]        (with TRL: pip install 'trl>=1.16,<1.17')
+
+The embedded default's policy, task and sizes, TBPO by TRL's options (docs/guide/trl.md), AdamW. Each learner has a
+process of its own, one after the other; a step's seconds are the median of those after the third.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import qarl
+from qarl.bench.record import record
+from qarl.cli.options import json_file, write_json
+from qarl.report.metrics import read_metrics
+from qarl.run.session import model_folder
+
+_MODEL, _LR, _UPDATES, _WARM, _HELD_OUT = "tiny-qwen3", 2e-4, 2, 3, 512
+
+
+def trained_by_qarl(steps: int) -> dict[str, Any]:
+    """`qarl train` with AdamW at TRL's rate."""
+    adamw = {"name": "adamw", "lr": _LR, "weight_decay": 0.0, "decay_steps": 0}
+    options = {f"learner.optimizer.{key}": value for key, value in adamw.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        run = {"steps": steps, "output": f"{folder}/run", "eval.every": steps, "eval.problems": _HELD_OUT}
+        outcome = qarl.train(qarl.config(_MODEL, {**run, **options}))
+        lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    seconds = [sum(v for k, v in line.items() if k.startswith("seconds/") and k.count("/") == 1) for line in lines]
+    off = max(line["learn/mismatch/max_abs"] for line in lines)
+    return {"seconds": median(seconds[_WARM:-1]), "accuracy": outcome.export_accuracy, "max_abs": off}
+
+
+def trained_by_trl(low_bit: bool, steps: int) -> dict[str, Any]:
+    """TRL's trainer, on an exact low-bit policy or on its own float32 one, its quickest on CPUs."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    from qarl.integrations.trl import LowBitGRPOTrainer
+
+    settings = qarl.config(_MODEL)
+    task, prompts, folder = qarl.load_task(settings.task), settings.rollout.prompts, model_folder(_MODEL)
+    problems = [p for step in range(steps) for p in task.problems("train", step * prompts, prompts, 0)]
+    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    tokenizer, ended = AutoTokenizer.from_pretrained(folder), []
+
+    def reward(completions: Any, number: Any, **_: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        return [float(text.strip() == problems[n].answer) for n, text in zip(number, texts, strict=True)]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % _UPDATES == 0:
+                ended.append(time.perf_counter())
+
+    samples = settings.rollout.samples
+    args = GRPOConfig(
+        tempfile.mkdtemp(), per_device_train_batch_size=prompts * samples // _UPDATES, steps_per_generation=_UPDATES,
+        num_generations=samples, max_completion_length=settings.rollout.max_new_tokens, max_steps=steps * _UPDATES,
+        learning_rate=_LR, lr_scheduler_type="constant", loss_type="grpo", importance_sampling_level="sequence",
+        epsilon=0.1, epsilon_high=0.1, delta=1.1, shuffle_dataset=False, report_to="none", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, logging_steps=1, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = Dataset.from_dict({"prompt": chats, "number": list(range(len(chats)))})
+    options: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Clock()]}
+    if low_bit:
+        policy = qarl.align(_MODEL, settings.scheme)
+        options["engine"] = qarl.engine(policy, max_prompt_tokens=64, max_new_tokens=8, max_num_seqs=512)
+        trainer = LowBitGRPOTrainer(policy, reward, args, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        trainer = GRPOTrainer(model, reward, args, **options)
+    trainer.train()
+    held_out = task.problems("heldout", 0, _HELD_OUT, 0)
+    if low_bit:
+        trainer.sync_weights()
+        answers = [answer.text for (answer,) in trainer.engine.generate(held_out, greedy=True)]
+    else:
+        asked = [[{"role": "user", "content": problem.question}] for problem in held_out]
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in asked]
+        inputs = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+        tokens = trainer.model.generate(**inputs, do_sample=False, max_new_tokens=8)[:, inputs["input_ids"].shape[1] :]
+        answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    right = sum(text.strip() == problem.answer for problem, text in zip(held_out, answers, strict=True))
+    name, history = "sampling/sampling_logp_difference/max", trainer.state.log_history
+    seconds = [after - before for before, after in zip(ended, ended[1:], strict=False)]
+    off = max((entry[name] for entry in history if name in entry), default=None)
+    return {"seconds": median(seconds[_WARM:]), "accuracy": right / len(held_out), "max_abs": off}
+
+
+LEARNERS = {
+    "LowBitGRPOTrainer": lambda steps: trained_by_trl(True, steps),
+    "TRL by itself, float32": lambda steps: trained_by_trl(False, steps),
+    "qarl train": trained_by_qarl,
+}
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--one", choices=LEARNERS, help="that learner, in this process")
+    parser.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as a record")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(LEARNERS[options.one](options.steps)))
+        return 0
+    rows = []
+    for learner in LEARNERS:
+        command = [sys.executable, "-m", "benchmarks.low_bit_trl", "--steps", str(options.steps), "--one", learner]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        rows.append({"learner": learner, **json.loads(output.splitlines()[-1])})
+        print(rows[-1], flush=True)
+    write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.low_bit_trl"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
