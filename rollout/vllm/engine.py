@@ -57,13 +57,12 @@ class VllmEngine:
             ) from error
 
         VllmEngine._open = True
-        try:
-            self._call("collective_rpc", "qarl_prepare")
-            if not options.rollout.enforce_eager:
+        if not options.rollout.enforce_eager:
+            try:
                 refuse_graphs_over_freed_memory({layer.kernel for layer in self.layers()})
-        except EngineError:
-            self.close()
-            raise
+            except EngineError:
+                self.close()
+                raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`. Log-probs are of the distribution sampled from

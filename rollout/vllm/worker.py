@@ -44,10 +44,6 @@ class WorkerExtension:
     vllm_config: VllmConfig
     model_runner: Any
 
-    def qarl_prepare(self) -> None:
-        """See `prepare`; before all else."""
-        prepare(self.model_runner.get_model(), self.vllm_config)
-
     def qarl_load(self, stream: Iterable[LowBitTensor]) -> LoadReport:
         """Load a published stream into the running model and report what was consumed."""
         report = load_stream(self.model_runner.get_model(), self.vllm_config, stream)
@@ -58,6 +54,7 @@ class WorkerExtension:
         """Every linear layer of the model, fused ones by their checkpoint names, and every layer's experts as one."""
         model: nn.Module = self.model_runner.get_model()
         dtype = str(self.vllm_config.model_config.dtype)
+        prepare(model, self.vllm_config)
         reports = []
         for name, module in model.named_modules():
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
@@ -74,9 +71,10 @@ class WorkerExtension:
 
 
 def prepare(model: nn.Module, config: VllmConfig) -> None:
-    """Before a model samples, is audited or published to, and between its steps. Again it does nothing.
+    """Before a model is first audited or published to, and between its steps. Again it does nothing.
 
-    Raises `EngineError` where CUDA graphs were captured of what it would change.
+    Raises `EngineError` where CUDA graphs were captured of what it would change, `GraphError` where its loading cannot
+    be followed (gpt-oss).
     """
     trace_names(model, config)
     quantize_in_layers(model, config.model_config.enforce_eager)
@@ -106,6 +104,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
             sent.append(item.name)
             yield item.name, item.tensor
 
+    prepare(model, config)
     before = checkpoint_names(model)
     with set_current_vllm_config(config), torch.no_grad():
         if current_platform.is_cpu():
