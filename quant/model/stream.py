@@ -45,7 +45,8 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
     the parameter's own name, and the checkpoint's."""
     experts = layers.experts[layer]
     layout, stacks = experts.shape.layout, experts.codes().stacks
-    if layout.stacked and experts.scheme.quantization is None and stacks is not None:
+    if layout.stacked and experts.scheme.quantization is None:
+        assert stacks is not None, "unquantized experts are materialized stack by stack"
         stack = stacks[key == "down_proj"].codes
         yield LowBitTensor(written, stack.view(experts.shape.experts, -1, stack.shape[-1]))
     elif key == "gate_up_proj":
