@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,7 +94,7 @@ def trained_by_trl(low_bit: bool, steps: int) -> dict[str, Any]:
         answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     right = sum(text.strip() == problem.answer for problem, text in zip(held_out, answers, strict=True))
     name, history = "sampling/sampling_logp_difference/max", trainer.state.log_history
-    seconds = [after - before for before, after in zip(ended, ended[1:], strict=False)]
+    seconds = [after - before for before, after in pairwise(ended)]
     off = max((entry[name] for entry in history if name in entry), default=None)
     return {"seconds": median(seconds[_WARM:]), "accuracy": right / len(held_out), "max_abs": off}
 

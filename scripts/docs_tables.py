@@ -72,6 +72,16 @@ def _of_family(row: dict[str, Any]) -> str:
     return f"{row['equal']:.3f}, {row['equal_own']:.3f}; {gradient}"
 
 
+def low_bit_trl(rows: list[dict[str, Any]]) -> str:
+    """Of `python -m benchmarks.low_bit_trl`: seconds as multiples of TRL's, which is the second row."""
+    lines = [line(("", "seconds a step", "× TRL", "held out", r"max \|Δ log p\|")), "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        off = "" if row["max_abs"] is None else f"{row['max_abs']:g}"
+        times = f"{row['seconds'] / rows[1]['seconds']:.2f}"
+        lines.append(line((row["learner"], f"{row['seconds']:.2f}", times, f"{row['accuracy']:.1%}", off)))
+    return "\n".join(lines) + "\n"
+
+
 def speed(data: dict[str, Any]) -> str:
     """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time goes."""
     options = data["options"]
@@ -347,6 +357,7 @@ def launches(rows: list[dict[str, Any]]) -> str:
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
+    "low_bit_trl": low_bit_trl,
     "compare": compare, "mismatch": mismatch, "publish": publish, "train": train, "speed": speed, "schemes": schemes,
     "memory": memory, "communication": communication, "launches": launches, "delta": delta,
     "delivery": delivery, "families": families, "soak": soak, "server_faults": server_faults,
