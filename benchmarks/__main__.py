@@ -2,32 +2,32 @@
 
 import sys
 
+from benchmarks.command import PROGRAM, runs
 from benchmarks.options import (
     communication,
     delivery,
     delta,
     learner,
     memory,
+    mismatch,
     precision,
     publish,
     soak,
+    speed,
     train,
 )
-from qarl.cli.bench import runs
 from qarl.cli.main import run_command
 from qarl.cli.parser import Parser
-
-PROGRAM = "python -m benchmarks"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark; returns the exit status, as `qarl` does."""
     parser = Parser(prog=PROGRAM, description="What developers measure of QaRL, from a checkout.")
     names = parser.add_subparsers(title="benchmarks", required=True, metavar="NAME")
-    for benchmark in (communication, delivery, delta, learner, precision, publish, soak):
-        runs(benchmark.add_options(names), benchmark.measure, program=PROGRAM)
+    for benchmark in (communication, delivery, delta, learner, mismatch, precision, publish, soak, speed):
+        runs(benchmark.add_options(names), benchmark.measure)
     for benchmark in (memory, train):
-        runs(benchmark.add_options(names), benchmark.measure, fields=True, program=PROGRAM)
+        runs(benchmark.add_options(names), benchmark.measure, fields=True)
     return run_command(parser, sys.argv[1:] if arguments is None else arguments)
 
 

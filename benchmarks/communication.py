@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.learner.batch import draw_sequences
 from benchmarks.learner.worker import groups_of
-from qarl.bench.models import PAD, BenchModel, qwen3, write_model
-from qarl.bench.process import WorkerError
+from benchmarks.models import PAD, BenchModel, qwen3, write_model
+from benchmarks.process import WorkerError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends.native import shard_masters
 from qarl.learner.backends.zero_loading import partitioned_loading

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
+from benchmarks.models import MODELS
 from benchmarks.publish import moe_config
-from qarl.bench.models import MODELS
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.master_step import MasterStep
 from qarl.quant.delta import VersionCache

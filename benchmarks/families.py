@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.random_policy import SIZES
 from qarl.advice.mismatch import engine_of
-from qarl.bench.record import record
 from qarl.cli.options import json_file, write_json
 from qarl.configs.schema.run import RolloutConfig
 from qarl.embedded.recipe import RECIPES, ensure_recipe
@@ -36,6 +35,7 @@ from qarl.learner.mismatch import measure_mismatch
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
+from qarl.report.record import record
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.publisher import Publisher

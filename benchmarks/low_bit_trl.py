@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import qarl
-from qarl.bench.record import record
 from qarl.cli.options import json_file, write_json
 from qarl.report.metrics import read_metrics
+from qarl.report.record import record
 from qarl.run.session import model_folder
 
 _MODEL, _LR, _UPDATES, _WARM, _HELD_OUT = "tiny-qwen3", 2e-4, 2, 3, 512

@@ -1,6 +1,6 @@
 """Untrained policies of several families with a peaky output head, to compare kernels on where no weights are at hand:
 
-python -m benchmarks.random_policy random-gemma3 FOLDER && qarl bench mismatch --model FOLDER
+python -m benchmarks.random_policy random-gemma3 FOLDER && python -m benchmarks mismatch --model FOLDER
 """
 
 import argparse

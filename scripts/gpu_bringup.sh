@@ -88,7 +88,7 @@ step engine 6 products tests tests/gpu/test_gpu.py -k "fresh_one and dense and e
 step engine-experts 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and experts and eager"
 step engine-graphs 6 engine tests tests/gpu/test_gpu.py -k "fresh_one and graphs"
 # how far learner and sampler are apart
-step mismatch 6 engine "$qarl" bench mismatch --json "$out/mismatch-table.json"
+step mismatch 6 engine "$python" -m benchmarks mismatch --json "$out/mismatch-table.json"
 step nearer 6 engine tests tests/gpu/test_runs.py -k "nearer or learners"
 step bitwise 8 engine tests tests/gpu/test_runs.py -k bits
 # whole runs: train, export, resume

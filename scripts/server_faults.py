@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.random_policy import random_policy  # noqa: E402
-from qarl.bench.record import record  # noqa: E402
 from qarl.configs.load import load_config  # noqa: E402
+from qarl.report.record import record  # noqa: E402
 from qarl.rollout.engine import EngineError  # noqa: E402
 from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
 from qarl.rollout.servers.vllm.replica import VllmReplica  # noqa: E402

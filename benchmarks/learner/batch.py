@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl.bench.models import END, BenchModel
+from benchmarks.models import END, BenchModel
 
 _FIRST_WORD = 2
 _PROMPT_SHARE = 0.5

@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.learner.batch import Sequences, digest
 from benchmarks.learner.job import Job, Steps
 from benchmarks.learner.step_memory import StepMemory
-from qarl.bench.models import PAD
-from qarl.bench.process import answer_line
+from benchmarks.models import PAD
+from benchmarks.process import answer_line
 
 
 def run(job: Job) -> Steps:

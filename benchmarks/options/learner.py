@@ -5,9 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.command import KERNELS, scheme_names, words
 from benchmarks.names import LEARNER_MODELS
 from benchmarks.options.trl import add_trl, trl_settings
-from qarl.cli.options import DTYPES, KERNELS, scheme_names, whole, words
+from qarl.cli.options import DTYPES, whole
 from qarl.report.tables import PlainTable
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.command import KERNELS
 from benchmarks.names import OPTIMIZERS
-from qarl.cli.options import DTYPES, KERNELS, whole
+from qarl.cli.options import DTYPES, whole
 from qarl.configs.schemes import SCHEME_NAMES
 from qarl.report.tables import PlainTable
 

@@ -99,10 +99,10 @@ def _comparison(options: argparse.Namespace, overrides: dict[str, str]) -> Compa
 
 
 def _measure(comparison: Comparison, left: Any, options: argparse.Namespace, console: Console) -> int:
-    from qarl.bench.record import record
     from qarl.compare.cells import run_cells
     from qarl.compare.figures import as_data, measured_cells
     from qarl.compare.table import table
+    from qarl.report.record import record
 
     failed = run_cells(comparison, left, options.workers, console)
     for each in failed:

@@ -12,7 +12,6 @@ import yaml
 from rich.console import Console
 
 from qarl.api.runs import planned, resumed, run
-from qarl.cli.bench import add_bench
 from qarl.cli.check import add_check
 from qarl.cli.compare import add_compare
 from qarl.cli.environment import quiet_libraries, write_in_any_encoding
@@ -90,7 +89,6 @@ def _parser() -> Parser:
     add_serve_rollouts(commands)
     add_sample(commands)
     add_runs(commands)
-    add_bench(commands)
     add_compare(commands)
     add_plan(commands)
     add_schemes(commands)

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,12 +15,8 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import field_paths, nearest_option
 from qarl.configs.schema.base import Dtype
-from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schemes import SCHEME_NAMES
-from qarl.configs.words import did_you_mean
 
 DTYPES = get_args(Dtype)
-KERNELS = get_args(LearnerConfig.model_fields["kernel"].annotation)
 
 
 def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, str]:
@@ -98,26 +94,9 @@ def _finite(data: Any) -> Any:
     return [_finite(item) for item in data] if isinstance(data, list | tuple) else data
 
 
-def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """The `type` of an option that takes one or more words of `known` with commas between, each once. As those below it
-    refuses others while the command line is read, before anything heavy is imported."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        for word in split(text) or ("",):
-            if word not in known:
-                raise ArgumentTypeError(f"{word!r} must be one of {', '.join(known)}{did_you_mean(word, known)}")
-        return split(text)
-
-    return parse
-
-
 def split(text: str) -> tuple[str, ...]:
     """Words with commas between, each once."""
     return tuple(dict.fromkeys(word for word in text.split(",") if word))
-
-
-scheme_names = words(SCHEME_NAMES)
-"""The `type` of `--schemes`."""
 
 
 def numbers(example: str, least: int = 0) -> Callable[[str], tuple[int, ...]]:

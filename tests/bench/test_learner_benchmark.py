@@ -14,8 +14,8 @@ from benchmarks.learner.job import Job, Steps
 from benchmarks.learner.step_memory import StepMemory
 from benchmarks.learner.trl_worker import arguments, rows_a_forward
 from benchmarks.learner.worker import run
-from qarl.bench.models import MODELS, BenchModel, write_model
-from qarl.bench.process import WorkerError, answer_line, last_answer
+from benchmarks.models import MODELS, BenchModel, write_model
+from benchmarks.process import WorkerError, answer_line, last_answer
 from tests.support.runs import ROOT
 
 TRL = ROOT / ".venv-trl" / "bin" / "python"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.process import answer_line, last_answer
 from benchmarks.train import measure as train
 from benchmarks.train import table as train_table
 from benchmarks.train.clock import Clock
 from benchmarks.train.job import Curve, Point, TrlJob, reached
 from benchmarks.train.trl_worker import arguments, rows_a_forward
-from qarl.bench.process import answer_line, last_answer
 from tests.support.runs import ROOT
 
 TRL = ROOT / ".venv-trl" / "bin" / "python"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl.bench.mismatch import measure
+from benchmarks.mismatch import measure
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RolloutConfig

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import mismatch as bench_mismatch
 from qarl.advice import mismatch as run_mismatch
-from qarl.bench import mismatch as bench_mismatch
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import EngineError
@@ -30,7 +30,7 @@ def test_graphs_are_refused_over_memory_that_a_publish_frees():
 
 
 def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """`qarl bench mismatch`, `qarl mismatch` and `qarl check --sample` multiply with vLLM's kernels for it."""
+    """`benchmarks mismatch`, `qarl mismatch` and `qarl check --sample` multiply with vLLM's kernels for it."""
     devices = []
 
     def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> None:

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from qarl.bench.record import record
 from qarl.cli.options import write_json
+from qarl.report.record import record
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "benchmarks/records").glob("*.json"))
 
 
 def test_a_record_says_how_to_measure_it_again():
-    made = record(["bench", "mismatch", "--schemes", "w4a16,w8a8", "--json", "a b.json"], [{"x": 1}])
-    assert made["command"] == "qarl bench mismatch --schemes w4a16,w8a8"
-    assert record(["bench", "speed", "--json=x", "--rounds", "1"], [])["command"] == "qarl bench speed --rounds 1"
+    made = record(["compare", "schemes", "--seeds", "0,1", "--json", "a b.json"], [{"x": 1}])
+    assert made["command"] == "qarl compare schemes --seeds 0,1"
+    speed = record(["speed", "--json=x", "--rounds", "1"], [], "python -m benchmarks")
+    assert speed["command"] == "python -m benchmarks speed --rounds 1"
     assert made["data"] == [{"x": 1}]
     assert made["environment"]["device"].endswith("AMX") or "NVIDIA" in made["environment"]["device"]
     assert {"python", "torch", "transformers", "compressed-tensors"} <= made["environment"].keys()

@@ -59,7 +59,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
     ("arguments", "said"),
     [
         ("trian", "'trian' must be one of train, check, init, export"),
-        ("bench mismatched", "did you mean 'mismatch'?"),
+        ("mismatched", "did you mean 'mismatch'?"),
         ("train --lr -1e-3", "learner.optimizer.lr (--lr) -0.001 must be a number, above 0, at most 1"),
         ("train --lr .inf", "(--lr) inf must be a number"),
         ("train --aligned", "option --aligned needs a value"),

@@ -1,4 +1,4 @@
-"""`qarl bench speed`: its counts, ratios and refusals, against values computed by hand. Whether an engine
+"""`python -m benchmarks speed`: its counts, ratios and refusals, against values computed by hand. Whether an engine
 is as fast as it is measured is left to the measurement."""
 
 import dataclasses
@@ -11,13 +11,13 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from qarl.bench.models import MODELS, write_model
-from qarl.bench.process import answer_line, last_answer
-from qarl.bench.speed import measure as speed
-from qarl.bench.speed.figures import Spread, engine_rows, kept, step_rows
-from qarl.bench.speed.job import PHASES, Answer, Cell
-from qarl.bench.speed.table import tables
-from qarl.bench.speed.worker import run
+from benchmarks.models import MODELS, write_model
+from benchmarks.process import answer_line, last_answer
+from benchmarks.speed import measure as speed
+from benchmarks.speed.figures import Spread, engine_rows, kept, step_rows
+from benchmarks.speed.job import PHASES, Answer, Cell
+from benchmarks.speed.table import tables
+from benchmarks.speed.worker import run
 from qarl.configs.errors import ConfigError
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.planning.shapes import NAMED, Shapes, shapes_of

@@ -1,8 +1,8 @@
-"""The tables of `qarl bench speed`."""
+"""The tables of `python -m benchmarks speed`."""
 
-from qarl.bench.speed.figures import SAMPLING_SHARE, EngineRow, Spread
-from qarl.bench.speed.job import PHASES
-from qarl.bench.speed.measure import Figures
+from benchmarks.speed.figures import SAMPLING_SHARE, EngineRow, Spread
+from benchmarks.speed.job import PHASES
+from benchmarks.speed.measure import Figures
 from qarl.report.tables import PlainTable
 
 

@@ -1,6 +1,6 @@
-"""One scheme's process of `qarl bench speed`: its engine's speed, then whole training steps with a learner beside it.
+"""One scheme's process of the benchmark: its engine's speed, then whole training steps with a learner beside it.
 
-    python -m qarl.bench.speed.worker '{"folder": FOLDER, "scheme": NAME, …}'     (see `Job`)
+    python -m benchmarks.speed.worker '{"folder": FOLDER, "scheme": NAME, …}'     (see `Job`)
 
 prints one line of JSON (`Answer`) last. A process of its own, for vLLM allows one engine in each.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from qarl.bench.process import WorkerError, answer_line
-from qarl.bench.speed.job import PHASES, Answer, Cell, Job
+from benchmarks.process import WorkerError, answer_line
+from benchmarks.speed.job import PHASES, Answer, Cell, Job
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch

@@ -1,10 +1,10 @@
-"""From what every process answered to the figures of `qarl bench speed`: medians over rounds, ratios within a round."""
+"""From what every process answered to the benchmark's figures: medians over rounds, ratios within a round."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qarl.bench.speed.job import PHASES, Answer
+from benchmarks.speed.job import PHASES, Answer
 
 SAMPLING_SHARE = 0.7
 """Of a step: what figures "at share" suppose."""
@@ -43,7 +43,7 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A training step of one kind (`qarl.bench.speed.job.KINDS`).
+    """A training step of one kind (`benchmarks.speed.job.KINDS`).
 
     seconds: of the step; phases: median seconds of each. of_bf16: the step's seconds over bf16's. sampling: its share.
     sampling_speedup: bf16's seconds of sampling over this scheme's. kept: the step's speed-up over what the sampling

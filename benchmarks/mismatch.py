@@ -1,4 +1,4 @@
-"""`qarl bench mismatch`: how far learner and sampler are apart, per scheme and compute dtype.
+"""`python -m benchmarks mismatch`: how far learner and sampler are apart, per scheme and compute dtype.
 
 One engine a scheme and dtype samples completions; three learners score the same tokens: plain (the master cast to
 the compute dtype), fake-quant (dequantized product) and aligned (the engine's kernels on the published codes, the

@@ -1,4 +1,4 @@
-"""`qarl bench speed`: every scheme's engine and training step against bf16's, on one model.
+"""`python -m benchmarks speed`: every scheme's engine and training step against bf16's, on one model.
 
 Each scheme runs in a process of its own, one after the other, and rounds interleave them; ratios are between processes
 of one round.
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from qarl.bench.models import MODELS, write_model
-from qarl.bench.process import run_worker
-from qarl.bench.speed.figures import EngineRow, StepRow, engine_rows, step_rows
-from qarl.bench.speed.job import Answer, Job, Options
+from benchmarks.models import MODELS, write_model
+from benchmarks.process import run_worker
+from benchmarks.speed.figures import EngineRow, StepRow, engine_rows, step_rows
+from benchmarks.speed.job import Answer, Job, Options
 from qarl.configs.errors import ConfigError
 from qarl.planning.shapes import Shapes, shapes_of
 from qarl.quant.checkpoint.load import model_skeleton
@@ -122,7 +122,7 @@ def _cache_gib(options: Options, shapes: Shapes) -> int:
 def _answer(job: Job) -> Answer:
     argument = json.dumps(dataclasses.asdict(job))
     parse = TypeAdapter(Answer).validate_python
-    return run_worker("qarl.bench.speed.worker", argument, parse, f"the process of {job.scheme}")
+    return run_worker("benchmarks.speed.worker", argument, parse, f"the process of {job.scheme}")
 
 
 def as_data(figures: Figures) -> dict[str, Any]:

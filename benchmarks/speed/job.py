@@ -1,4 +1,4 @@
-"""What `qarl bench speed` asks of a scheme's process, and what that answers. Imports nothing heavy."""
+"""What `python -m benchmarks speed` asks of a scheme's process, and what that answers. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ PHASES = ("sample", "old", "forward", "backward", "optimizer", "materialize", "p
 
 @dataclass(frozen=True)
 class Options:
-    """model: a name of `qarl.bench.models.MODELS`, of an embedded policy, a folder or a hub id. schemes: none for all
+    """model: a name of `benchmarks.models.MODELS`, of an embedded policy, a folder or a hub id. schemes: none for all
     that run here. batches, contexts: sequences at once, and tokens of each before what is timed. decode_tokens: decoded
     a sequence and cell. prompts, samples a prompt, tokens of a prompt and a completion: of the training step. updates:
     optimizer steps a batch. steps: timed ones of each kind. rounds: of all processes."""

@@ -1,0 +1,65 @@
+"""What the benchmarks' commands share: types of options, and the end of each: its tables, and the same as JSON."""
+
+import argparse
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, get_args
+
+from rich.console import Console
+
+from qarl.cli.environment import quiet_libraries
+from qarl.cli.options import json_file, split, write_json
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.configs.schemes import SCHEME_NAMES
+from qarl.configs.words import did_you_mean
+from qarl.report.tables import PlainTable
+
+PROGRAM = "python -m benchmarks"
+KERNELS = get_args(LearnerConfig.model_fields["kernel"].annotation)
+
+Shown = PlainTable | Sequence[PlainTable]
+Measured = tuple[Shown, Any] | tuple[Shown, Any, int]
+"""What a benchmark returns: the table or tables for a person, the same JSON-ready, and an exit status where it is not
+0."""
+
+
+def words(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """The `type` of an option that takes one or more words of `known` with commas between, each once. As those below it
+    refuses others while the command line is read, before anything heavy is imported."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        for word in split(text) or ("",):
+            if word not in known:
+                near = did_you_mean(word, known)
+                raise argparse.ArgumentTypeError(f"{word!r} must be one of {', '.join(known)}{near}")
+        return split(text)
+
+    return parse
+
+
+scheme_names = words(SCHEME_NAMES)
+"""The `type` of `--schemes`."""
+
+
+def runs(parser: argparse.ArgumentParser, measure: Callable[..., Measured], fields: bool = False) -> None:
+    """The parser's last lines: `--json`, and `measure(known, console)` as what runs.
+
+    fields: every field of the configuration is an option too, and `measure` gets the overrides as a third argument;
+    without it, unknown options are refused.
+    """
+    parser.add_argument(
+        "--json", type=json_file, metavar="FILE", help="write every figure as JSON too, with the command, commit, "
+        "machine and versions",
+    )  # fmt: skip
+
+    def run(known: argparse.Namespace, console: Console) -> int:
+        quiet_libraries(getattr(known, "compile", False))
+        shown, data, *status = measure(known, console, *((known.overrides,) if fields else ()))
+        for table in [shown] if isinstance(shown, PlainTable) else shown:
+            table.show(console)
+        if known.json:
+            from qarl.report.record import record
+
+            write_json(known.json, record(known.arguments, data, PROGRAM))
+        return status[0] if status else 0
+
+    parser.set_defaults(run=run, fields=fields)

@@ -1,1 +1,0 @@
-"""Benchmarks: `qarl bench NAME`. Each prints a table and, with --json, writes its data."""
