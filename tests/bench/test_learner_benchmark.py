@@ -1,7 +1,6 @@
 """`python -m benchmarks learner`: that every trainer gets the same work, and that its parts add up."""
 
 import dataclasses
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from benchmarks.learner.job import Job, Steps
 from benchmarks.learner.step_memory import StepMemory
 from benchmarks.learner.trl_worker import arguments, rows_a_forward
 from benchmarks.learner.worker import run
-from benchmarks.models import MODELS, BenchModel, write_model
+from benchmarks.models import MODELS, write_model
 from benchmarks.process import WorkerError, answer_line, last_answer
 from tests.support.runs import ROOT
 
@@ -85,22 +84,3 @@ def test_a_failed_process_is_quoted(tmp_path: Path):
     job = Job(str(tmp_path), str(tmp_path / "none.json"), "bf16", "bfloat16", 1, 64, 1, False)
     with pytest.raises(WorkerError, match=r"none\.json"):
         learner._run("qarl", job, TRL, "")
-
-
-@pytest.mark.slow
-def test_trl_trains_on_our_tokens(monkeypatch: pytest.MonkeyPatch):
-    """Contract: what TRL's loss is given, padding removed, is the batch's sequences (by digest, checked for both
-    trainers); both tell time and memory. Blind spot: rewards and advantages are not compared."""
-    if not TRL.exists():
-        pytest.skip("TRL has an environment of its own, made by `make trl-env`")
-    small: dict[str, BenchModel] = {"tiny": SMALL}
-    monkeypatch.setattr(learner, "MODELS", small)
-    start = time.perf_counter()
-    options = learner.Options(
-        ("tiny",), (), "bfloat16", ("default", "no-checkpointing"), TRL, 2, 1, 1, None, 4096, "reference", 0
-    )
-    rows = learner.measure(options, lambda line: None)
-    assert [(r.trainer, r.setting) for r in rows] == [("qarl", "bf16"), ("trl", "default"), ("trl", "no-checkpointing")]
-    assert all(0 < r.seconds < time.perf_counter() - start and r.step_bytes > 0 for r in rows)
-    assert rows[0].against_bf16 == 1 and rows[0].against_trl is not None
-    assert min(r.against_trl or 0.0 for r in rows[1:]) == 1

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import TypeAdapter
-from rich.console import Console
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.models import MODELS, write_model
 from benchmarks.process import answer_line, last_answer
@@ -19,11 +17,7 @@ from benchmarks.speed.job import PHASES, Answer, Cell
 from benchmarks.speed.table import tables
 from benchmarks.speed.worker import run
 from qarl.configs.errors import ConfigError
-from qarl.embedded.recipe import RECIPES, recipe_config
-from qarl.planning.shapes import NAMED, Shapes, shapes_of
-from qarl.quant.checkpoint.load import empty_model
-from qarl.quant.graph.errors import GraphError
-from qarl.quant.schemes import SchemeError
+from qarl.planning.shapes import Shapes, shapes_of
 from tests.support.transformers_engine import use_transformers_engine
 
 BF16 = torch.bfloat16
@@ -79,62 +73,6 @@ def options(**changes) -> speed.Options:
     return dataclasses.replace(found, **changes)
 
 
-def shown(made: list) -> str:
-    console = Console(width=300)
-    with console.capture() as captured:
-        for table in made:
-            table.show(console)
-    return captured.get()
-
-
-def test_figures_become_tables_and_json():
-    figures = speed.Figures(
-        model="tiny", parameters=10**6, options=options(batches=(4,)),
-        skipped={"nvfp4": "no such GPU"}, engine=engine_rows(ROUNDS), steps=step_rows(ROUNDS),
-        rounds=ROUNDS,
-    )  # fmt: skip
-    text = shown(tables(figures))
-    assert "nvfp4 left out: no such GPU" in text
-    assert "2.00 × (2.00-2.00)" in text and "w8a8 qarl" in text and "+4.2%" in text
-    data = json.loads(json.dumps(speed.as_data(figures)))
-    assert data["steps"][2]["kept"]["median"] == pytest.approx((6 / 6.5 + 1) / 2) and data["rounds"]["bf16"]
-    assert (
-        TypeAdapter(Answer).validate_python(last_answer(f"noise\n{answer_line(ROUNDS['bf16'][0])}\nnoise"))
-        == ROUNDS["bf16"][0]
-    )
-    assert last_answer("noise") is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [({"schemes": ("w3",)}, SchemeError, "w3"), ({"updates": 3}, ConfigError, "--updates 3 does not divide the 2")],
-)
-def test_unusable_values_are_refused_before_anything_is_started(changes: dict, error: type[Exception], message: str):
-    with pytest.raises(error) as found:
-        speed.measure(options(**changes), lambda line: pytest.fail(line))
-    assert message in str(found.value)
-
-
-def test_a_scheme_that_cannot_run_is_named_or_refused(monkeypatch: pytest.MonkeyPatch):
-    """Left out with its reason where all were asked for, refused where it was."""
-    model = empty_model(recipe_config(RECIPES["tiny-qwen3"]))
-    schemes, skipped = speed.runnable(model, options(kernel="reference"))
-    assert schemes[0] == "bf16" and "w4a16" in schemes and not {"nvfp4", "fp8-block"} & set(schemes)
-    assert "GPU" in skipped["nvfp4"] and skipped["fp8-block"]
-    with pytest.raises(SchemeError, match="'nvfp4' cannot run in the engine on this machine"):
-        speed.measure(options(schemes=("nvfp4",)), lambda line: pytest.fail(line))
-
-
-def test_jobs_of_a_round(tmp_path: Path):
-    """The learners change places from round to round; the cache holds the largest cell."""
-    first, second = (speed.job(tmp_path, "w8a8", n, options(), SMALL) for n in (0, 1))
-    assert first.kinds == ("plain", "qarl") and second.kinds == ("qarl", "plain")
-    assert first.cache_gib == 1
-    assert speed.job(tmp_path, "bf16", 0, options(), SMALL).kinds == ("bf16",)
-    large = speed.job(tmp_path, "bf16", 0, options(batches=(64,), contexts=(1000,)), NAMED["qwen3-8b"])
-    assert large.cache_gib == -(-64 * 1152 * 2 * 36 * 8 * 128 * 2 // 2**30)
-
-
 def test_a_process_measures_engine_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """All of a process, with an engine of the tests' own: a cell for each context and batch, every phase of two steps.
     Blind spots: vLLM's steps, and low bits, which this engine does not multiply."""
@@ -143,18 +81,15 @@ def test_a_process_measures_engine_and_steps(tmp_path: Path, monkeypatch: pytest
     small = options(batches=(1,), contexts=(4, 6), decode_tokens=4, tokens=3, prompt_tokens=4, kernel="reference")
     asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"))
     made = run(asked)
+    rounds = {"bf16": [dataclasses.replace(made, steps={"bf16": made.steps["plain"]})], "w8a8": [made]}
+    engine, steps = engine_rows(rounds), step_rows(rounds)
+    figures = speed.Figures("tiny", 10**6, small, {"nvfp4": "no such GPU"}, engine, steps, rounds)
+    assert [len(table.texts()) for table in tables(figures)] == [5, 5, 4] and json.dumps(speed.as_data(figures))
     assert [(cell.context, cell.batch) for cell in made.cells] == [(4, 1), (6, 1)]
     assert TypeAdapter(Answer).validate_python(last_answer(answer_line(made))) == made
     for kind in ("plain", "qarl"):
         (step,) = made.steps[kind]
         assert tuple(step) == PHASES and min(step.values()) > 0
-
-
-def test_a_model_without_the_engines_operators_is_refused(tmp_path: Path):
-    """Transformers' are slower: their steps under the engine's name would be another figure."""
-    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
-    with pytest.raises(GraphError, match="vLLM changes what it loads into"):
-        run(speed.job(tmp_path, "bf16", 0, options(), SMALL))
 
 
 def test_odd_decoders_are_refused():

@@ -4,7 +4,6 @@ Blind spot: that TRL's trainer does what it is asked to; it has an environment o
 """
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from benchmarks.process import answer_line, last_answer
 from benchmarks.train import measure as train
 from benchmarks.train import table as train_table
 from benchmarks.train.clock import Clock
-from benchmarks.train.job import Curve, Point, TrlJob, reached
-from benchmarks.train.trl_worker import arguments, rows_a_forward
+from benchmarks.train.job import Curve, Point, reached
+from benchmarks.train.trl_worker import arguments
 from tests.support.runs import ROOT
 
 TRL = ROOT / ".venv-trl" / "bin" / "python"
@@ -106,21 +105,3 @@ def test_trl_takes_over_what_a_run_says():
     assert asked["per_device_train_batch_size"] * asked["gradient_accumulation_steps"] * job.updates == 32 * 8
     assert asked["steps_per_generation"] * 16 == 32 * 8 and asked["max_steps"] == 7 * 4
     assert asked["bf16"] is False and asked["num_generations"] == 8 and asked["max_completion_length"] == 8
-
-
-def test_trl_gets_as_many_rows_as_the_budget_holds():
-    job = TrlJob("m", "p", "r", "fp32", 1, 16, 8, 2, 8, 320, 1, 1e-3, 0)
-    assert rows_a_forward(2, job) == 32 and rows_a_forward(12, job) == 16 and rows_a_forward(1000, job) == 1
-
-
-@pytest.mark.slow
-def test_trl_trains_on_our_problems_and_is_judged_by_our_task(monkeypatch: pytest.MonkeyPatch):
-    """Contract: every evaluation has an accuracy in [0, 1]; the one before training is that of the untrained policy,
-    within the few answers that another engine's rounding changes. TRL alone: QaRL's runs have tests of their own."""
-    if not TRL.exists():
-        pytest.skip("TRL has an environment of its own, made by `make trl-env`")
-    overrides = {"steps": "2", "rollout.prompts": "4", "rollout.samples": "4", "eval.problems": "64"}
-    curve = train._trl(options(trl=("fp32",), overrides=overrides, every=1), "fp32", 0)
-    assert [(p.step, p.samples) for p in curve.points] == [(0, 0), (1, 16), (2, 32)]
-    assert all(0.1 < p.accuracy < 0.7 and not math.isnan(p.accuracy) for p in curve.points)
-    assert curve.points[1].seconds < curve.points[2].seconds
