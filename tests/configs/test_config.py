@@ -100,8 +100,6 @@ NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", 
     ("overrides", "named"),
     [
         ({"learner.alinged": "false"}, r"--learner\.alinged; did you mean --aligned \(learner\.aligned\)"),
-        ({"lerner.aligned": "false"}, r"--lerner\.aligned"),
-        ({"rollout.samples": "1"}, r"rollout\.samples \(--samples\) 1 must be a whole number, at least 2"),
         ({"learner.optimizer.rounding": "stochastic"}, r"rounding 'stochastic' is for 16-bit masters"),
         ({**SAPO, "learner.objective.tau": "2"}, r"--learner\.objective\.tau"),
         ({**GRPO, "learner.objective.clip_low": "2"}, r"objective\.clip_low 2 .* above 0, below 1"),
@@ -134,7 +132,6 @@ def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
     [
         ("--lr 1e-3 --learner.optimizer.lr 1e-4", "--learner.optimizer.lr 1e-4 is also given by its short flag"),
         ("--learner.optimizer.lr=1e-4 --lr 1e-3", "with '1e-3'; give it once, by either"),
-        ("--lr 1e-3 --lr 1e-4", "option --lr is given twice, the second time with '1e-4'"),
         ("--eval.every 1 --eval.every=2", "option --eval.every is given twice, with '1' and '2'"),
         ("seed=1", "unexpected argument 'seed=1'; options read --name VALUE"),
     ],
@@ -199,8 +196,6 @@ def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
 
 
 def test_missing_files_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no configuration file 'papr', and no shipped one"):
-        config_file("papr")
     with pytest.raises(ConfigError, match="cannot read configuration"):
         load_config(tmp_path / "none.yaml", {})
 
@@ -213,31 +208,30 @@ def test_the_default_file_follows_the_model():
     assert default_config("Qwen/Qwen3-1.7B-Base") == config_file("paper/qwen3-8b-base")
 
 
+CHANGED = {path: (path, value) for path, value in {
+    "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3", "from_rollouts": "b",
+    "rollout.prompts": "16", "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.temperature": "0.8",
+    "rollout.stop": "['###']", "rollout.loop_limit": "32", "rollout.dynamic_sampling": "2",
+    "rollout.max_staleness": "1", "learner.aligned": "false", "learner.compute_dtype": "float32",
+    "learner.compile": "true", "learner.input_gradients": "exact", "learner.master_dtype": "bfloat16",
+    "learner.optimizer.name": "adamw", "learner.optimizer.rounding": "stochastic",
+}.items()} | {
+    "learner.lora": ("learner.lora.name", "lora"), "quantization": ("quantization.scale", "kept"),
+    "task": ("task.reward", "m:f"),
+}  # fmt: skip
+NEEDED = {
+    "learner.optimizer.rounding": NARROW, "learner.compute_dtype": {"learner.aligned": "false"},
+    "from_rollouts": {"from_rollouts": "a", "eval.problems": "0", "export": "false"},
+    "rollout.max_staleness": {"rollout.servers": "1"},
+}  # fmt: skip
+"""What both runs need for the field to be allowed."""
+
+
 @pytest.mark.parametrize("path", FIXED_FIELDS)
 def test_a_resumed_run_keeps_what_fixes_it(path: str):
-    other = {
-        "model": "x/y", "scheme": "w8a8", "layers": "first:1=bf16", "dtype": "float16", "seed": "3",
-        "rollout.prompts": "16",
-        "rollout.samples": "4", "rollout.max_new_tokens": "9", "rollout.temperature": "0.8",
-        "rollout.stop": "['###']", "rollout.loop_limit": "32", "rollout.dynamic_sampling": "2",
-        "rollout.max_staleness": "1",
-        "learner.aligned": "false", "learner.master_dtype": "bfloat16", "learner.optimizer.name": "adamw",
-        "learner.optimizer.rounding": "stochastic",
-        "learner.compute_dtype": "float32",
-        "learner.compile": "true", "learner.input_gradients": "exact", "from_rollouts": "b",
-    }  # fmt: skip
-    sections = {
-        "learner.lora": ("learner.lora.name", "lora"),
-        "quantization": ("quantization.scale", "kept"),
-        "task": ("task.reward", "m:f"),
-    }
-    field, value = sections.get(path) or (path, other[path])
-    file = config_file("tiny-qwen3")
-    narrow = dict(NARROW) if "rounding" in path else {}
-    narrow |= {"learner.aligned": "false"} if path == "learner.compute_dtype" else {}
-    narrow |= {"from_rollouts": "a", "eval.problems": "0", "export": "false"} if path == "from_rollouts" else {}
-    narrow |= {"rollout.servers": "1"} if path == "rollout.max_staleness" else {}
+    field, value = CHANGED[path]
+    file, both = config_file("tiny-qwen3"), NEEDED.get(path, {})
     with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
-        resumed_config(load_config(file, narrow), load_config(file, narrow | {field: value}))
+        resumed_config(load_config(file, both), load_config(file, both | {field: value}))
     longer = load_config(file, {"steps": "999"})
     assert resumed_config(load_config(file, {}), longer) == longer

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import mismatch as bench_mismatch
-from qarl.advice import mismatch as run_mismatch
+from qarl.advice import mismatch
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import EngineError
@@ -30,7 +29,7 @@ def test_graphs_are_refused_over_memory_that_a_publish_frees():
 
 
 def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """`benchmarks mismatch`, `qarl mismatch` and `qarl check --sample` multiply with vLLM's kernels for it."""
+    """`qarl mismatch` and `qarl check --sample` multiply with vLLM's kernels for it."""
     devices = []
 
     def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> None:
@@ -38,12 +37,9 @@ def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPat
         raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for module in (bench_mismatch, run_mismatch):
-        monkeypatch.setattr(module, "load_masters", load)
-        monkeypatch.setattr(module, "model_folder", lambda *_: tmp_path)
-    monkeypatch.setattr(run_mismatch, "open_prompter", lambda *_: None)
+    monkeypatch.setattr(mismatch, "load_masters", load)
+    monkeypatch.setattr(mismatch, "model_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(mismatch, "open_prompter", lambda *_: None)
     with pytest.raises(InterruptedError):
-        bench_mismatch.measure("model", [], ["bfloat16"])
-    with pytest.raises(InterruptedError):
-        run_mismatch.investigate(load_config(None, {}))
-    assert devices == [torch.device("cuda", 0)] * 2
+        mismatch.investigate(load_config(None, {}))
+    assert devices == [torch.device("cuda", 0)]

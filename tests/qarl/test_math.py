@@ -18,7 +18,6 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.evaluation.suites import SUITES, suite_tasks
 from qarl.tasks import Problem, Response, TaskError
 from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer
-from qarl.tasks.workers import Workers
 from tests.support import Policies
 from tests.support.math_cases import KINDS, SLOW, cases
 from tests.support.profiles import thorough
@@ -63,16 +62,6 @@ def test_no_answer_hangs_a_run():
     start = time.monotonic()
     assert math_scorer()(around) == [1.0] + [0.0] * (len(SLOW) + 1)
     assert time.monotonic() - start < (TIME_LIMIT + 5) * len(SLOW)
-
-
-@pytest.mark.skipif(not thorough(), reason="seconds for another worker; in `make test-thorough`")
-def test_what_math_verify_does_not_stop_is_stopped_from_outside(monkeypatch: pytest.MonkeyPatch):
-    """With limits of a tenth of a second nothing is done in time but what comes from a warm process."""
-    from qarl.tasks import math
-
-    workers = Workers(math.job(time_limit=0.5), goes_on=True)
-    monkeypatch.setattr(math, "_pool", lambda: workers)
-    assert math_scorer()([response("1", r"\boxed{9^{9^{9^{9}}}}"), response("1", r"\boxed{99999999!}")]) == [0.0, 0.0]
 
 
 def test_a_reference_that_cannot_be_read_gives_no_signal():

@@ -177,7 +177,3 @@ def test_a_fault_of_the_model_is_named(folder: Path, capsys, damage: Callable[[P
     set_field("model", "./model")
     damage(Path("model"))
     assert said in said_of(capsys)
-
-
-def test_there_are_sixty():
-    assert len(CONFIG) + len(QUESTIONS) + 3 + len(REWARDS) + len(MODELS) >= 60

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from qarl.advice.finding import Finding
@@ -314,7 +313,6 @@ def test_what_asks_for_attention_is_said(tmp_path: Path):
         ("report run run", "run 'run' is given twice"),
         ("report older", "line 1, lacks 'weight_version': another version of qarl wrote it"),
         ("report damaged", "line 2, is no JSON"),
-        ("report tokens", "has format 9, and this version of qarl reads 4"),
         ("report start", "'start/start.json' cannot be read"),
         ("report run -o no/such/page.html", "-o no/such/page.html: there is no folder 'no/such'"),
         ("report run -o empty", "-o empty is a folder; name a file, such as empty/report.html"),
@@ -327,21 +325,14 @@ def test_what_is_refused(
 ):
     """One message, exit status 2, and no page."""
     monkeypatch.chdir(tmp_path)
-    for name in ("run", "older", "damaged", "tokens", "start"):
-        if name in arguments.split()[1:2] or name == "run":
-            new_run(Path(name), steps=2)
+    for name in ("run", "older", "damaged", "start"):
+        new_run(Path(name), steps=2, tokens=False)
     new_run(Path("begun"), steps=0)
     Path("empty").mkdir()
     Path("notes.html").write_text("<!doctype html>mine")
-    if Path("older").exists():
-        Path("older/metrics.jsonl").write_text('{"step": 1}\n')
-    if Path("damaged").exists():
-        Path("damaged/metrics.jsonl").write_text(json.dumps(line(1)) + "\n{\n" + json.dumps(line(3)) + "\n")
-    if Path("tokens").exists():
-        file = Path("tokens/tokens/step-000001.parquet")
-        pq.write_table(pq.read_table(file).replace_schema_metadata({"qarl.tokens": "9"}), file)
-    if Path("start").exists():
-        Path("start/start.json").write_text('{"canary": {}}')
+    Path("older/metrics.jsonl").write_text('{"step": 1}\n')
+    Path("damaged/metrics.jsonl").write_text(json.dumps(line(1)) + "\n{\n" + json.dumps(line(3)) + "\n")
+    Path("start/start.json").write_text('{"canary": {}}')
     assert main(arguments.split()) == 2
     assert said in capsys.readouterr().err
     assert not Path("report.html").exists() and Path("notes.html").read_text() == "<!doctype html>mine"
@@ -377,11 +368,6 @@ def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
     order = '<meta http-equiv="refresh" content="10">'
     assert all(order in seen for seen in pages) and order not in page.read_text()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "run"]
-
-
-def test_a_run_without_tokens_has_a_page(tmp_path: Path):
-    data = data_of(new_run(tmp_path / "run", tokens=False))
-    assert data["where"] == [] and data["tokens"]["shown"] == 0
 
 
 def test_numbers_are_short():

@@ -127,11 +127,6 @@ def test_only_answers_and_end_tokens_are_trained_on(tokenizer) -> None:
         assert torch.equal(row[kept], label[kept])
 
 
-def test_a_cache_that_holds_it_is_not_written(built) -> None:
-    messages: list[str] = []
-    assert ensure_recipe("small", SMALL, built.parent, messages.append) == built and not messages
-
-
 def test_a_dead_builds_leftover_is_removed(built, tmp_path) -> None:
     leftover = tmp_path / f"{built.name}.part"
     leftover.mkdir()

@@ -5,17 +5,14 @@ another. `tests/learner/test_own_objective.py` computes the example objective's 
 
 import os
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from pyarrow import csv, parquet
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Response, load_task
-from tests.support.profiles import thorough
-from tests.support.runs import lines, qarl, succeeded
+from tests.support.runs import lines, qarl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = EXAMPLES / "own_task"
@@ -79,29 +76,3 @@ def test_rewards_in_every_signature(fields, texts, expected, monkeypatch):
         (problem,) = task.problems(split, 0, 1, 0)
         responses = [Response(problem, text.replace("ANSWER", problem.answer), (1, 2)) for text in texts]
         assert task.rewards(responses) == pytest.approx(expected)
-
-
-ROADS = {
-    "CSV, verl's signature": ("questions.csv", "compute_score"),
-    "a chat with a system prompt, TRL's": ("chat.jsonl", "trl_format"),
-    "Parquet, two rewards": ("questions.parquet", "right=1,rewards.py:short=0.1"),
-    "a local data set, TRL's with a column": ("hf:set", "trl_boxed"),
-}
-
-
-@pytest.mark.skipif(not thorough(), reason="a run each; in `make test-thorough`. JSON lines are the first test's")
-@pytest.mark.parametrize(("name", "reward"), ROADS.values(), ids=ROADS)
-def test_every_road_is_trained_and_evaluated(tmp_path: Path, name: str, reward: str):
-    """The tiny policy, from each kind of source by each kind of reward, and its export by `qarl eval`."""
-    folder = Path(shutil.copytree(EXAMPLES / "tasks", tmp_path / "tasks"))
-    table = csv.read_csv(folder / "questions.csv")
-    parquet.write_table(table, folder / "questions.parquet")
-    (folder / "set").mkdir()
-    parquet.write_table(
-        table.append_column("ground_truth", table["answer"].cast("string")), folder / "set" / "train.parquet"
-    )
-    column = ["--task.prompt", "messages"] if name == "chat.jsonl" else []
-    options = ["--task", name, *column, "--reward", f"rewards.py:{reward}", "--prompts", "8", "--samples", "4"]
-    succeeded("train", *options, "--steps", "2", "--eval.problems", "2", "--output", "run", cwd=folder)
-    evaluated = succeeded("eval", "run", cwd=folder)
-    assert "held-out" in evaluated.stdout

@@ -285,14 +285,6 @@ def test_the_export_command(run: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_mixture_of_experts_is_exported(random_experts: Policies, tmp_path: Path):
-    run, model = tmp_path / "run", random_experts(True)
-    succeeded("train", "--config", "tiny-qwen3-moe", "--model", model, "--scheme", "bf16", "--output", run, *SMALL)
-    done = succeeded("export", run, "-o", tmp_path / "out", "--ptq", "rtn", "--scheme", "w4a16")
-    assert "by rtn to w4a16" in done.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_compressor")
 def test_a_comparison_with_what_is_quantized_afterwards(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
