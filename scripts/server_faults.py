@@ -41,10 +41,10 @@ from qarl.rollout.engine import EngineError  # noqa: E402
 from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
 from qarl.rollout.servers.vllm.replica import VllmReplica  # noqa: E402
 from qarl.rollout.vllm.options import VllmOptions, prepare_environment  # noqa: E402
+from scripts.server_farm import KEY, Farm  # noqa: E402
 from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  # noqa: E402
 from tests.support.learner_faults import VARIABLE  # noqa: E402
 from tests.support.runs import SMALL, Run, lines  # noqa: E402
-from tests.support.server_farm import KEY, Farm  # noqa: E402
 
 SECONDS = 8.0
 """`rollout.server_seconds`: hangs are noticed sooner than by its default, and in the same way."""

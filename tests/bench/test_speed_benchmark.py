@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import TypeAdapter
 
 from benchmarks.models import MODELS, write_model
@@ -20,7 +19,6 @@ from qarl.configs.errors import ConfigError
 from qarl.planning.shapes import Shapes, shapes_of
 from tests.support.transformers_engine import use_transformers_engine
 
-BF16 = torch.bfloat16
 SMALL = Shapes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=512, tied=True)
 
 

@@ -33,13 +33,9 @@ def marked(tokens: list[int]) -> str:
     [
         ([5, 5, 5], "..."),
         ([5, 5, 5, 5], "xxxx"),
-        ([1, 5, 5, 5, 5, 2], ".xxxx."),
-        ([1, 2] * 3 + [1], "......."),
-        ([1, 2] * 4, "xxxxxxxx"),
         ([9, 1, 2, 1, 2, 1, 2, 1, 2, 1, 7], ".xxxxxxxxx."),  # the broken-off fifth round is in the loop
         ([1, 2, 3, 4, 5, 6, 7, 8] * 4, "x" * 32),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, "." * 45),  # a period of 9 is longer than what is looked for
-        ([1, 1, 1, 1, 2, 2, 2, 2], "xxxxxxxx"),
         ([], ""),
     ],
 )

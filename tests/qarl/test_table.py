@@ -150,7 +150,6 @@ def test_what_is_left_out_is_counted(tmp_path: Path):
         ("t.jsonl", b'{"question": "a", "answer": null}\n', "'answer' must be text .*; got null"),
         ("t.csv", b"question,answer\n1 + 1 =,2,3\n", r"t\.csv:2: more fields than the 2 columns; quote fields"),
         ("t.csv", b"question,answer\n1 + 1 =\n", r"t\.csv:2: fewer fields than the 2 columns \(question, answer\)"),
-        ("t.csv", b"", "is empty"),
         ("t.csv", "question,answer\né,2\n".encode("latin-1"), r"t\.csv:2: not UTF-8 text \(byte 0xe9\)"),
         ("t.parquet", b"no parquet", "is no Parquet file"),
     ],

@@ -163,13 +163,6 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
     assert some.completions["prompt_id"] == read.completions["prompt_id"][:3]
 
 
-def test_equal_records_are_equal_files(tmp_path: Path):
-    first, second = (recorded(tmp_path / name)[0] for name in "ab")
-    assert first == second
-    a, b = ((tmp_path / name / "step-000001.parquet").read_bytes() for name in "ab")
-    assert a == b
-
-
 @pytest.mark.parametrize(("text", "pieces"), [("12 + 3", 4), ("你好🙂", 3), ("<|im_end|>", 1)])
 def test_texts_of_tokens_add_up(text: str, pieces: int):
     ids = TOKENIZER(text)["input_ids"]

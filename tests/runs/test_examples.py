@@ -12,7 +12,7 @@ import pytest
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Response, load_task
-from tests.support.runs import lines, qarl
+from tests.support.runs import lines, succeeded
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = EXAMPLES / "own_task"
@@ -29,20 +29,13 @@ def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str
     return [shlex.split(call) for call in calls.read_text().splitlines()]
 
 
-def run(calls: list[list[str]]) -> list[str]:
-    """What each command prints."""
-    done = [qarl(*call) for call in calls]
-    assert [d.returncode for d in done] == [0] * len(calls), "\n".join(d.stdout + d.stderr for d in done)
-    return [d.stdout for d in done]
-
-
 def test_own_task_with_an_objective_of_ones_own(tmp_path: Path):
     """Own questions, own reward and own objective, trained, exported and evaluated."""
     folder, own = tmp_path / "a run", f"{EXAMPLES}/own_objective.py:objective"
     options = ["--steps", "2", "--samples", "4", "--objective", "own", "--learner.objective.function", own]
     calls = commands("own_task/run.sh", folder, *options, folder=tmp_path)
     assert [call[0] for call in calls] == ["train", "eval"]
-    assert "held-out" in run(calls)[1]
+    assert "held-out" in [succeeded(*call).stdout for call in calls][1]
     assert [line["step"] for line in lines(folder)] == [1, 2]
 
 
