@@ -66,7 +66,6 @@ def test_groups_are_read_as_they_were_learned_from(tmp_path: Path, tokenizer):
         ("--seed 4", "was sampled with seed 0, and seed 4 would do nothing"),
         ("--task gcd", "was sampled with task.name 'chain_sum', and task.name (--task) 'gcd' would do nothing"),
         ("--eval.problems 8", "eval.problems 8 needs an engine, and from_rollouts 'run' learns without one"),
-        ("--export true", "export true needs an engine"),
         ("--init gptq --scale kept", "quantization.init 'gptq' needs an engine"),
         ("--config tiny-qwen3", "--from-rollouts has the recorded run's configuration; --config tiny-qwen3 does not"),
     ],

@@ -28,11 +28,6 @@ def _fraction(rng: random.Random) -> tuple[str, str, bool | None]:
     return rf"\frac{{{top}}}{{{bottom}}}", written % (top * factor + off, bottom * factor), not off
 
 
-def _decimal(rng: random.Random) -> tuple[str, str, bool | None]:
-    eighths, off = rng.randrange(1, 80), rng.choice((0, 0, 0.5))
-    return rf"\frac{{{eighths}}}{{8}}", str(eighths / 8 + off), not off
-
-
 def _unit(rng: random.Random) -> tuple[str, str, bool | None]:
     number, off = rng.randrange(1, 500), rng.choice((0, 0, 2))
     unit = rng.choice((r"\text{ cm}", r" \text{ miles}", r"\mathrm{ kg}", r"\%", r"^\circ", r"\$", r" \text{ units}^2"))
@@ -40,37 +35,11 @@ def _unit(rng: random.Random) -> tuple[str, str, bool | None]:
     return str(number), shown, None if unit in (r"^\circ", r" \text{ units}^2") else not off
 
 
-def _root(rng: random.Random) -> tuple[str, str, bool | None]:
-    a, b, off = rng.randrange(2, 12), rng.choice((2, 3, 5, 7)), rng.choice((0, 0, 1))
-    return rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{a * a * b + off}}}", not off
-
-
-def _power(rng: random.Random) -> tuple[str, str, bool | None]:
-    base, exponent, off = rng.randrange(2, 6), rng.randrange(2, 12), rng.choice((0, 0, 1))
-    return str(base**exponent), rf"{base}^{{{exponent + off}}}", not off
-
-
-def _polynomial(rng: random.Random) -> tuple[str, str, bool | None]:
-    a, b, off = rng.randrange(1, 9), rng.randrange(1, 9), rng.choice((0, 0, 1))
-    return f"x^2+{a + b}x+{a * b + off}", f"(x+{a})(x+{b})", not off
-
-
 def _pair(rng: random.Random) -> tuple[str, str, bool | None]:
     a, b = rng.sample(range(-20, 20), 2)
     swapped = rng.random() < 0.3
     shown = f"({b}, {a})" if swapped else rng.choice((f"({a},{b})", rf"\left({a}, {b}\right)"))
     return f"({a}, {b})", shown, not swapped
-
-
-def _set(rng: random.Random) -> tuple[str, str, bool | None]:
-    members = rng.sample(range(-20, 20), 3)
-    shown = rng.sample(members, 3) if rng.random() < 0.6 else rng.sample(range(21, 60), 3)
-    return rf"\{{{', '.join(map(str, members))}\}}", rf"\{{{', '.join(map(str, shown))}\}}", set(shown) == set(members)
-
-
-def _equation(rng: random.Random) -> tuple[str, str, bool | None]:
-    number, off = rng.randrange(1, 99), rng.choice((0, 0, 1))
-    return str(number), f"x = {number + off}", not off
 
 
 def _words(rng: random.Random) -> tuple[str, str, bool | None]:
@@ -82,12 +51,6 @@ def _words(rng: random.Random) -> tuple[str, str, bool | None]:
 def _nested(rng: random.Random) -> tuple[str, str, bool | None]:
     number, off = rng.randrange(1, 999), rng.choice((0, 0, 1))
     return str(number), rng.choice((r"\boxed{%d}", "{%d}", "{{%d}}")) % (number + off), not off
-
-
-def _interval(rng: random.Random) -> tuple[str, str, bool | None]:
-    a, width = rng.randrange(-9, 9), rng.randrange(1, 9)
-    closed = rng.random() < 0.7
-    return f"[{a}, {a + width}]", f"[{a},{a + width}{']' if closed else ')'}", closed
 
 
 def _digits(rng: random.Random) -> tuple[str, str, bool | None]:
@@ -104,10 +67,7 @@ def _broken(rng: random.Random) -> tuple[str, str, bool | None]:
     return number, shown, False
 
 
-KINDS: tuple[Kind, ...] = (
-    _whole, _fraction, _decimal, _unit, _root, _power, _polynomial, _pair, _set, _equation, _words, _nested, _interval,
-    _digits, _broken,
-)  # fmt: skip
+KINDS: tuple[Kind, ...] = (_whole, _fraction, _unit, _pair, _words, _nested, _digits, _broken)
 
 SLOW = (
     "9^{9^{9^{9}}}", "99999999!", "10^{10^{10}}", r"\sum_{k=1}^{10^{10}} k", "{" * 3000 + "}" * 3000,
