@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from qarl.cli.options import text_width
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import choice_sections, default_config, field_paths, load_config
 from qarl.configs.schema.base import Section, alternatives, leaf_values
@@ -31,9 +32,6 @@ EPILOG = (
     "which --dry-run prints. Every field of the configuration is an option by its dotted name, such as "
     "--rollout.kv_cache_gib 4: --help-all lists them."
 )
-
-_NARROWEST, _WIDEST = 50, 120
-"""Columns that text is wrapped to, whatever the terminal has."""
 
 _FEW = 4
 """Values an option may have to be listed in place of a metavariable."""
@@ -111,8 +109,8 @@ def metavar(path: str, info: Any) -> str:
 
 
 def all_fields(columns: int) -> str:
-    """Every field by section, with default and description, wrapped to `columns`."""
-    width = min(max(columns, _NARROWEST), _WIDEST)
+    """Every field by section, with default and description, wrapped to `columns` (`text_width`)."""
+    width = text_width(columns)
     fields, defaults, lines = field_paths(), default_values(), textwrap.wrap(EPILOG, width)
     for section, parts in {"": (RunConfig,), **dict(_sections(RunConfig, ""))}.items():
         lines += _heading(section or "run", parts, width)

@@ -6,7 +6,6 @@ once, so that the step in hand is finished and a checkpoint written. On several 
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from qarl.configs.errors import ConfigError, InputError
+from qarl.rollout.servers.vllm.start import free_ports
 
 REFUSED = InputError.exit_status
 _PATIENCE = 20.0
@@ -38,7 +38,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_ports(1)[0]),
     }
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     command = [sys.executable, "-m", "qarl", *arguments]
@@ -98,9 +98,3 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -66,6 +66,11 @@ def say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
+def text_width(columns: int) -> int:
+    """Columns that text is wrapped to in a terminal of so many: 50 to 120."""
+    return min(max(columns, 50), 120)
+
+
 def json_file(text: str) -> str:
     """The `type` of `--json`: refuses what `write_json` could not write, before the work and not after it."""
     folder = Path(text).parent

@@ -11,12 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.cli.options import say
+from qarl.cli.options import say, text_width
 from qarl.tasks import DEFAULT_OPTIONS, ReasoningGymTask, TaskError
 from qarl.tasks.load import MATH
 from qarl.tasks.procedural import OWN_OPTIONS, dataset_of, reasoning_gym_datasets
-
-_NARROWEST, _WIDEST = 50, 120
 
 _MATH = "math: answers in a box, judged by math-verify; the paper's data, or --task.data"
 
@@ -35,7 +33,7 @@ def add_tasks(commands: Any) -> None:
 
 
 def _tasks(known: argparse.Namespace, console: Console) -> int:
-    width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+    width = text_width(shutil.get_terminal_size().columns)
     for line in _one(known.name, width) if known.name else _all(width):
         say(console, line)
     return 0
