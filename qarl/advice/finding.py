@@ -15,8 +15,3 @@ class Finding:
     about: str
     text: str
     remedy: str = ""
-
-
-def with_remedy(finding: Finding) -> str:
-    """Its text, and what to change."""
-    return f"{finding.text}\n-> {finding.remedy}" if finding.remedy else finding.text

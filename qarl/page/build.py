@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qarl.advice.finding import Finding, with_remedy
+from qarl.advice.finding import Finding
 from qarl.configs.errors import ConfigError
 from qarl.page.figures import curve_figures, digits, mismatch_figures, profile_figures, time_split
 from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
@@ -114,7 +114,8 @@ def verdict_html(findings: Sequence[Finding], headlines: int = 0) -> str:
         of = f"<b>{html.escape(finding.about)}</b> " if finding.about else ""
         level = f'<span class="level">{words[finding.level]}</span>'
         kind = f"{finding.level} headline" if place < headlines else finding.level
-        text = re.sub(r"\S+e-\d+", r'<span class="whole">\g<0></span>', html.escape(with_remedy(finding)))
+        said = html.escape(f"{finding.text}\n-> {finding.remedy}" if finding.remedy else finding.text)
+        text = re.sub(r"\S+e-\d+", r'<span class="whole">\g<0></span>', said)
         items.append(f'<li class="{kind}">{level}<span>{of}{text}</span></li>')
     return "\n".join(items)
 
