@@ -13,6 +13,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_from_tree
 from qarl.learner.loss.aggregation import BatchSize
 from qarl.learner.loss.loss import LossInput, LossShare, needs_old, policy_loss
+from qarl.learner.objectives import ObjectiveInput, ObjectiveResult, find_objective
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,28 @@ class Loss:
             response_mask=mask, advantages=torch.where(mask, of_tokens, 0.0),
         )  # fmt: skip
         return policy_loss(terms, config, BatchSize(*(totals or (len(mask), int(mask.sum())))))
+
+    def of_tokens(
+        self, logprobs: torch.Tensor, proximal_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor,
+        weight: torch.Tensor | None = None, **options: Any,
+    ) -> ObjectiveResult:  # fmt: skip
+        """The objective alone, for a trainer that corrects and sums by itself: `.loss` of each token and `.clipped`,
+        where a bound was reached, both [B, T-1].
+
+        logprobs, proximal_logprobs: fp32 [B, T-1], nats, of the ratio. advantages: fp32 [B, T-1]. mask: bool [B, T-1].
+        weight: the trainer's own correction, fp32 [B, T-1], by default 1. options: the objective's. Raises
+        `ConfigError` for options that there are none of or out of range, and where an objective with one ratio a
+        sequence meets several advantages in it.
+        """
+        tree = {"objective": {"name": self.name, **options}, "mini_batches": 1}
+        section = config_from_tree({"learner": tree}).learner.objective
+        terms = ObjectiveInput(
+            current=logprobs, proximal=proximal_logprobs, weight=torch.ones_like(logprobs), response_mask=mask,
+            advantages=torch.where(mask, advantages, 0.0),
+        )  # fmt: skip
+        result = find_objective(section)(terms, section)
+        loss = result.loss if weight is None else result.loss * weight
+        return ObjectiveResult(loss.expand_as(mask), result.clipped.expand_as(mask))
 
 
 tbpo, grpo, positive_grpo, dapo = Loss("tbpo"), Loss("grpo"), Loss("positive_grpo"), Loss("dapo")

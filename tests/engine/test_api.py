@@ -37,7 +37,7 @@ def signatures() -> dict[str, str]:
     """Public names, and the public methods of the classes among them that are the API's own."""
     members = {name: getattr(qarl, name) for name in qarl.__all__}
     assert all(map(inspect.getdoc, members.values()))
-    members |= {"losses": qarl.losses.Loss.__call__}
+    members |= {"losses": qarl.losses.Loss.__call__, "losses.of_tokens": qarl.losses.Loss.of_tokens}
     for owner in (qarl.Policy, qarl.Engine):
         members |= {f"{owner.__name__}.{name}": member for name, member in vars(owner).items() if name[0] != "_"}
     own: dict[str, Any] = {n: m for n, m in members.items() if inspect.isfunction(m) or dataclasses.is_dataclass(m)}
@@ -111,8 +111,16 @@ def test_losses_are_the_learners(name: str):
     expected = policy_loss(terms, config, BatchSize(len(new), int(batch.response_mask.sum())))
     share = getattr(qarl.losses, name)(new, *tensors)
     assert torch.equal(share.loss, expected.loss) and share.metrics == expected.metrics
-    with pytest.raises(ConfigError, match=r"'sideways' is unknown|takes no options"):
-        getattr(qarl.losses, name)(new, *tensors, sideways=1)
+    loss, weights = getattr(qarl.losses, name), torch.rand_like(new)
+    alone = loss(new, *tensors, correction="none", aggregation="token-mean").loss * batch.response_mask.sum()
+    terms = new, sampler, batch.advantages
+    of_tokens = loss.of_tokens(*terms, batch.response_mask)
+    assert of_tokens.loss.shape == of_tokens.clipped.shape == new.shape
+    torch.testing.assert_close((of_tokens.loss * batch.response_mask).sum(), alone)
+    assert torch.equal(loss.of_tokens(*terms, batch.response_mask, weights).loss, of_tokens.loss * weights)
+    for call in (lambda: loss(new, *tensors, sideways=1), lambda: loss.of_tokens(*terms, tensors[3], sideways=1)):
+        with pytest.raises(ConfigError, match=r"'sideways' is unknown|takes no options"):
+            call()
 
 
 def test_models_that_cannot_be_aligned():
