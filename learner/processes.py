@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import HashStore
 from qarl.configs.errors import QarlError
 
 T = TypeVar("T")
+RENDEZVOUS = "QARL_RENDEZVOUS"
+"""Environment variable: the file by which processes of one machine find each other, instead of MASTER_PORT."""
 
 
 class FailedElsewhereError(QarlError):
@@ -113,6 +115,7 @@ def join_processes(alone: bool = False) -> Processes:
     launcher. alone: open a group of one then as well, which DeepSpeed needs."""
     if not launched():
         if alone and not dist.is_initialized():
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return Processes()
     place = Processes(
@@ -121,7 +124,9 @@ def join_processes(alone: bool = False) -> Processes:
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank)
     if not dist.is_initialized():
-        dist.init_process_group(_backend())
+        file = os.environ.get(RENDEZVOUS)
+        met = {"init_method": f"file://{file}", "rank": place.rank, "world_size": place.world} if file else {}
+        dist.init_process_group(_backend(), **met)
     return place
 
 

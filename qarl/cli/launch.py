@@ -8,12 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
 import torch
 
 from qarl.configs.errors import ConfigError, InputError
+from qarl.learner.processes import RENDEZVOUS
+from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.servers.vllm.start import free_ports
 
 REFUSED = InputError.exit_status
@@ -32,9 +35,17 @@ def check_count(count: int) -> None:
 def launch(arguments: Sequence[str], count: int) -> int:
     """Run `qarl ARGUMENTS` in `count` processes and return the exit status of the first that failed, else 0.
 
-    Where one dies, the others are stopped within half a minute: they would wait for it for ever.
+    Where one dies, the others are stopped within half a minute: they would wait for it for ever; all of them stop where
+    this one is killed. They meet in a file: torch's own meeting point listens on every interface.
     """
+    with tempfile.TemporaryDirectory(prefix="qarl-") as folder:
+        return _launch(arguments, count, {RENDEZVOUS: f"{folder}/rendezvous"})
+
+
+def _launch(arguments: Sequence[str], count: int, place: dict[str, str]) -> int:
     place = {
+        **place,
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
@@ -44,7 +55,9 @@ def launch(arguments: Sequence[str], count: int) -> int:
     command = [sys.executable, "-m", "qarl", *arguments]
     processes = [
         subprocess.Popen(
-            command, env={**os.environ, **place, "OMP_NUM_THREADS": threads, "RANK": str(r), "LOCAL_RANK": str(r)}
+            command,
+            env={**os.environ, **place, "OMP_NUM_THREADS": threads, "RANK": str(r), "LOCAL_RANK": str(r)},
+            preexec_fn=end_with_the_parent,
         )
         for r in range(count)
     ]

@@ -67,7 +67,7 @@ def _sendable(outcome: Any) -> Any:
 
 
 def _end_with(parent: int) -> None:
-    """End this process where the parent was killed while the function runs."""
+    """End this process, and what the function started, where the parent was killed while the function runs."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

@@ -1,11 +1,13 @@
 """Functions run in child processes, timed: what takes too long or ends its process is a `Failure`, never a hung run."""
 
 import os
+import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -44,11 +46,13 @@ class Worker:
         """
         if self._process is not None and self._process.poll() is None:
             return
+        _kill(self._living)  # what a function that ended its process had started
         self._pipe, theirs = Pipe()
         code = f"from qarl.tasks.worker import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment()
-        )
+            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            env=_environment(), start_new_session=True,
+        )  # fmt: skip
         self._living[:] = [self._process]
         theirs.close()
         what = f"{self.job.word} {self.job.spec!r}"
@@ -105,10 +109,8 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def stop(self) -> None:
-        """End the child, whatever it does."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        """End the child, whatever it does, and what the function started."""
+        _kill(self._living)
         if self._pipe is not None:
             self._pipe.close()
         self._process = self._pipe = None
@@ -146,4 +148,6 @@ def _environment() -> dict[str, str]:
 
 def _kill(living: list[subprocess.Popen[bytes]]) -> None:
     for process in living:
-        process.kill()
+        with suppress(ProcessLookupError):  # all of its session are gone
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -374,6 +374,17 @@ def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
+def test_a_server_that_is_killed_takes_its_engine_along(served: Served):
+    """The last test of the server."""
+    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == int(served.url[-5:])} - {None}
+    server = psutil.Process(pid)
+    started = server.children(recursive=True)
+    assert started
+    server.kill()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
 class _Filled(dict[str, str]):
     """Whatever a path names is "x"."""
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from qarl.configs.schema.task import TaskConfig
@@ -174,11 +175,18 @@ def test_whatever_a_reward_does_is_an_error(code: str, said: str, questions: Pat
     ],
 )
 def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(code: str, said: str, questions: Path):
-    task = own(questions, code, time_limit=0.2)
+    """And what it had started ends with its process, at the latest when the next one begins."""
+    begin = "import subprocess\nopen('pids', 'a').write(f\"{subprocess.Popen(['sleep', '300']).pid} \")\n\n\n"
+    task = own(questions, begin + code, time_limit=0.2)
     start = time.monotonic()
-    with pytest.raises(RewardError, match=said):
-        rewards(task, "7", "8")
+    for _ in range(2):
+        with pytest.raises(RewardError, match=said):
+            rewards(task, "7", "8")
     assert time.monotonic() - start < 30  # of a busy machine
+    first, *later = Path("pids").read_text().split()
+    psutil.wait_procs([process for process in [psutil.Process(int(first))] if later], timeout=10)
+    alive = psutil.pid_exists(int(first)) and psutil.Process(int(first)).status() != psutil.STATUS_ZOMBIE
+    assert alive == (not later)
 
 
 def test_after_a_failure_the_next_call_has_a_process_again(questions: Path):

@@ -85,6 +85,8 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
     wait_for_checkpoint(run, process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
+    listening = [c.laddr.ip for rank in ranks for c in rank.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert listening and {*listening} <= {"127.0.0.1", "::1"}
     killed = time.monotonic()
     ranks[1].kill()
     printed, _ = process.communicate(timeout=60)
@@ -93,6 +95,21 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
     assert not any(rank.is_running() for rank in ranks)
     step, state = load_checkpoint(run / "checkpoints")
     assert step >= 1 and state["position"]["step"] == step
+
+
+def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 300\n")
+    sleeper.chmod(0o755)
+    code = f"import sys\nfrom qarl.cli import launch\nsys.executable = {str(sleeper)!r}\nlaunch.launch([], 2)"
+    launcher = psutil.Popen([sys.executable, "-c", code], env=environment())
+    deadline = time.monotonic() + 60
+    while len(ranks := launcher.children()) < 2 or any(rank.name() != "sleep" for rank in ranks):
+        assert launcher.is_running() and time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 @pytest.mark.slow

@@ -5,6 +5,10 @@ learner (`quant.kernels.vllm`).
 """
 
 import os
+import signal
+from multiprocessing import parent_process
+
+from qarl.quant.runtime.parent import end_with_the_parent
 
 
 def register() -> None:
@@ -13,10 +17,14 @@ def register() -> None:
     On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the environment says not to,
     whatever the checkpoint says. A value the user set is kept; `qarl.rollout.vllm.options` refuses it. Its int4 kernel
     does not ask the operating system for AMX, which ends a process that has not asked before ("illegal instruction").
+
+    On every device, what a server starts ends with it: vLLM's engine goes on for ever where its server is killed.
     """
     import torch
     from vllm.platforms import current_platform
 
+    if parent_process() is not None and "QARL_RECEIVED" in os.environ:
+        end_with_the_parent(signal.SIGKILL)
     _leave_transformers_classes()
     if not current_platform.is_cpu():
         return

@@ -1,6 +1,5 @@
 """Replicas on this machine: the same settings as an engine in the run's own process, behind vLLM's server."""
 
-import ctypes
 import json
 import os
 import random
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.vllm.receive import FOLDER_VARIABLE
 from qarl.rollout.types import ServerSpec
@@ -101,7 +101,7 @@ def start_replicas(
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_the_parent,
+                    preexec_fn=end_with_the_parent,
                 )
             started.append(
                 ServerProcess(f"http://{f'[{host}]' if ':' in host else host}:{port}", process, log, received)
@@ -180,8 +180,3 @@ def _as_flags(arguments: dict[str, Any]) -> list[str]:
         else:
             flags += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
-
-
-def _end_with_the_parent() -> None:
-    """In the child, before its command: have the system end it should the run be killed (PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
