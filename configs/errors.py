@@ -1,7 +1,11 @@
 """Errors whose message says all a person needs: the value, what is allowed, the remedy. Imports nothing heavy, so that
 naming an error costs nothing."""
 
+import errno
+import os
 from typing import ClassVar
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class QarlError(Exception):
@@ -50,3 +54,24 @@ class PrecisionError(QarlError, ValueError):
     """Numbers left the range of their dtype, or were not finite to begin with."""
 
     heading = "precision"
+
+
+class DiskError(QarlError):
+    """The system takes no more bytes where something is to be written."""
+
+    heading = "disk"
+
+
+def disk_error(error: BaseException) -> DiskError | None:
+    """An error that a full, read-only or failing disk caused, in words; None for others. Libraries written in Rust
+    raise their own, with the system's number in the text."""
+    number = error.errno if isinstance(error, OSError) else None
+    number = number or next((each for each in _DISK if f"(os error {each})" in str(error)), None)
+    if number not in _DISK:
+        return None
+    file = getattr(error, "filename", None)
+    where = f" at {str(file)!r}" if file else ""
+    return DiskError(
+        f"cannot write{where}: {os.strerror(number)}; make room there, or name another place. Checkpoints that were "
+        "written stay; a run that has one goes on with --resume RUN"
+    )

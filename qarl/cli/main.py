@@ -30,7 +30,7 @@ from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
-from qarl.configs.errors import ConfigError, QarlError
+from qarl.configs.errors import ConfigError, QarlError, disk_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import require_llmcompressor
@@ -63,7 +63,10 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         errors.print("interrupted")
         return 130
-    except QarlError as error:
+    except Exception as raised:
+        error = raised if isinstance(raised, QarlError) else disk_error(raised)
+        if error is None:
+            raise
         if error.heading:
             rank = os.environ.get("RANK", "0")
             process = "" if rank == "0" else f"process {rank}: "

@@ -124,7 +124,9 @@ def read_until(file: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _drop_after(file: Path, step: int) -> None:
-    file.write_text("".join(line + "\n" for line in _until(file, step)), encoding="utf-8")
+    kept = file.with_name(f".{file.name}.part")
+    kept.write_text("".join(line + "\n" for line in _until(file, step)), encoding="utf-8")
+    kept.replace(file)  # a full disk or a kill before leaves the curve
 
 
 def _until(file: Path, step: int) -> list[str]:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -67,11 +68,16 @@ class RunFolder:
             raise ConfigError(
                 f"cannot make run folder {str(path)!r}: {error.strerror}; give another --output"
             ) from error
-        (path / "config.yaml").write_text(
-            yaml.safe_dump(with_absolute_paths(config).model_dump(mode="json"), sort_keys=False)
-        )
-        (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
-        return cls(path, created)
+        folder = cls(path, created)
+        try:
+            (path / "config.yaml").write_text(
+                yaml.safe_dump(with_absolute_paths(config).model_dump(mode="json"), sort_keys=False)
+            )
+            (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
+        except BaseException:
+            folder.discard()
+            raise
+        return folder
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -119,7 +125,7 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        return sorted(int(file.parent.name[5:]) for file in self.checkpoints.glob("step-[0-9]*/manifest.json"))
+        return checkpoint_steps(self.checkpoints)
 
     def require_checkpoint(self) -> None:
         """Raises `ConfigError` for a run without a checkpoint: there is nothing of it to export or go on from."""
@@ -156,6 +162,12 @@ class RunFolder:
                 "continue it with that one"
             ) from error
         return tree
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, oldest first; copies with other names beside them are none."""
+    named = (re.fullmatch(r"step-(\d{6,})", file.parent.name) for file in folder.glob("step-*/manifest.json"))
+    return sorted(int(match[1]) for match in named if match)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

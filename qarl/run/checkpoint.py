@@ -12,6 +12,7 @@ import torch
 
 from qarl.configs.errors import ConfigError, QarlError
 from qarl.learner.processes import FailedElsewhereError, Processes
+from qarl.report.run_folder import checkpoint_steps
 
 
 class CheckpointError(QarlError):
@@ -118,7 +119,7 @@ def _flush_folder(folder: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if (p / "manifest.json").is_file())
+    return [folder / f"step-{step:06d}" for step in checkpoint_steps(folder)]
 
 
 def load_checkpoint(
@@ -156,6 +157,8 @@ def _fault(checkpoint: Path, together: Processes) -> str | None:
     if digests is None:
         return "its manifest.json cannot be read"
     names = sorted(digests)
+    if any(Path(name).name != name for name in names):
+        return f"its manifest.json names files elsewhere, {names[0]!r}"
     damaged = together.concatenated(
         [name for name in together.share(names) if not _intact(checkpoint / name, digests[name])]
     )

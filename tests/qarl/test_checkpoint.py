@@ -81,13 +81,18 @@ def test_why_a_write_failed_is_the_systems_word(tmp_path: Path):
         checkpoint._write({"x": torch.ones(10**6)}, Path("/dev/full"))
 
 
-@pytest.mark.parametrize("damage", ["bytes", "manifest"])
+@pytest.mark.parametrize("damage", ["bytes", "manifest", "elsewhere"])
 def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str):
     """Contract: with a warning, and set aside so that it neither counts as one of those kept nor is tried again."""
     for step in (1, 2):
         save_checkpoint(tmp_path, step, {"x": torch.full((3,), step)}, keep=2)
     file = tmp_path / "step-000002" / ("state-00000.pt" if damage == "bytes" else "manifest.json")
-    file.write_bytes(b"{")
+    if damage == "elsewhere":  # a file outside, whose digest is right
+        manifest = json.loads(file.read_text())
+        (digest,) = manifest["sha256"].values()
+        file.write_text(json.dumps({**manifest, "sha256": {"../step-000002/state-00000.pt": digest}}))
+    else:
+        file.write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"step-000002.*is damaged.*remove that folder to go on from step-000001"):
         load_checkpoint(tmp_path)
     assert intact_checkpoint(tmp_path) == tmp_path / "step-000001"
@@ -98,7 +103,9 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
 
 
 def test_nothing_to_resume_from(tmp_path: Path):
+    """A copy under another name, or what was being written, is no checkpoint."""
     (tmp_path / ".step-000003.part").mkdir()
+    save_checkpoint(tmp_path, 2, {"x": torch.ones(3)}, keep=1).rename(tmp_path / "step-000002.bak")
     with pytest.raises(ConfigError, match="holds no checkpoint yet"):
         load_checkpoint(tmp_path)
 
