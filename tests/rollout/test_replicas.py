@@ -8,6 +8,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -25,7 +26,7 @@ from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.types import Completion
 from tests.support.servers import ANSWER
 
-Fault = Callable[[web.Request], Awaitable[web.Response | None]]
+Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 """What happens to a request instead of the answer; None: the answer."""
 
 
@@ -35,6 +36,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.005)
     monkeypatch.setattr(client, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(client, "_LONGEST_ANSWER", 2**20)
 
 
 async def sound(_request: web.Request) -> None:
@@ -52,6 +54,19 @@ async def hanging(_request: web.Request) -> None:
 
 async def failing(_request: web.Request) -> web.Response:
     return web.Response(status=500, text="out of memory")
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    with suppress(ConnectionError):
+        while True:
+            await answer.write(b" " * 2**16)
+    return answer
+
+
+async def elsewhere(request: web.Request) -> web.Response:
+    raise web.HTTPTemporaryRedirect("http://127.0.0.1:9/")
 
 
 async def garbled(_request: web.Request) -> web.Response:
@@ -98,7 +113,7 @@ class Network:
         for runner in self._runners:
             await runner.cleanup()
 
-    async def _answered(self, request: web.Request, number: int) -> web.Response:
+    async def _answered(self, request: web.Request, number: int) -> web.StreamResponse:
         faults = self.faults[number]
         if request.path == GENERATE:
             self.requests[number] += 1
@@ -132,9 +147,9 @@ def sampled(network: Network, requests: int = 6, pause_seconds: float = 0.0) -> 
 
 @pytest.mark.parametrize(
     "fault",
-    [broken_off, failing, garbled, answering(logprobs={"content": [{"logprob": -9999.0}] * 2}),
+    [broken_off, failing, garbled, endless, answering(logprobs={"content": [{"logprob": -9999.0}] * 2}),
      answering(logprobs={"content": [{"logprob": -0.5}]}), answering(token_ids=["5", "6"])],
-    ids=["broken off", "failing", "garbled", "NaN", "short", "no tokens"],
+    ids=["broken off", "failing", "garbled", "endless", "NaN", "short", "no tokens"],
 )  # fmt: skip
 def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: pytest.LogCaptureFixture):
     """Contract: all completions come in, one line says what was wrong; after `TRIES` it is an error that says so."""
@@ -144,6 +159,11 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(fault: Fault, caplog: 
     assert network.requests == [7] and len(caplog.records) == 1
     with pytest.raises(EngineError, match=f"the last of {TRIES} tries"):
         sampled(Network([fault]), requests=1)
+
+
+def test_prompts_go_to_no_other_address():
+    with pytest.raises(EngineError, match=r"refused /inference/v1/generate \(HTTP 307\): 307: Temporary Redirect$"):
+        sampled(Network([elsewhere]))
 
 
 def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFixture):

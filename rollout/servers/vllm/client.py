@@ -1,6 +1,7 @@
 """HTTP to one server: JSON or a file there, JSON back, all within a time limit, every error naming the server."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ BEAT_SECONDS, PATIENCE_SECONDS = 5.0, 45.0
 within a minute, however long a completion may take."""
 _BEATS_MISSED = 3
 """Signs of life in a row whose connection may break."""
+_LONGEST_ANSWER = 2**28
+"""Bytes: far beyond a completion with its log-probs and experts; one that goes on for ever must not fill memory."""
 REMEDY = "start servers with `qarl serve-rollouts` and the run's own configuration"
 GENERATE = "/inference/v1/generate"
 _DEVELOPMENT = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version")
@@ -93,11 +96,13 @@ class Server:
     async def _request(self, kind: str, path: str, seconds: float, **content: Any) -> Any:
         seconds, base = min(seconds, self.seconds), path.partition("?")[0]
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        content["allow_redirects"] = False  # prompts are for this server alone
         try:
             async with self._session.request(kind, f"{self.url}{path}", timeout=limit, **content) as answer:
+                body = await _bounded(answer)
                 if answer.status == 200:
-                    return await answer.json()
-                raise self._refused(base, answer.status, await answer.text())
+                    return json.loads(body)
+                raise self._refused(base, answer.status, body.decode(errors="replace"))
         except TimeoutError as error:
             remedy = ", or raise rollout.server_seconds" if seconds == self.seconds else ""
             raise LostServerError(
@@ -120,4 +125,14 @@ class Server:
             needs = "QaRL's middleware" if base.startswith(VERSIONS) else needs
             return EngineError(f"the server at {self.url} has no {base}: it was started without {needs}; {REMEDY}")
         kind, verb = (AnswerError, "failed at") if status >= 500 else (EngineError, "refused")
-        return kind(f"the server at {self.url} {verb} {base} (HTTP {status}): {text.strip()[:500]}")
+        return kind(f"the server at {self.url} {verb} {base} (HTTP {status}): {' '.join(text.split())[:500]}")
+
+
+async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
+    """The body. Raises `ValueError` for one beyond `_LONGEST_ANSWER`."""
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > _LONGEST_ANSWER:
+            raise ValueError(f"it is longer than {_LONGEST_ANSWER >> 20} MiB")
+    return bytes(body)
