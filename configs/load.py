@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from qarl.configs.errors import ConfigError
 from qarl.configs.flags import FLAGS
 from qarl.configs.schema.base import Choice, Section, Text, alternatives
+from qarl.configs.schema.objectives import TbpoConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.validation_messages import validation_messages
 from qarl.configs.words import did_you_mean
@@ -90,7 +91,8 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
     """The resolved configuration: defaults, then the YAML file, then dotted overrides (YAML-typed values).
 
     An override that names another objective (correction, aggregation, KL penalty) than the file starts from that one's
-    defaults: the file's options were for the other. So does one that names another task. Raises `ConfigError` for an
+    defaults: the file's options were for the other, and so were its correction and aggregation for another objective.
+    So does one that names another task. Raises `ConfigError` for an
     unreadable file, an unknown key (with the nearest), or a value out of range.
     """
     tree = read_yaml(file) if file else {}
@@ -107,6 +109,8 @@ def overridden(tree: dict[str, Any], overrides: Mapping[str, str]) -> RunConfig:
     """The configuration of a tree under dotted overrides; see `load_config`."""
     known = field_paths()
     chosen = {path: _parse(path, text, known) for path, text in overrides.items()}
+    if _names_another_objective(tree, chosen.get("learner.objective.name")):
+        tree["learner"] = {k: v for k, v in tree["learner"].items() if k not in ("correction", "aggregation")}
     for section in choice_sections():
         _forget_unchosen(tree, section, chosen.get(f"{section}.name"))
     _forget_unchosen(tree, "task", chosen.get("task.name"))
@@ -151,6 +155,12 @@ def _field_of(location: tuple[str | int, ...]) -> str:
         if not any(part in section.names() for section in alternatives_here):
             parts.append(part)
     return ".".join(parts)
+
+
+def _names_another_objective(tree: dict[str, Any], name: Any) -> bool:
+    learner = tree.get("learner")
+    written = learner.get("objective", {}) if isinstance(learner, dict) else None
+    return isinstance(written, dict) and name not in (None, written.get("name", TbpoConfig().name))
 
 
 def _forget_unchosen(tree: dict[str, Any], section: str, name: Any) -> None:

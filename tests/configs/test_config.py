@@ -157,8 +157,14 @@ def test_objectives_bring_their_own_defaults():
     assert dapo.aggregation.name == "token-mean"
     bypass = load_config(file, {"learner.objective.name": "pg_seq_is"}).learner
     assert bypass.correction.model_dump() == {"name": "none", "ratio_from": "sampler"}
-    masked = load_config(config_file("paper/qwen3-8b-base"), {"learner.correction.name": "sequence_mis"}).learner
+    paper = config_file("paper/qwen3-8b-base")
+    masked = load_config(paper, {"learner.correction.name": "sequence_mis"}).learner
     assert masked.correction.model_dump() == {"name": "sequence_mis", "cap": 2.0, "floor": 0.0, "ratio_from": "learner"}
+    assert load_config(paper, {"learner.objective.name": "tbpo"}).learner == load_config(paper, {}).learner
+    baseline = load_config(paper, {"learner.objective.name": "grpo"}).learner
+    assert baseline.correction.model_dump() == grpo.correction.model_dump()
+    both = {"learner.objective.name": "pg_seq_is", "learner.correction.name": "geometric"}
+    assert load_config(paper, both).learner.correction.name == "geometric"
 
 
 @pytest.mark.parametrize("name", [name for section in get_args(AnyObjective) for name in section.names()])
