@@ -61,7 +61,7 @@ class Result:
 
     def average(self) -> Estimate:
         """avg@n with its interval, over questions."""
-        return estimate(self.shares())
+        return estimate(self.shares(), shares=True)
 
     def shares(self) -> list[float]:
         """Of right answers to each question."""
@@ -70,11 +70,11 @@ class Result:
     def passes(self) -> dict[int, Estimate]:
         """pass@k for k = 1, 2, 4, … and n."""
         ks = sorted({2**i for i in range(self.samples.bit_length())} | {self.samples})
-        return {k: estimate([pass_at(k, len(q.correct), sum(q.correct)) for q in self.questions]) for k in ks}
+        return {k: estimate([pass_at(k, len(q.correct), sum(q.correct)) for q in self.questions], True) for k in ks}
 
     def majority(self) -> Estimate:
         """maj@n."""
-        return estimate([majority(q.answers, q.correct) for q in self.questions])
+        return estimate([majority(q.answers, q.correct) for q in self.questions], shares=True)
 
     @property
     def tokens(self) -> float:
@@ -102,7 +102,7 @@ class Evaluation:
 
     def mean(self) -> Estimate:
         """The plain mean of the benchmarks' avg@n."""
-        return estimate_of_means([result.shares() for result in self.results])
+        return estimate_of_means([result.shares() for result in self.results], shares=True)
 
 
 def final_answer(text: str) -> str | None:

@@ -89,6 +89,11 @@ def test_intervals_are_those_of_the_closed_form():
         assert found.mean == 0.5
         assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error], abs=0.005)
     assert estimate(half * 16).high == pytest.approx(0.5 + 1.96 * math.sqrt(0.25 / 6400), abs=0.002)
+    for share in (0.0, 1.0):  # 0 of 8: Jeffreys' upper end; a difference that is always 0 has no width
+        found = estimate([share] * 8, shares=True)
+        far = found.high if share == 0 else 1 - found.low
+        assert (far, found.mean) == (pytest.approx(0.262, abs=0.01), share) and share in (found.low, found.high)
+        assert estimate([share] * 8).low == estimate([share] * 8).high == share
     assert estimate([0.5]).mean == 0.5 and math.isnan(estimate([0.5]).low)
 
 
@@ -124,4 +129,4 @@ def test_a_file_is_asked_each_question_once(
     rows = [{"question": f"{k} + 1 =", "answer": str(k + 1), "split": "heldout"} for k in range(3)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["eval", str(random_policy(True)), "--task", "q.jsonl", "--max-new-tokens", "2"]) == 0
-    assert "q.jsonl, greedy: 0.0% [0.0, 0.0] of 3 held-out problems; 2 tokens an answer" in capsys.readouterr().out
+    assert "q.jsonl, greedy: 0.0% [0.0, 53.6] of 3 held-out problems; 2 tokens an answer" in capsys.readouterr().out
