@@ -45,7 +45,8 @@ class Learner:
     processes: those that learn together. All are given the same batch, and each computes its share of it.
     reference: the policy a KL penalty measures from, never stepped; needed exactly where `config.kl` asks for one, else
     `ConfigError`. seed: the run's, which shuffles. steps: of the training, where the learning rate decays at its end.
-    temperature: that completions are sampled at; all log-probs are of the policy at it.
+    temperature: that completions are sampled at; all log-probs are of the policy at it. whole: whether the masters are
+    those of a finished batch, and no error came between its updates.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Learner:
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
         self._start = StartingPolicy()
+        self.whole = True
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """The present policy's log-probs of a batch's responses, fp32 [B, T-1], and its mean entropy in nats."""
@@ -122,7 +124,9 @@ class Learner:
             gate(old.mismatch())
         if self._reference is not None and learning.reference is not None:
             self.scorer.add(learning.reference, self._reference, torch.arange(len(batch.tokens)))
+        self.whole = False
         updates = [self._update(learning, watching, number) for number in range(len(trained))]
+        self.whole = True
         records = {name: value for observer in watching for name, value in observer.record().items()}
         return batch_stats(updates, old, lr, self.loss_scale.scale, self.stopwatch.take(), records)
 

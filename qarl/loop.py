@@ -13,11 +13,12 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
 from qarl.report.startup import phase, say
 from qarl.report.token_recorder import TokenRecorder
-from qarl.run.checkpoint import load_checkpoint, save_checkpoint
+from qarl.run.checkpoint import load_checkpoint
 from qarl.run.evaluate import answered
 from qarl.run.interrupt import deferred_interrupt
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_policy, open_session, trained_part
+from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.run.verify_export import Outcome, export_sampled, finish
 
 
@@ -48,15 +49,15 @@ def train(
         rollouts, resume_step = Rollouts(session, config, at, Stopwatch(dashboard.entered)), at.step if resume else None
         recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
         signs = RunWatch(read_until(folder.metrics, at.step), config.early_warning, config.steps)
-        with metrics_writer(config, folder, resume_step, processes.first) as write, deferred_interrupt() as interrupted:
+        keeping = StepCheckpoints(config, folder, policy, at).last_step_kept()
+        writing = metrics_writer(config, folder, resume_step, processes.first)
+        with keeping as checkpoints, writing as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
                 metrics = _step(rollouts, at, recorder, signs.restraint)
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
-                if at.step % config.checkpoint.every == 0 or at.step == config.steps or stopping:
-                    state = {"learner": policy.learner.state_dict(), "position": rollouts.position()}
-                    save_checkpoint(folder.checkpoints, at.step, state, config.checkpoint.keep, processes)
+                checkpoints.after_step(rollouts, stopping)
                 if stopping:
                     break
         sampled = export_sampled(session, config, folder, at.step)
@@ -73,13 +74,13 @@ def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: 
         log = recorder.log(batch, groups)
         with watch("learn"):
             learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log, restraint)
+    at.skipped_batches += learned is None
+    at.version += learned is not None
+    at.step += 1  # learned: whatever fails from here on, a checkpoint is of this step
     rollouts.finish_pending()
     if learned is not None:
         with watch("publish"):
-            published = session.publisher.publish(at.version + 1)
-        at.version += 1
-    at.skipped_batches += learned is None
-    at.step += 1
+            published = session.publisher.publish(at.version)
     with watch("record"):
         recorder.write(at.step, groups if learned else sampled, log)
     accuracy = None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qarl.run.checkpoint import load_checkpoint
 from tests.support import Policies, learner_faults
 from tests.support.runs import SMALL, Run, lines, qarl, qarl_alone, succeeded, wait_for_lines
 
@@ -87,6 +88,23 @@ def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: 
     assert kind == "dense" or len({line["digest"] for line in lines(whole)}) == 6
     tokens = [{file.name: file.read_bytes() for file in (run / "tokens").iterdir()} for run in (cut, whole)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
+
+
+@pytest.mark.slow
+def test_a_late_error_loses_no_step(tmp_path: Path):
+    """Contract: a reward that raises in step 3, with no checkpoint due before, ends the run with one of step 2."""
+    (tmp_path / "late.py").write_text(
+        "calls = []\n\n\ndef reward(problem, text):\n    calls.append(text)\n"
+        "    assert len(calls) <= 40, 'judge away'\n    return float(len(text))\n"
+    )
+    run = tmp_path / "run"
+    flags = ["--prompts", "4", "--samples", "4", "--eval.problems", "0", "--reward", f"{tmp_path}/late.py:reward"]
+    done = Run("train", *flags, "--output", run).wait()
+    assert done.returncode == 1 and "judge away" in done.stderr, done.stderr
+    assert "checkpoint step-000002 is intact" in done.stdout + done.stderr
+    step, state = load_checkpoint(run / "checkpoints")
+    position = state["position"]
+    assert (step, position["step"], len(lines(run)), position["version"]) == (2, 2, 2, lines(run)[-1]["weight_version"])
 
 
 @pytest.mark.slow

@@ -1,0 +1,52 @@
+"""Checkpoints of a run's steps: those that are due, and one of what was learned before the run failed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from qarl.configs.schema.run import RunConfig
+from qarl.report.run_folder import RunFolder
+from qarl.report.startup import say
+from qarl.run.checkpoint import CheckpointError, save_checkpoint
+from qarl.run.rollouts import Rollouts
+from qarl.run.session import Policy, Position
+
+
+class StepCheckpoints:
+    """What a run writes to be resumed from. at: where it stands, moved forward by its loop."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, policy: Policy, at: Position):
+        self._config, self._folder, self._policy, self._at = config, folder, policy, at
+
+    def after_step(self, rollouts: Rollouts, stopping: bool) -> None:
+        """Write one where it is due: every so many steps, of the last, and where the run stops. Raises
+        `CheckpointError` where the disk refuses."""
+        if self._at.step % self._config.checkpoint.every == 0 or self._at.step == self._config.steps or stopping:
+            self._write(rollouts.position())
+
+    def _write(self, position: dict[str, Any]) -> None:
+        state = {"learner": self._policy.learner.state_dict(), "position": position}
+        save_checkpoint(
+            self._folder.checkpoints, self._at.step, state, self._config.checkpoint.keep, self._policy.processes
+        )
+
+    @contextmanager
+    def last_step_kept(self) -> Iterator[Self]:
+        """Where what is done within ends by an error of reward, engine, logger or task, write one of the last step that
+        was learned from; the error goes on.
+
+        Nothing is written of a batch that was learned from in part, nor by several processes, which may not all have
+        come to the error. What was being sampled will be sampled again.
+        """
+        try:
+            yield self
+        except CheckpointError:
+            raise
+        except Exception:
+            step, learner = self._at.step, self._policy.learner
+            if learner.processes.world == 1 and learner.whole and step and self._folder.steps()[-1:] != [step]:
+                try:
+                    self._write(vars(self._at))
+                except CheckpointError as error:
+                    say(str(error))
+            raise
