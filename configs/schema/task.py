@@ -1,6 +1,6 @@
 """Where prompts and rewards come from: `task.*` of the configuration."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -57,4 +57,8 @@ class TaskConfig(Section):
         default=60.0,
         gt=0,
         description="seconds your reward may take for a completion, or for a batch where it takes batches",
+    )
+    on_error: Literal["stop", "retry", "none"] = Field(
+        default="stop",
+        description="where your reward fails: stop the run; ask twice more before that; or leave the completion out",
     )

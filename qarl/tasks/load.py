@@ -8,7 +8,7 @@ from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
 from qarl.tasks.rewards import each, exact_answer
 from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
-from qarl.tasks.scorers import checker_of, reward_of
+from qarl.tasks.scorers import checker_of, reward_of, tolerant
 from qarl.tasks.table import Columns, Table, make_table
 from qarl.tasks.task import Task
 
@@ -28,7 +28,7 @@ def load_task(config: TaskConfig) -> Task:
     source, reward, checker = _source(config)
     shown = short_name(config.name)
     if config.reward is not None:
-        reward = reward_of(config.reward, shown, config.time_limit)
+        reward = tolerant(reward_of(config.reward, shown, config.time_limit), config.on_error)
     if config.correct is not None:
         checker = checker_of(config.correct, shown, config.time_limit)
     return Task(source=source, reward=reward, checker=checker, system=config.system, template=config.template)

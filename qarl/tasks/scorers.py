@@ -1,12 +1,14 @@
 """From the words of the configuration to what judges responses: shipped ones by name, a person's by file or module."""
 
+import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qarl.configs.words import did_you_mean
-from qarl.tasks.base import Failure, Scorer, TaskError
+from qarl.tasks.base import Failure, Response, Scorer, TaskError
 from qarl.tasks.math import math_checker, math_scorer
 from qarl.tasks.rewards import each, exact_answer
 from qarl.tasks.signatures import TAKES, load_judge, outcomes
@@ -15,6 +17,9 @@ from qarl.tasks.workers import Workers
 
 _REWARDS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_scorer}
 _CHECKERS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_checker}
+_RETRY_SECONDS = (1.0, 10.0)
+"""Before a reward that failed is asked again: what it asks over the network may need a moment."""
+_log = logging.getLogger(__name__)
 _TERM = re.compile(r"(?P<spec>.*?)(?:=(?P<weight>[^=:/]*))?")
 
 
@@ -43,6 +48,34 @@ def reward_of(words: str, task: str, time_limit: float) -> Scorer:
     return lambda responses: [
         _weighted(row, weights) for row in zip(*(scorer(responses) for scorer in scorers), strict=True)
     ]
+
+
+def tolerant(scorer: Scorer, on_error: str) -> Scorer:
+    """A reward whose failures are what `task.on_error` says: final ("stop"), asked again, or no signal ("none"), which
+    is said once a call."""
+    if on_error == "stop":
+        return scorer
+
+    def outcomes(responses: Sequence[Response]) -> list[Any]:
+        results = scorer(responses)
+        for seconds in _RETRY_SECONDS if on_error == "retry" else ():
+            failed = [place for place, outcome in enumerate(results) if isinstance(outcome, Failure)]
+            if failed:
+                _log.warning("reward: %d of %d failed (%s); again in %g s", *_said(results, failed), seconds)
+                time.sleep(seconds)
+                for place, outcome in zip(failed, scorer([responses[place] for place in failed]), strict=True):
+                    results[place] = outcome
+        failed = [place for place, outcome in enumerate(results) if isinstance(outcome, Failure)]
+        if failed and on_error == "none":
+            _log.warning("reward: %d of %d failed (%s) and are left out", *_said(results, failed))
+            return [None if isinstance(outcome, Failure) else outcome for outcome in results]
+        return results
+
+    return outcomes
+
+
+def _said(results: Sequence[Any], failed: Sequence[int]) -> tuple[int, int, str]:
+    return len(failed), len(results), results[failed[0]].words
 
 
 def checker_of(words: str, task: str, time_limit: float) -> Scorer:

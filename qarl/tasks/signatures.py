@@ -1,7 +1,7 @@
 """The three kinds of reward function people have, told apart by the names of their parameters.
 
     f(problem, text[, token_ids])                                      QaRL's: one completion
-    f([prompts,] completions[, completion_ids], **columns)             TRL's: a batch (`GRPOTrainer`, reward functions)
+    f([prompts,] completions | completion_ids, **columns)              TRL's: a batch (`GRPOTrainer`, reward functions)
     f(data_source, solution_str, ground_truth[, extra_info])           verl's `compute_score`: one completion
 
 Any of them may be `async`.
@@ -18,11 +18,13 @@ from qarl.tasks.rewards import attempt
 
 Kind = Literal["qarl", "trl", "verl"]
 
-_MARKS: dict[Kind, str] = {"qarl": "text", "trl": "completions", "verl": "solution_str"}
-"""The parameter that each kind has and the others have not."""
+_MARKS: dict[Kind, tuple[str, ...]] = {
+    "qarl": ("text",), "trl": ("completions", "completion_ids", "completions_ids"), "verl": ("solution_str",),
+}  # fmt: skip
+"""Parameters that each kind has one of, and the others have not."""
 _OWN = ("problem", "text", "token_ids")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-_TRL = ("prompts", "completions", "completion_ids")
+_TRL = ("prompts", "completions", "completion_ids", "completions_ids", "log_metric", "log_extra")
 _ANSWERS = ("solution", "ground_truth")
 """What TRL's documentation and its own rewards call the reference answer."""
 
@@ -50,7 +52,7 @@ def too_long(seconds: float) -> str:
 def kind_of(function: Callable[..., Any]) -> Kind:
     """Which kind a function is. Raises `SignatureError` where its parameters are of none, or of several."""
     parameters = _parameters(function)
-    kinds: list[Kind] = [kind for kind, mark in _MARKS.items() if mark in parameters]
+    kinds: list[Kind] = [kind for kind, marks in _MARKS.items() if parameters.keys() & marks]
     shown = f"({', '.join(str(parameter) for parameter in parameters.values())})"
     if len(kinds) != 1:
         what = f"are of {len(kinds)} kinds of reward at once" if kinds else "are of no kind of reward that is known"
@@ -156,15 +158,22 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
             [{"role": "assistant", "content": response.text}] if chat else response.text for response in responses
         ],
         "completion_ids": [list(response.token_ids) for response in responses],
-    }
+        # TRL's ways to log: there is no trainer here to take it, and metrics.jsonl has each reward's figures.
+        "log_metric": _ignored, "log_extra": _ignored,
+    }  # fmt: skip
+    columns["completions_ids"] = columns["completion_ids"]  # its name in older releases
     parameters = _parameters(function)
     for name in ("answer", *(name for name in _ANSWERS if name in parameters)):
         columns.setdefault(name, [problem.answer for problem in problems])
     missing = [name for name, parameter in parameters.items() if _needed(parameter) and name not in columns]
     if missing:
         there = ", ".join(name for name in columns if name not in _TRL)
-        raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}")
+        why = "; the state of a trainer is not known where rewards run" if missing[0] == "trainer_state" else ""
+        raise SignatureError(f"it asks for a column {missing[0]!r}, and the task has {there}{why}")
     return _accepted(function, columns)
+
+
+def _ignored(*_: Any, **__: Any) -> None: ...
 
 
 def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Rewards and checkers: shipped and a person's own, in every signature, and whatever those may do to a run."""
 
 import dataclasses
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from qarl.configs.schema.task import TaskConfig
-from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, short_reward
+from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, scorers, short_reward
 from qarl.tasks.rewards import last_box
 from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
@@ -91,6 +92,11 @@ SIGNATURES = {
         "    assert prompts == ['3 + 4 ='] * 2 and style == ['short'] * 2\n"
         "    return [float(len(ids) == 1 and c == '7') for c, ids in zip(completions, completion_ids)]"
     ),
+    "trl, of ids alone": (
+        "def f(completions_ids, log_metric=None, **kwargs):\n    log_metric('length', 1.0)\n"
+        "    kwargs['log_extra']('text', kwargs['completions'])\n"
+        "    return [float(c == '7' and len(i) == 1) for c, i in zip(kwargs['completions'], completions_ids)]"
+    ),
     "trl, async": "async def f(completions, **kwargs):\n    return [float(c == '7') for c in completions]",
     "verl": (
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -156,6 +162,7 @@ def test_what_is_no_reward_is_refused(make: Callable[[Path, str], Task], code: s
         ("def f(completions, **kwargs):\n    return 1.0", "returned a float for 2 completions; give a list"),
         ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
         ("def f(completions, style2, **kwargs):\n    return []", "asks for a column 'style2', and the task has style"),
+        ("def f(completion_ids, trainer_state):\n    return []", "'trainer_state'.*is not known where rewards run"),
         ("async def f(problem, text):\n    import asyncio\n    await asyncio.sleep(99)", "took longer than"),
     ],
 )
@@ -187,6 +194,21 @@ def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(code: str, s
     psutil.wait_procs([process for process in [psutil.Process(int(first))] if later], timeout=10)
     alive = psutil.pid_exists(int(first)) and psutil.Process(int(first)).status() != psutil.STATUS_ZOMBIE
     assert alive == (not later)
+
+
+def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    """Contract: only what failed is asked again, twice; what goes on failing stops the run, or is no signal. One line
+    says so each time."""
+    monkeypatch.setattr(scorers, "_RETRY_SECONDS", (0.0, 0.0))
+    code = "asked = []\n\n\ndef f(problem, text):\n    asked.append(text)\n    open('asked', 'a').write(text)\n"
+    code += "    return 1.0 / (text != 'b' or asked.count('b') > {}) if text != 'c' else 1 / 0"
+    with caplog.at_level(logging.WARNING):
+        assert rewards(own(questions, code.format(1), on_error="retry"), "a", "b", "d") == [1.0, 1.0, 1.0]
+        assert Path("asked").read_text() == "abdb"
+        assert rewards(own(questions, code.format(9), on_error="none"), "a", "b", "c") == [1.0, None, None]
+    assert [record.args[:2] for record in caplog.records] == [(1, 3), (2, 3)]
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        rewards(own(questions, code.format(9), on_error="retry"), "a", "b")
 
 
 def test_after_a_failure_the_next_call_has_a_process_again(questions: Path):
