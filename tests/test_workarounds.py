@@ -28,6 +28,7 @@ UPSTREAM = {
     "w4a8 alias": (f"{SCHEMES}/compressed_tensors_w4a8_int.py", 'layer.register_parameter("weight_packed", weight)'),
     "experts' kernel": (f"{LAYERS}/fused_moe/unquantized_fused_moe_method.py", "# Setup moe kernel only on the first"),
     "sampler compiles": ("vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="),
+    "a new stream a thread": ("vllm/utils/torch_utils.py", "            torch.cuda.set_stream(new_stream)"),
     "parameters ask for a group": ("vllm/model_executor/parameter.py", "tp_rank = get_tensor_model_parallel_rank()"),
     "fp8 asks the model's config": (f"{SCHEMES}/compressed_tensors_w8a8_fp8.py", "_vllm_config().model_config.dtype"),
     "loaders are bound methods": (f"{LAYERS}/linear.py", "weight_loader=self.weight_loader"),

@@ -25,7 +25,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.quant.checkpoint.families import ExpertsShape
-from qarl.quant.kernels.vllm_experts import VllmExperts, vllm_experts
+from qarl.quant.kernels.vllm_experts import VllmExperts, own_scratch, vllm_experts
 from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
@@ -55,10 +55,11 @@ class VllmMatmul:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: compute dtype [N, I] → compute dtype [N, O], or wider: vLLM pads its output heads."""
-        if isinstance(self._linear, GateLinear):  # chooses among kernels by itself
-            y = self._linear(x)
-            return y[0] if isinstance(y, tuple) else y
-        return self._linear.quant_method.apply(self._linear, x, getattr(self._linear, "bias", None))
+        with own_scratch(x.device):
+            if isinstance(self._linear, GateLinear):  # chooses among kernels by itself
+                y = self._linear(x)
+                return y[0] if isinstance(y, tuple) else y
+            return self._linear.quant_method.apply(self._linear, x, getattr(self._linear, "bias", None))
 
 
 class VllmFactory:

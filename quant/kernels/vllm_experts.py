@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, get_routing_method_type
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
+from vllm.utils import torch_utils
 from vllm.v1.worker import workspace
 
 from qarl.quant.checkpoint.families import ExpertsShape
@@ -104,20 +105,33 @@ def empty_experts(
 @contextmanager
 def engine_step(device: torch.device, tokens: int) -> Iterator[None]:
     """Within this context vLLM's fused experts find what they would in its engine's step over so many tokens: scratch
-    memory, and the context of the step's forward. Nothing on CPUs, whose experts take neither.
+    memory, and the context of the step's forward. Nothing on CPUs, whose experts take neither."""
+    if current_platform.is_cpu():
+        yield
+        return
+    with own_scratch(device), set_forward_context(None, uncompiled_config(), num_tokens=tokens):
+        yield
 
-    The scratch is not the engine's. That one is locked once the engine has warmed up, at the size of its own batches,
-    and CUDA graphs hold its address.
+
+@contextmanager
+def own_scratch(device: torch.device) -> Iterator[None]:
+    """Within this context vLLM's kernels take scratch memory and locks from the learner's manager, and stay on torch's
+    current stream. Nothing on CPUs.
+
+    The engine's manager is locked once it has warmed up, at the size of its own batches, and CUDA graphs hold its
+    addresses. In a thread where vLLM has set no stream, as autograd's, it would change to a new one, which what
+    autograd runs next does not wait for.
     """
     if current_platform.is_cpu():
         yield
         return
-    engines, workspace._manager = workspace._manager, _scratch(device)
+    thread = torch_utils._current_stream_tls
+    before = getattr(thread, "value", None), workspace._manager
+    thread.value, workspace._manager = torch.cuda.current_stream(device), _scratch(device)
     try:
-        with set_forward_context(None, uncompiled_config(), num_tokens=tokens):
-            yield
+        yield
     finally:
-        workspace._manager = engines
+        thread.value, workspace._manager = before
 
 
 @functools.cache

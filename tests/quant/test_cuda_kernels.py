@@ -1,20 +1,24 @@
 """Which kernels vLLM chooses on GPUs, asked of vLLM's own selection under a stand-in for the platform, and what its
 experts find outside of an engine's step. Blind spot: that those kernels run, and what they compute (tests/gpu)."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization.utils import marlin_utils
+from vllm.utils import torch_utils
 from vllm.v1.worker import workspace
 
 from qarl.quant.kernels import supported, vllm_experts
 from qarl.quant.kernels.supported import support
-from qarl.quant.kernels.vllm import VllmFactory
+from qarl.quant.kernels.vllm import VllmFactory, VllmMatmul
 from qarl.quant.kernels.vllm_layers import QUANTIZED, UNQUANTIZED, kernel_name
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from tests.support.cuda_platform import CAPABILITIES, fits, stub_cuda
@@ -154,6 +158,7 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
     """Contract: vLLM's own allocation of scratch, and Humming's question for the forward's context, succeed without an
     engine, and beside one whose scratch is locked; afterwards everything is as it was."""
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
     vllm_experts.uncompiled_config.cache_clear()
     kernel = SimpleNamespace(
         fused_experts=SimpleNamespace(
@@ -181,3 +186,52 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
                 assert allocate() == ((40, 2, 64), (40, 2, 32), (40, 32))
                 assert get_forward_context().dp_metadata is None
             assert workspace._manager is engines and not is_forward_context_available()
+
+
+class Streams(threading.local):
+    """torch's streams, a current one a thread. current: its name."""
+
+    current = "torch's"
+
+    def stub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {"wait_stream": lambda new, other: None}))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: setattr(self, "current", stream))
+        monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
+
+
+@no_cuda
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_recomputed_product_stays_on_its_threads_stream(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Contract: Marlin's locks, taken where a checkpointed layer is computed again in a thread of autograd's, change
+    that thread's stream for no other and are not asked of the engine's manager, which graphs have locked. Without it
+    vLLM sets a new stream, and what autograd runs next reads what that has not written. Blind spot: the kernel."""
+    streams, locks, after = Streams(), [], []
+    streams.stub(monkeypatch)
+
+    def apply(layer: object, x: torch.Tensor, *_: object) -> torch.Tensor:
+        locks.append(marlin_utils.get_marlin_workspace(x.device).data_ptr())
+        return x * x
+
+    method = SimpleNamespace(apply=apply, is_monolithic=False, topk_indices_dtype=None)
+    layer: Any = SimpleNamespace(quant_method=method, forward_modular=lambda x, *_: apply(None, x))
+    x = torch.ones(3, 4, requires_grad=True)
+    routed = () if kind == "dense" else (torch.ones(3, 1), torch.zeros(3, 1))
+    with stub_cuda((8, 0)):
+        engines = workspace.WorkspaceManager(torch.device("cpu"))
+        engines.lock()
+        monkeypatch.setattr(workspace, "_manager", engines)
+        product: Any = VllmMatmul(layer) if kind == "dense" else vllm_experts.VllmExperts(layer)
+        y = checkpoint(product, x, *routed, use_reentrant=False)
+
+        def backward() -> None:
+            streams.current = "autograd's"
+            y.sum().backward()
+            after.append((streams.current, getattr(torch_utils._current_stream_tls, "value", None)))
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    assert after == [("autograd's", None)] and streams.current == "torch's"
+    assert len(locks) == 2 and workspace._manager is engines and (x.grad == 2).all()
+    assert locks[0] != locks[1], "streams that may run at once have locks of their own"
