@@ -86,15 +86,20 @@ def test_every_kind_is_compiled_apart_and_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: None):
-    """Contract: once for the first number of tokens, once more for any, and never again."""
+    """Contract: norms and gates once for the first number of tokens, once more for any, and never again, of however
+    many layers."""
+    from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    norm, counts = make_operator(lambda: RMSNorm(64), torch.float32, compiled=True), []
+    counts = []
+    makes = (lambda: RMSNorm(64), SiluAndMul) * 3
+    layers = [make_operator(make, torch.float32, compiled=True) for make in makes]
     for tokens in (9, 20, 19, 30):
-        x = torch.linspace(-1.0, 1.0, tokens * 64).view(tokens, 64).requires_grad_()
-        norm(x).sum().backward()
+        for operator in layers:
+            x = torch.linspace(-1.0, 1.0, tokens * 64).view(tokens, 64).requires_grad_()
+            operator(x).sum().backward()
         counts.append(graphs())
-    assert counts == [1, 2, 2, 2]
+    assert counts == [2, 4, 4, 4]
 
 
 @pytest.mark.skipif(not thorough(), reason="the same of a whole learner: make test-thorough")
