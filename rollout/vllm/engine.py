@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.types import Completion, Prompt, Sampling
-from qarl.rollout.vllm.options import (
-    VllmOptions,
-    llm_arguments,
-    prepare_environment,
-    refuse_graphs_over_freed_memory,
-    refuse_unsupported,
-)
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments, prepare_environment, refuse_unsupported
 from qarl.rollout.vllm.requests import sampling_arguments, scoring_arguments
 from qarl.rollout.vllm.texts import text_of
 
@@ -57,12 +51,6 @@ class VllmEngine:
             ) from error
 
         VllmEngine._open = True
-        if not options.rollout.enforce_eager:
-            try:
-                refuse_graphs_over_freed_memory({layer.kernel for layer in self.layers()})
-            except EngineError:
-                self.close()
-                raise
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `Engine.generate`. Log-probs are of the distribution sampled from

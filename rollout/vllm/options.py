@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,17 +102,6 @@ def _batch_invariant_arguments() -> dict[str, Any]:
     if not batch_invariant():
         return {}
     return {"attention_backend": "FLASH_ATTN", "kernel_config": {"linear_backend_per_quant": linear_backends()}}
-
-
-def refuse_graphs_over_freed_memory(kernels: Collection[str]) -> None:
-    """Raise `EngineError` where captured graphs would read memory that a publish frees: Humming's kernels make their
-    locks anew with every weight version. kernels: names of those that the engine's layers multiply with."""
-    unsafe = sorted(name for name in kernels if "Humming" in name)
-    if unsafe:
-        raise EngineError(
-            f"rollout.enforce_eager false with {unsafe[0]}: CUDA graphs would keep locks that this kernel replaces "
-            "with every weight version; set rollout.enforce_eager true"
-        )
 
 
 def _cpu_arguments(max_model_len: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from qarl.quant.kernels.vllm_layers import kernel_name
 from qarl.quant.schemes import scheme_of_args
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.vllm.in_place import put_back, tensors_beside
 from qarl.rollout.vllm.names import checkpoint_names, layer_names, trace_names
 
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
@@ -111,13 +112,16 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
             name_w4a8_weights_once(model)
         initialize_layerwise_reload(model)
         keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
+        beside = {} if current_platform.is_cpu() else tensors_beside(model)
         try:
             model.load_weights(tensors())  # pyright: ignore[reportCallIssue]
+            partial = [name for name, module in keep if get_layerwise_info(module).can_load()]
+            finalize_layerwise_reload(model, config.model_config)
         except BaseException:
             _abandon_reload(model)
             raise
-        partial = [name for name, module in keep if get_layerwise_info(module).can_load()]
-        finalize_layerwise_reload(model, config.model_config)
+        finally:
+            put_back(beside, model, graphs=not config.model_config.enforce_eager)
         if current_platform.is_cpu():
             _prepare_heads(model)
     unconsumed, missing = compare_names(before.values(), sent)

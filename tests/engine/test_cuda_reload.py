@@ -2,6 +2,7 @@
 platform. Blind spot: what their kernels make of the weights (tests/gpu); here processing only looks."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,8 @@ from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.rollout.engine import EngineError
+from qarl.rollout.vllm import worker
+from qarl.rollout.vllm.in_place import tensors_beside
 from qarl.rollout.vllm.worker import quantize_in_layers
 from tests.support.cuda_platform import LAYOUT, config_of, engines_experts, fits, stub_cuda
 from tests.support.kernels import no_cuda
@@ -104,6 +107,44 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
     assert before.keys() == after.keys(), name
     for key, (parameter, *place) in before.items():
         assert after[key][0] is parameter and list(after[key][1:]) == place, (name, key)
+
+
+@no_cuda
+def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.MonkeyPatch):
+    """Contract: what a kernel has beside the layer's tensors, here CUTLASS's strides for FP8, is refilled where it was,
+    and it takes its scales from the layer; where that cannot be, graphs end in an error and eager steps go on."""
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16))
+    monkeypatch.setattr(worker, "set_current_vllm_config", lambda _: nullcontext())
+    for name in ("prepare", "checkpoint_names"):
+        monkeypatch.setattr(worker, name, lambda *_: {})
+    factory, scheme, model = VllmFactory(torch.bfloat16), get_scheme("fp8"), nn.Module()
+    others = [torch.full((2,), 1)]
+
+    def prepare(layer: Any) -> None:
+        method = layer.quant_method
+        experts = method.experts_cls(layer.moe_config, method.get_fused_moe_quant_config(layer))
+        method.moe_kernel = SimpleNamespace(fused_experts=experts, others=[others[-1].clone()])
+
+    with stub_cuda((9, 0)), factory._loading(torch.device("cpu")):
+        layer, stream = routed(scheme, config_of(scheme), "model.layers.90.mlp.experts")
+        version: Any = list(stream)
+        model.layer, layer.quant_method.process_weights_after_loading = layer, prepare  # type: ignore
+        model.load_weights = lambda _: [load() for _, load in version]  # type: ignore[assignment]
+        record_metadata_for_reloading(model)
+        prepare(layer)
+        first, own = tensors_beside(model), {id(parameter) for parameter in layer.parameters()}
+        assert sum(id(tensor) not in own for _, _, tensor in first.values()) >= 4
+        others.append(torch.full((2,), 2))
+        worker.load_stream(model, config, iter(()))
+        for path, (_, _, tensor) in tensors_beside(model).items():
+            assert tensor is first[path][2] and ("others" not in path or tensor.tolist() == [2, 2])
+        others.append(torch.zeros(3))
+        with pytest.raises(
+            EngineError, match=r"others\.0.*replaces and cannot refill; set rollout\.enforce_eager true"
+        ):
+            worker.load_stream(model, config, iter(()))
+        config.model_config.enforce_eager = True
+        worker.load_stream(model, config, iter(()))
 
 
 def test_an_engine_quantizes_inputs_in_its_layers():

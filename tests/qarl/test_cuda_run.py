@@ -8,8 +8,7 @@ import torch
 from qarl.advice import mismatch
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
-from qarl.rollout.engine import EngineError
-from qarl.rollout.vllm.options import VllmOptions, llm_arguments, refuse_graphs_over_freed_memory
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 
 
 def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -19,13 +18,6 @@ def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):
     arguments = llm_arguments(VllmOptions(RolloutConfig(enforce_eager=False)))
     assert arguments["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL"}
     assert arguments["enforce_eager"] is False
-
-
-def test_graphs_are_refused_over_memory_that_a_publish_frees():
-    kernels = {"MacheteLinearKernel", "HummingLinearKernel, activations in the compute dtype"}
-    with pytest.raises(EngineError, match=r"with HummingLinearKernel.*set rollout.enforce_eager true"):
-        refuse_graphs_over_freed_memory(kernels)
-    refuse_graphs_over_freed_memory({"MacheteLinearKernel", "unquantized"})
 
 
 def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -100,14 +100,6 @@ def test_one_layer_of_a_stack_alone_would_take_another_kernel():
     assert names == ["MacheteLinearKernel", "HummingLinearKernel"]
 
 
-@no_cuda
-def test_kernels_that_read_the_models_config_are_asked():
-    """DeepGEMM asks for the model's type; a learner has no such config of its own."""
-    with stub_cuda((9, 0)):
-        kernel = chosen_kernel(VllmFactory(torch.bfloat16), "layer", [256], 256, get_scheme("fp8-block"), META)
-    assert kernel == "DeepGemmFp8BlockScaledMMKernel"
-
-
 @pytest.mark.parametrize("error", [KeyError("triton"), AttributeError("no attribute 'hf_text_config'"), OSError("gcc")])
 def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
     """One scheme's fault never ends `qarl schemes`, nor hides which schemes can run."""

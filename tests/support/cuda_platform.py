@@ -116,7 +116,7 @@ def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
     _import_lazy()
     places: list[tuple[ModuleType, str, Any]] = [(vllm.platforms, "_current_platform", stub)]
     for name, module in list(sys.modules.items()):
-        if name.startswith(("vllm.", "qarl.quant.kernels.")) and isinstance(module, ModuleType):
+        if name.startswith(("vllm.", "qarl.")) and isinstance(module, ModuleType):
             attributes = vars(module)
             if isinstance(attributes.get("current_platform"), Platform):
                 places.append((module, "current_platform", stub))
