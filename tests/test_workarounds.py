@@ -25,10 +25,10 @@ SCHEMES = f"{LAYERS}/quantization/compressed_tensors/schemes"
 UPSTREAM = {
     "reload copies back": ("vllm/model_executor/model_loader/reload/layerwise.py", "param.data.copy_(getattr(layer, "),
     "heads are prepacked": (f"{LAYERS}/utils.py", "handler = ops.create_onednn_mm(origin_weight.t()"),
-    "strides are made with a kernel": (
-        f"{LAYERS}/fused_moe/experts/cutlass_moe.py",
-        "ab_strides2 = torch.full((e,), n, device=device",
-    ),
+    "strides of a kernel": (f"{LAYERS}/fused_moe/experts/cutlass_moe.py", "ab_strides2 = torch.full((e,), n, device"),
+    "flashinfer by path": ("vllm/utils/flashinfer.py", 'shutil.which("ninja") is None'),
+    "humming is preferred": (f"{LAYERS}/fused_moe/oracle/int_wna16.py", "return prioritize_humming(backends)"),
+    "gates quantize": (f"{LAYERS}/fusion/quant_activation.py", 'getattr(layer, "requires_unquantized_input", False)'),
     "w4a8 alias": (f"{SCHEMES}/compressed_tensors_w4a8_int.py", 'layer.register_parameter("weight_packed", weight)'),
     "experts' kernel": (f"{LAYERS}/fused_moe/unquantized_fused_moe_method.py", "# Setup moe kernel only on the first"),
     "sampler compiles": ("vllm/v1/sample/ops/logprobs.py", "@torch.compile(backend="),

@@ -84,10 +84,9 @@ class RolloutConfig(Section):
         default=False,
         description="mixtures of experts on GPUs: learn with the experts the engine chose, where routing differs",
     )
-    enforce_eager: bool = Field(
-        default=True,
-        description="decode without CUDA graphs; false is faster on GPUs, and has run on none yet "
-        "(docs/explain/cuda.md)",
+    enforce_eager: bool | None = Field(
+        default=None,
+        description="decode without CUDA graphs; without it GPUs have them, and CPUs do not (docs/explain/cuda.md)",
     )
     servers: Servers | None = Field(
         default=None,

@@ -25,11 +25,11 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
-from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.quant.graph.errors import GraphError
 from qarl.quant.kernels.vllm import alone
+from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.runtime.batch_invariance import linear_backends
 
 _SMALL = 1 << 16
@@ -63,7 +63,7 @@ def build_skeleton(
     engine's compute dtype. device: where the forward runs. Raises `GraphError` with vLLM's reason where it has no such
     model.
     """
-    load_general_plugins()
+    load_plugins()
     try:
         with quiet(), tempfile.TemporaryDirectory() as folder:
             _write_config(Path(folder), config, architecture, quantization)

@@ -21,11 +21,11 @@ from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLi
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.vllm_experts import VllmExperts, own_scratch, vllm_experts
+from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
@@ -66,7 +66,7 @@ class VllmFactory:
     """Builds `VllmMatmul`s for one compute dtype. Raises what vLLM raises where it has no kernel for a scheme."""
 
     def __init__(self, dtype: torch.dtype):
-        load_general_plugins()  # as the engine's processes do; `quant.kernels.vllm_cpu` is one of them
+        load_plugins()  # as the engine's processes do; `quant.kernels.vllm_cpu` is one of them
         self._dtype = dtype
         kernels = KernelConfig(linear_backend_per_quant=linear_backends())  # pyright: ignore[reportArgumentType]
         self._config = VllmConfig(

@@ -23,23 +23,17 @@ from vllm.utils import torch_utils
 from vllm.v1.worker import workspace
 
 from qarl.quant.checkpoint.families import ExpertsShape
-from qarl.quant.kernels.base import KernelError
 from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
 from qarl.quant.materialize.experts import LowBitExperts
 
 
 class VllmExperts:
-    """One layer's experts, ready to multiply. Raises `KernelError` for kernels that route tokens themselves."""
+    """One layer's experts, ready to multiply."""
 
     def __init__(self, experts: RoutedExperts):
         self._experts = experts
         self.name = kernel_name(experts)
-        if experts.quant_method.is_monolithic:
-            raise KernelError(
-                f"experts {experts.layer_name!r}: vLLM chose {self.name}, which routes tokens itself and gives no "
-                "gradient to the router; `uv pip uninstall flashinfer-python`, whose kernels they are, and vLLM takes "
-                "another"
-            )
+        assert not experts.quant_method.is_monolithic, f"{self.name} routes tokens itself, without a gradient for it"
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `ExpertsMatmul`."""

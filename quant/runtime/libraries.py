@@ -8,3 +8,7 @@ from importlib.util import find_spec
 def has_vllm() -> bool:
     """Whether vLLM is installed; imports nothing."""
     return find_spec("vllm") is not None
+
+
+SETTLED = "QARL_SETTLES_VLLM"
+"""Variable of the environment, set in processes whose vLLM a learner has to follow (`quant.kernels.vllm_gpu`)."""

@@ -8,6 +8,7 @@ from typing import Any
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.runtime.batch_invariance import batch_invariant, linear_backends
+from qarl.quant.runtime.libraries import SETTLED
 from qarl.rollout.engine import EngineError
 
 _SMALLEST_SHARE = 0.01
@@ -41,6 +42,7 @@ def prepare_environment() -> None:
         from qarl.quant.runtime.llvmlite_repair import repair
 
         repair()
+    os.environ[SETTLED] = "1"
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -68,8 +70,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
     rollout = options.rollout
     return {
         "dtype": options.dtype,
-        "enforce_eager": rollout.enforce_eager,
-        **_graph_arguments(rollout.enforce_eager),
+        **_graph_arguments(rollout),
         **_batch_invariant_arguments(),
         "max_model_len": options.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
@@ -87,14 +88,17 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
     }
 
 
-def _graph_arguments(enforce_eager: bool) -> dict[str, Any]:
+def _graph_arguments(rollout: RolloutConfig) -> dict[str, Any]:
     """CUDA graphs of vLLM's own kernels. Its default is to compile them by Inductor, whose norms round otherwise than
-    vLLM's own, which the learner's graph calls (`quant.graph`)."""
+    vLLM's own, which the learner's graph calls (`quant.graph`). A publish refills what they read, or says that it
+    cannot (`rollout.vllm.in_place`)."""
     import torch
 
-    if enforce_eager or not torch.cuda.is_available():
-        return {}
-    return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
+    on_gpu = torch.cuda.is_available()
+    if rollout.enforce_eager or (rollout.enforce_eager is None and not on_gpu):
+        return {"enforce_eager": True}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL", "max_cudagraph_capture_size": rollout.max_num_seqs}
+    return {"enforce_eager": False, **({"compilation_config": graphs} if on_gpu else {})}
 
 
 def _batch_invariant_arguments() -> dict[str, Any]:

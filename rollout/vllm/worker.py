@@ -18,7 +18,6 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A8Int
@@ -32,7 +31,7 @@ from qarl.quant.digest import ReceivedDigest
 from qarl.quant.kernels.vllm_layers import kernel_name
 from qarl.quant.schemes import scheme_of_args
 from qarl.quant.types import LayerReport, LowBitTensor
-from qarl.rollout.engine import EngineError, LoadReport
+from qarl.rollout.engine import LoadReport
 from qarl.rollout.vllm.in_place import put_back, tensors_beside
 from qarl.rollout.vllm.names import checkpoint_names, layer_names, trace_names
 
@@ -55,7 +54,7 @@ class WorkerExtension:
         """Every linear layer of the model, fused ones by their checkpoint names, and every layer's experts as one."""
         model: nn.Module = self.model_runner.get_model()
         dtype = str(self.vllm_config.model_config.dtype)
-        prepare(model, self.vllm_config)
+        trace_names(model, self.vllm_config)
         reports = []
         for name, module in model.named_modules():
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
@@ -71,29 +70,6 @@ class WorkerExtension:
         return reports
 
 
-def prepare(model: nn.Module, config: VllmConfig) -> None:
-    """Before a model is first audited or published to, and between its steps. Again it does nothing.
-
-    Raises `EngineError` where CUDA graphs were captured of what it would change, `GraphError` where its loading cannot
-    be followed (gpt-oss).
-    """
-    trace_names(model, config)
-    quantize_in_layers(model, config.model_config.enforce_eager)
-
-
-def quantize_in_layers(model: nn.Module, eager: bool) -> None:
-    """Have each linear layer quantize its own input, as the learner's do. On CUDA vLLM's Llama would have the gate's
-    kernel do it (fp8-block and nvfp4), whose product is not rounded to the compute dtype in between."""
-    for name, module in model.named_modules():
-        if isinstance(module, LinearBase) and get_input_quant_key(module) is not None:
-            if not eager:
-                raise EngineError(
-                    f"rollout.enforce_eager false: CUDA graphs of this model have the input of {name!r} quantized by "
-                    "the kernel before it, and the learner's layers quantize their own; set rollout.enforce_eager true"
-                )
-            module.requires_unquantized_input = True
-
-
 def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTensor]) -> LoadReport:
     """Load a published stream into a running model, layer by layer. Where it breaks off, the model holds parts of two
     weight versions, until another stream is loaded whole."""
@@ -105,7 +81,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
             sent.append(item.name)
             yield item.name, item.tensor
 
-    prepare(model, config)
+    trace_names(model, config)
     before = checkpoint_names(model)
     with set_current_vllm_config(config), torch.no_grad():
         if current_platform.is_cpu():

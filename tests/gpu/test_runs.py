@@ -101,7 +101,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
         ["--learner.lora.name", "lora"],
         ["--learner.compile", "true"],
         ["--learner.keep_codes", "false"],
-        ["--rollout.enforce_eager", "false"],
+        ["--rollout.enforce_eager", "true"],
     ],
     ids=lambda options: options[0],
 )

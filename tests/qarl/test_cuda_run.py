@@ -4,20 +4,40 @@ from pathlib import Path
 
 import pytest
 import torch
+import vllm.config.vllm
+from transformers import Qwen3Config
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from qarl.advice import mismatch
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
+from tests.support.cuda_platform import CAPABILITIES, stub_cuda
+from tests.support.kernels import no_cuda
+from tests.support.models import SIZES
 
 
-def test_cuda_graphs_are_of_vllms_own_kernels(monkeypatch: pytest.MonkeyPatch):
-    """vLLM's default compiles by Inductor, whose norms round twice; the learner's round once."""
+@no_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_an_engines_configuration(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Contract, as vLLM's own CUDA platform resolves it: CUDA graphs of vLLM's own kernels, for no more sequences than
+    decode at once, nothing compiled by Inductor, whose norms round twice; a runner and a scheduler that CPUs have not.
+    Blind spot: attention, whose kernels are in the CUDA wheel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not {"compilation_config", "kernel_config"} & llm_arguments(VllmOptions()).keys()
-    arguments = llm_arguments(VllmOptions(RolloutConfig(enforce_eager=False)))
-    assert arguments["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL"}
-    assert arguments["enforce_eager"] is False
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
+    Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+
+    arguments = llm_arguments(VllmOptions(RolloutConfig(max_prompt_tokens=20, max_new_tokens=20)))
+    arguments = {key: value for key, value in arguments.items() if key in EngineArgs.__dataclass_fields__}
+    with stub_cuda(capability):
+        config = EngineArgs(model=str(tmp_path), **arguments).create_engine_config(UsageContext.LLM_CLASS)
+    graphs, scheduler = config.compilation_config, config.scheduler_config
+    assert (graphs.mode, graphs.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL)
+    assert (graphs.max_cudagraph_capture_size, len(graphs.cudagraph_capture_sizes or ())) == (256, 35)
+    assert config.use_v2_model_runner and scheduler.async_scheduling and scheduler.enable_chunked_prefill
+    assert config.kernel_config.ir_op_priority.rms_norm == ["vllm_c", "native"]
 
 
 def test_learners_that_are_compared_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

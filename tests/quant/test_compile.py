@@ -86,14 +86,12 @@ def test_every_kind_is_compiled_apart_and_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: None):
-    """Contract: norms and gates once for the first number of tokens, once more for any, and never again, of however
-    many layers."""
+    """Contract: norms and gates of all layers once for the first number of tokens, once more for any, never again."""
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    counts = []
-    makes = (lambda: RMSNorm(64), SiluAndMul) * 3
-    layers = [make_operator(make, torch.float32, compiled=True) for make in makes]
+    kinds, counts = (lambda: RMSNorm(64), SiluAndMul), []
+    layers = [make_operator(kind, torch.float32, compiled=True) for kind in 3 * kinds]
     for tokens in (9, 20, 19, 30):
         for operator in layers:
             x = torch.linspace(-1.0, 1.0, tokens * 64).view(tokens, 64).requires_grad_()

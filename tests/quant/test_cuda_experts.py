@@ -1,16 +1,13 @@
 """Which kernels vLLM chooses for routed experts on GPUs, as tests/quant/test_cuda_kernels.py asks for dense layers."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe import fused_moe
 
 from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
-from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.vllm import VllmFactory
-from qarl.quant.kernels.vllm_experts import VllmExperts, empty_experts
+from qarl.quant.kernels.vllm_experts import empty_experts
 from qarl.quant.kernels.vllm_layers import kernel_name
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.cuda_platform import CAPABILITIES, config_of, engines_experts, fits, stub_cuda
@@ -31,7 +28,7 @@ numbers = itertools.count()
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int, int]):
     """Contract: for every scheme vLLM has experts for, every shape of these mixtures and every family's names of
-    matrices. On 9.0 W4A16 is Humming's there, whose forward asks for a context (tests/quant/test_cuda_kernels.py)."""
+    matrices. Integer weights are Marlin's on 9.0 too, where vLLM prefers Humming."""
     factory, chosen = VllmFactory(torch.bfloat16), {}
     with stub_cuda(capability):
         for name, model in itertools.product(SCHEMES, SHAPES):
@@ -49,16 +46,4 @@ def test_learner_and_engine_choose_one_kernel_for_experts(capability: tuple[int,
                 assert kernel_name(learner) == engine, (name, model)
                 chosen[name, model] = engine
     assert len(chosen) > 30
-    expected = {(8, 0): "Marlin", (8, 9): "Marlin", (9, 0): "HummingIndexed", (10, 0): "Marlin"}[capability]
-    assert chosen["w4a16", "Qwen3-30B-A3B"] == f"{expected}Experts"
-
-
-@no_cuda
-def test_a_kernel_that_routes_tokens_itself_is_refused():
-    """FlashInfer's on Blackwell: their router is inside, and the learner's has a gradient."""
-    layer = SimpleNamespace(
-        layer_name="experts",
-        quant_method=SimpleNamespace(is_monolithic=True, experts_cls=fused_moe.fused_experts, moe_kernel=None),
-    )
-    with pytest.raises(KernelError, match=r"routes tokens itself.*uninstall flashinfer-python"):
-        VllmExperts(layer)  # type: ignore[arg-type]
+    assert chosen["w4a16", "Qwen3-30B-A3B"] == chosen["w8a16", "Qwen3-30B-A3B"] == "MarlinExperts"

@@ -1,8 +1,11 @@
 """Which kernels vLLM chooses on GPUs, asked of vLLM's own selection under a stand-in for the platform, and what its
 experts find outside of an engine's step. Blind spot: that those kernels run, and what they compute (tests/gpu)."""
 
+import sys
 import threading
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.utils import torch_utils
+from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.worker import workspace
 
 from qarl.quant.kernels import supported, vllm_experts
@@ -100,6 +104,22 @@ def test_one_layer_of_a_stack_alone_would_take_another_kernel():
     assert names == ["MacheteLinearKernel", "HummingLinearKernel"]
 
 
+@no_cuda
+def test_flashinfer_is_left_out_though_vllm_finds_it(monkeypatch: pytest.MonkeyPatch):
+    """Whether it does is the shell's PATH's doing; kernels are the same."""
+    package = ModuleType("flashinfer")
+    package.__spec__ = ModuleSpec("flashinfer", None)
+    factory, scheme, names = VllmFactory(torch.bfloat16), get_scheme("nvfp4"), []
+    for _ in range(2):
+        with stub_cuda((10, 0)):
+            names.append(chosen_kernel(factory, "layer", [256], 256, scheme, META))
+        monkeypatch.setitem(sys.modules, "flashinfer", package)
+        monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
+        assert has_flashinfer()
+        has_flashinfer.cache_clear()
+    assert names == ["CutlassNvFp4LinearKernel"] * 2
+
+
 @pytest.mark.parametrize("error", [KeyError("triton"), AttributeError("no attribute 'hf_text_config'"), OSError("gcc")])
 def test_whatever_a_probe_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
     """One scheme's fault never ends `qarl schemes`, nor hides which schemes can run."""
@@ -180,50 +200,35 @@ def test_experts_find_scratch_and_a_context_outside_of_a_step(monkeypatch: pytes
             assert workspace._manager is engines and not is_forward_context_available()
 
 
-class Streams(threading.local):
-    """torch's streams, a current one a thread. current: its name."""
-
-    current = "torch's"
-
-    def stub(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {"wait_stream": lambda new, other: None}))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: setattr(self, "current", stream))
-        monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
-
-
 @no_cuda
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_a_recomputed_product_stays_on_its_threads_stream(kind: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", [VllmMatmul, vllm_experts.VllmExperts])
+def test_a_recomputed_product_stays_on_its_threads_stream(kind: Any, monkeypatch: pytest.MonkeyPatch):
     """Contract: Marlin's locks, taken where a checkpointed layer is computed again in a thread of autograd's, change
     that thread's stream for no other and are not asked of the engine's manager, which graphs have locked. Without it
     vLLM sets a new stream, and what autograd runs next reads what that has not written. Blind spot: the kernel."""
-    streams, locks, after = Streams(), [], []
-    streams.stub(monkeypatch)
+    thread, locks = threading.local(), set()
+    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {"wait_stream": lambda new, other: None}))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: getattr(thread, "stream", "torch's"))
+    monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: setattr(thread, "stream", stream))
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
 
-    def apply(layer: object, x: torch.Tensor, *_: object) -> torch.Tensor:
-        locks.append(marlin_utils.get_marlin_workspace(x.device).data_ptr())
+    def multiply(x: torch.Tensor, *_: object) -> torch.Tensor:
+        locks.add(marlin_utils.get_marlin_workspace(x.device).data_ptr())
         return x * x
 
-    method = SimpleNamespace(apply=apply, is_monolithic=False, topk_indices_dtype=None)
-    layer: Any = SimpleNamespace(quant_method=method, forward_modular=lambda x, *_: apply(None, x))
-    x = torch.ones(3, 4, requires_grad=True)
-    routed = () if kind == "dense" else (torch.ones(3, 1), torch.zeros(3, 1))
-    with stub_cuda((8, 0)):
-        engines = workspace.WorkspaceManager(torch.device("cpu"))
-        engines.lock()
-        monkeypatch.setattr(workspace, "_manager", engines)
-        product: Any = VllmMatmul(layer) if kind == "dense" else vllm_experts.VllmExperts(layer)
-        y = checkpoint(product, x, *routed, use_reentrant=False)
+    def backward(y: torch.Tensor) -> tuple[Any, Any]:
+        thread.stream = "autograd's"
+        y.sum().backward()
+        return thread.stream, getattr(torch_utils._current_stream_tls, "value", None)
 
-        def backward() -> None:
-            streams.current = "autograd's"
-            y.sum().backward()
-            after.append((streams.current, getattr(torch_utils._current_stream_tls, "value", None)))
-
-        thread = threading.Thread(target=backward)
-        thread.start()
-        thread.join()
-    assert after == [("autograd's", None)] and streams.current == "torch's"
-    assert len(locks) == 2 and workspace._manager is engines and (x.grad == 2).all()
-    assert locks[0] != locks[1], "streams that may run at once have locks of their own"
+    method = SimpleNamespace(apply=lambda layer, *args: multiply(*args), is_monolithic=False, topk_indices_dtype=None)
+    layer: Any = SimpleNamespace(quant_method=method, forward_modular=multiply)
+    routed = () if kind is VllmMatmul else (torch.ones(3, 1), torch.zeros(3, 1))
+    engines = workspace.WorkspaceManager(torch.device("cpu"))
+    engines.lock()
+    monkeypatch.setattr(workspace, "_manager", engines)
+    with stub_cuda((8, 0)), ThreadPoolExecutor(1) as autograd:
+        y = checkpoint(kind(layer), torch.ones(3, 4, requires_grad=True), *routed, use_reentrant=False)
+        assert autograd.submit(backward, y).result() == ("autograd's", None)
+    assert len(locks) == 2, "streams that may run at once have locks of their own"
+    assert torch.cuda.current_stream() == "torch's" and workspace._manager is engines

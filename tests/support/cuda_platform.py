@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +16,15 @@ import vllm.platforms
 import vllm.utils.humming
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+from vllm.platforms.interface import DeviceCapability, Platform
 from vllm.plugins import load_general_plugins
 
 from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
+from qarl.quant.kernels.vllm_cpu import register
+from qarl.quant.runtime.libraries import SETTLED
 from qarl.quant.schemes import Scheme, SchemeError
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0)]
@@ -64,29 +69,18 @@ _SCHEMAS = "quant_key_to_input_schema"
 """vLLM's function that asks whether Humming quantizes such activations: it does for MXFP4 and NVFP4 (by reading)."""
 
 
-class StubCuda(Platform):
-    """A GPU of one compute capability. Everything it is asked that is not here, `Platform` answers."""
+sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("operators of the CUDA wheel"))
+from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
 
-    _enum = PlatformEnum.CUDA
-    device_name = device_type = "cuda"
-    dispatch_key = "CUDA"
+
+class StubCuda(CudaPlatformBase):
+    """A GPU of one compute capability. What it is asked that is not here, vLLM's CUDA platform answers."""
+
     capability = DeviceCapability(9, 0)
-
-    @classmethod
-    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-        return cls.capability
-
-    @classmethod
-    def supports_fp8(cls) -> bool:
-        return cls.capability >= DeviceCapability(8, 9)
-
-    @classmethod
-    def support_deep_gemm(cls) -> bool:
-        return cls.capability.major in (9, 10)
-
-    @classmethod
-    def num_compute_units(cls, device_id: int = 0) -> int:
-        return 132
+    get_device_capability = classmethod(lambda cls, device_id=0: cls.capability)  # type: ignore[assignment]
+    get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA stub")  # type: ignore[assignment]
+    get_device_total_memory = classmethod(lambda cls, device_id=0: 80 * 2**30)  # type: ignore[assignment]
+    num_compute_units = classmethod(lambda cls, device_id=0: 132)  # type: ignore[assignment]
 
 
 def config_of(scheme: Scheme) -> CompressedTensorsConfig | None:
@@ -130,6 +124,10 @@ def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
         for one in patches:
             stack.enter_context(one)
         stack.enter_context(patch.dict(vars(vllm.utils.humming), {"GemmType": HummingGemms}))
+        stack.enter_context(patch.dict(vars(int_wna16)))
+        stack.enter_context(patch.object(LinearBase, "requires_unquantized_input", False))
+        stack.enter_context(patch.dict(os.environ, {SETTLED: "1"}))
+        register()
         yield
 
 

@@ -61,10 +61,10 @@ def answers_when_fresh(
 def stage(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], changed: Collection[str]) -> Any:
     """`rollout.vllm.staging.stage` in the engine's worker, after what a server's begins with."""
     from qarl.rollout.vllm import staging
-    from qarl.rollout.vllm.worker import prepare
+    from qarl.rollout.vllm.names import trace_names
 
     def in_worker(worker: Any) -> Any:
-        prepare(worker.model_runner.get_model(), worker.vllm_config)
+        trace_names(worker.model_runner.get_model(), worker.vllm_config)
         return staging.stage(worker.model_runner.get_model(), worker.vllm_config, tensors, changed)
 
     return engine._llm.collective_rpc(in_worker)[0]

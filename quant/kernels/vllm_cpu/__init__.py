@@ -8,11 +8,12 @@ import os
 import signal
 from multiprocessing import parent_process
 
+from qarl.quant.runtime.libraries import SETTLED
 from qarl.quant.runtime.parent import end_with_the_parent
 
 
 def register() -> None:
-    """Register them, once for a process on a CPU, before vLLM builds a layer; nothing happens on other devices.
+    """Register them, once for a process on a CPU, before vLLM builds a layer; on GPUs see `quant.kernels.vllm_gpu`.
 
     On CPUs with AMX vLLM 0.32 multiplies int4 weights with activations in int8 unless the environment says not to,
     whatever the checkpoint says. A value the user set is kept; `qarl.rollout.vllm.options` refuses it. Its int4 kernel
@@ -23,9 +24,13 @@ def register() -> None:
     import torch
     from vllm.platforms import current_platform
 
+    from qarl.quant.kernels.vllm_gpu import settle
+
     if parent_process() is not None and "QARL_RECEIVED" in os.environ:
         end_with_the_parent(signal.SIGKILL)
     _leave_transformers_classes()
+    if SETTLED in os.environ:
+        settle()
     if not current_platform.is_cpu():
         return
     from qarl.quant.kernels.vllm_cpu.experts import register_per_expert_products

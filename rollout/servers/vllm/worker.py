@@ -22,9 +22,9 @@ from vllm.config import VllmConfig
 from qarl.quant.delta import VersionCache
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.servers.versions import read_version
-from qarl.rollout.vllm.names import checkpoint_names
+from qarl.rollout.vllm.names import checkpoint_names, trace_names
 from qarl.rollout.vllm.staging import Staged, stage, staging_refusal
-from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream, prepare
+from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ReceivedVersions:
 
     def __init__(self, model: nn.Module, config: VllmConfig):
         self._model, self._config = model, config
-        prepare(model, config)
+        trace_names(model, config)
         self.cached: VersionCache | None = None
         self.loaded: LoadReport | None = None
         self._staging: Future[StagedVersion] | None = None
