@@ -70,6 +70,8 @@ large() { # SHAPE LAYERS NAME OPTIONS...: three steps of a real shape with rando
 export python qarl out
 export -f tests run killed_and_resumed large
 
+# with torch and transformers alone, in any environment that has them (PYTHON), in pieces of a few minutes
+step torch 8 - "${PYTHON:-python3}" scripts/gpu_torch.py "$out"
 # the environment, and which schemes run
 step environment 10 - make env DEVICE=cuda
 step schemes 5 environment "$qarl" schemes --json "$out/schemes-table.json"

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 from qarl.configs.load import config_file, load_config
@@ -29,7 +30,7 @@ def bringup(folder: Path, fails: str = "") -> tuple[int, list[str], dict[str, in
     resumed = folder / "out/runs/resumed/checkpoints"
     environment = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}", "VENV": str(folder), "CALLS": str(calls), "FAILS": fails,
-        "RESUMED": str(resumed),
+        "RESUMED": str(resumed), "PYTHON": str(programs / "python"),
     }  # fmt: skip
     done = subprocess.run(["bash", SCRIPT, folder / "out"], env=environment, capture_output=True, text=True, timeout=60)
     steps = {file.stem: json.loads(file.read_text())["status"] for file in (folder / "out").glob("*.json")}
@@ -61,3 +62,18 @@ def test_every_run_and_test_it_names_is_there(tmp_path: Path):
             load_config(config_file(config) if config else None, options)
             trained += 1
     assert trained > 7
+
+
+def test_the_piece_without_vllm_tells_what_differs(tmp_path: Path):
+    """On a CPU, where all is equal; here codes are found to differ. Blind spot: what only runs on GPUs."""
+    code = "import sys, runpy, torch\nsys.modules['vllm'], same = None, torch.equal\n"
+    code += "torch.equal = lambda a, b: a.dtype != torch.uint8 and same(a, b)\n"
+    code += "sys.argv = ['', sys.argv[1], '--device', 'cpu', '--small']\n"
+    code += f"runpy.run_path({str(ROOT / 'scripts/gpu_torch.py')!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    records = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("torch-*.json")}
+    assert [name for name, record in records.items() if record["status"]] == ["torch-codes"], done.stdout
+    assert (
+        len(records) == 6 and done.returncode == 1 and "differ from the CPU's: bf16" in records["torch-codes"]["error"]
+    )

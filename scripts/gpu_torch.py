@@ -1,0 +1,234 @@
+#!/usr/bin/env python3
+"""What a GPU shows with torch and transformers alone, before vLLM is there: the first piece of scripts/gpu_bringup.sh.
+
+    python scripts/gpu_torch.py FOLDER [--device cuda] [--only PIECE] [--small]
+
+Each piece compares the device with the CPU, or two ways on the device, and writes FOLDER/torch-PIECE.json: status 0
+where all agree, seconds, figures, the error. One that passed is not run again. torch 2.11 or later. Has run on no GPU
+yet. Exit status: how many pieces failed. Axes: O output rows, I input columns, N tokens, H heads, D head size.
+"""
+
+import argparse
+import inspect
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.learner import Learner
+from qarl.quant.checkpoint.families import ExpertLayout, ExpertsShape
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.materialize import materialize
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime import compile as compile_
+from qarl.quant.schemes import SCHEMES, get_scheme
+
+BF16 = torch.bfloat16
+Figures = dict[str, Any]
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal, with a deviation of 0.1, on the CPU."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, in the Frobenius norm."""
+    ours, expected = ours.detach().double().cpu(), expected.detach().double().cpu()
+    return float((ours - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def within(bound: float, **errors: float) -> Figures:
+    """The errors, none of which is beyond the bound."""
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= bound, f"{worst} is off by {errors[worst]:.2e}, allowed is {bound:g}"
+    return errors
+
+
+def codes(device: str, small: bool) -> Figures:
+    """Every scheme's codes and scales, of float32 and bfloat16 masters, are the CPU's to the last bit."""
+    different = []
+    for scheme in SCHEMES:
+        for dtype in (torch.float32, BF16):
+            weight = values(256, 512 if small else 4096).to(dtype)
+            sides = [materialize(w, get_scheme(scheme), BF16).tensors() for w in (weight, weight.to(device))]
+            for (name, ours), (_, theirs) in zip(*sides, strict=True):
+                if not torch.equal(ours.view(torch.uint8), theirs.cpu().view(torch.uint8)):
+                    different.append(f"{scheme} {dtype} {name}")
+    assert not different, f"differ from the CPU's: {', '.join(different)}"
+    return {"schemes": len(SCHEMES)}
+
+
+def linear(device: str, small: bool) -> Figures:
+    """Product and straight-through gradients of a dense layer, by the reference product: near the CPU's."""
+    rows, columns, tokens = (128, 256, 40) if small else (2048, 2048, 4096)
+
+    def run(at: str, scheme: str) -> list[torch.Tensor]:
+        master = nn.Parameter(values(rows, columns).to(at))
+        layer = LowBitLinear("layer", master, None, get_scheme(scheme), LayerContext(BF16, "reference"))
+        layer.refresh()
+        x = values(tokens, columns, seed=1).to(at, BF16).requires_grad_()
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, [x, master], values(tokens, rows, seed=2).to(at, BF16))]
+
+    errors: Figures = {}
+    for scheme in SCHEMES:
+        pairs = zip(run(device, scheme), run("cpu", scheme), strict=True)
+        errors[scheme] = max(error(ours, expected) for ours, expected in pairs)
+    return within(0.02, **errors)
+
+
+def attention(device: str, small: bool) -> Figures:
+    """torch's attention of sequences of differing lengths in one call, and its backward, against each alone in fp32."""
+    from qarl.quant.kernels.flash_attention import flash_gradients
+
+    if device == "cpu":
+        return {"skipped": "torch has it on GPUs alone"}
+    heads, groups, size, lengths = 16, 8, 128, [5, 64, 1, 130] if small else [1000, 3000, 1, 95]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    q, k, v = (values(sum(lengths), n, size, seed=n).to(device, BF16) for n in (heads, groups, groups))
+    dy, scale, longest = values(sum(lengths), heads, size, seed=9).to(device, BF16), size**-0.5, max(lengths)
+    y, sums, _ = torch.ops.torch_attn._varlen_attn(
+        q, k, v, starts, starts, longest, longest, True, scale, [-1, 0], True
+    )
+    ours = [y, *flash_gradients(dy, (q, k, v), y, sums, scale, lengths, lengths)]
+    exact = [t.float().requires_grad_() for t in (q, k, v)]
+    parts = [
+        nn.functional.scaled_dot_product_attention(
+            *(t.transpose(0, 1)[None] for t in each), is_causal=True, enable_gqa=True
+        )[0]
+        for each in zip(*(t.split(lengths) for t in exact), strict=True)
+    ]
+    expected = torch.cat([part.transpose(0, 1) for part in parts])
+    exact_gradients = torch.autograd.grad(expected, exact, dy.float())
+    names = ("y", "dq", "dk", "dv")
+    return within(0.02, **{n: error(a, b) for n, a, b in zip(names, ours, (expected, *exact_gradients), strict=True)})
+
+
+def experts(device: str, small: bool) -> Figures:
+    """Gradients of all experts at once (grouped products) against the loop over them, one expert without a token; the
+    full size is a layer of Qwen3-30B-A3B."""
+    count, k, hidden, inner, tokens = (8, 2, 256, 128, 96) if small else (128, 8, 2048, 768, 16384)
+    shape = ExpertsShape(count, k, hidden, inner, "silu", ExpertLayout())
+    sizes = (count, 2 * inner, hidden), (count, hidden, inner)
+    masters = [nn.Parameter((values(*size, seed=s) * 0.3).to(device)) for s, size in enumerate(sizes)]
+    gate_up, down = masters
+    context = LayerContext(BF16, "reference")
+    layer = RoutedLowBitExperts("model.layers.0.mlp.experts", gate_up, down, shape, get_scheme("w4a16"), context)
+    layer.refresh()
+    x, scores = values(tokens, hidden, seed=3).to(device, BF16).requires_grad_(), values(tokens, count, seed=4)
+    scores[:, 5] = -100.0
+    weights, index = scores.to(device).softmax(-1).topk(k)
+    dy, found, seconds = values(tokens, hidden, seed=5).to(device, BF16), [], []
+    for grouped in (True, False):
+        layer.multiplies_grouped = lambda _, grouped=grouped: grouped  # type: ignore[method-assign]
+        for _ in range(2):  # the first one warms up
+            start = time.perf_counter()
+            gradients = torch.autograd.grad(layer(x, index, weights), [x, *masters], dy)
+            synchronize(device)
+        found.append(gradients)
+        seconds.append(time.perf_counter() - start)
+    errors = within(0.02, **{n: error(a, b) for n, a, b in zip(("dx", "gate_up", "down"), *found, strict=True)})
+    return {**errors, "grouped_seconds": seconds[0], "loop_seconds": seconds[1]}
+
+
+def step(device: str, small: bool) -> Figures:
+    """An update of a whole learner by AdamW: masters near the CPU's; the seconds of a second one, and memory."""
+    from tests.support.learners import batch_of, random_model
+
+    ends: list[torch.Tensor] = []
+    for at in ("cpu", device):
+        model: Any = random_model()
+        low_bit = LowBitModel(model.to(at), get_scheme("w4a16"), LayerContext(BF16, "reference"), "transformers")
+        config = {"mini_batches": 1, "diagnostics_every": 0, "optimizer": {"name": "adamw", "lr": 1e-3}}
+        learner = Learner(low_bit, LearnerConfig.model_validate(config))
+        learner.learn(batch_of(), step=0)
+        ends.append(torch.cat([master.detach().flatten().cpu() for master in low_bit.masters.values()]))
+        start = time.perf_counter()
+        learner.learn(batch_of(), step=1)
+        synchronize(at)
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" else 0.0
+    return {**within(0.02, masters=error(ends[1], ends[0])), "seconds": seconds, "peak_gib": peak}
+
+
+def silu_gradients(dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """Of silu(gate) · up, x = (gate, up), into dx: what `quant.graph.operators`, which needs vLLM, has compiled."""
+    (dgate, dup), (gate, up) = dx.chunk(2, dim=-1), x.chunk(2, dim=-1)
+    dup.copy_(dy * torch.nn.functional.silu(gate))
+    dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+
+
+def compiled(device: str, small: bool) -> Figures:
+    """A backward compiled as the learner's are, against itself without, to the last bit, and the seconds of both."""
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        return {"skipped": f"torch {torch.__version__} cannot compile variants apart; 2.13 can"}
+    rows, columns = (64, 256) if small else (32768, 6144)
+    dy, x = values(rows, columns, seed=1).to(device, BF16), values(rows, 2 * columns, seed=2).to(device, BF16)
+    found, seconds = [], []
+    for function in (compile_.compiled(silu_gradients), silu_gradients):
+        for _ in range(2):  # the first one compiles
+            dx = torch.empty_like(x)
+            synchronize(device)
+            start = time.perf_counter()
+            function(dx, dy, x)
+            synchronize(device)
+        found.append(dx)
+        seconds.append(time.perf_counter() - start)
+    assert torch.equal(*found), f"bits differ, by {error(*found):.2e}"
+    return {"compiled_seconds": seconds[0], "eager_seconds": seconds[1]}
+
+
+PIECES: tuple[Callable[[str, bool], Figures], ...] = (codes, linear, attention, experts, step, compiled)
+
+
+def synchronize(device: str) -> None:
+    """Wait for what a GPU was asked to do."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def main() -> int:
+    """Run the pieces that have not passed; returns how many failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", choices=[piece.__name__ for piece in PIECES])
+    parser.add_argument("--small", action="store_true", help="small shapes, for a CPU")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for piece in PIECES:
+        file = options.folder / f"torch-{piece.__name__}.json"
+        passed = file.exists() and json.loads(file.read_text())["status"] == 0
+        if passed or options.only not in (None, piece.__name__):
+            continue
+        start, record = (
+            time.perf_counter(),
+            {"step": f"torch-{piece.__name__}", "status": 0, "torch": torch.__version__},
+        )
+        try:
+            record["figures"] = piece(options.device, options.small)
+        except Exception as raised:
+            failed += 1
+            record |= {"status": 1, "error": "".join(traceback.format_exception(raised)[-3:])}
+        record["seconds"] = round(time.perf_counter() - start, 1)
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        said = "failed" if record["status"] else "passed"
+        print(f"{record['step']}: {said}, {record['seconds']} s {record.get('error', '')}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
