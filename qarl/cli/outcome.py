@@ -18,6 +18,7 @@ from qarl.run.replay import comparison
 def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) -> None:
     """Print it. folder: `RunFolder`; outcome: what `train` returned."""
     metrics = read_metrics(folder.metrics)
+    headline, *remarks = verdict(configurations(read_runs([folder.path])))
     if config.from_rollouts is not None:
         recorded = RunFolder(Path(config.from_rollouts))
         say(console, comparison(recorded.path, read_until(recorded.metrics, config.steps), metrics))
@@ -27,8 +28,10 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
             "no step taught anything: the rewards of every group were equal, so the policy is the one the run started "
             f"with; to see what the reward was given: qarl report {shlex.quote(str(folder.path))} -o report.html",
         )
-    elif (headline := verdict(configurations(read_runs([folder.path])))[0]).level != "good":
+    elif headline.level != "good":
         say(console, headline.text)
+    for warning in (remark for remark in remarks if remark.level == "warning"):
+        say(console, warning.text)
     if outcome.first_accuracy is not None and outcome.export_accuracy is not None:
         gain = outcome.export_accuracy - outcome.first_accuracy
         say(

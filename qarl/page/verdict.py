@@ -104,7 +104,7 @@ def _of_bounds(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     for field, bound, what in (
         ("learn/phantom_clipped", PHANTOM, "of tokens are clipped at the end for precision alone"),
         ("learn/corrected", CORRECTED, "of tokens have a mismatch weight that was capped or masked at the end"),
-        ("truncated", TRUNCATED, "of completions are cut off at rollout.max_new_tokens at the end"),
+        ("truncated", TRUNCATED, "of completions are cut off by rollout.max_new_tokens at the end"),
         ("error_tokens", ERRORS, "of tokens are improbable or in loops at the end"),
     ):
         share = _mean_last(runs, field)
