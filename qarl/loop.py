@@ -57,7 +57,7 @@ def train(
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
-                checkpoints.after_step(rollouts, stopping)
+                checkpoints.after_step(rollouts, metrics.accuracy, stopping)
                 if stopping:
                     break
         sampled = export_sampled(session, config, folder, at.step)

@@ -204,6 +204,10 @@ class CheckpointConfig(Section):
     keep: int = Field(
         default=2, ge=1, description="newest checkpoints kept; each takes masters and optimizer state on disk"
     )
+    best: bool = Field(
+        default=False,
+        description="write RUN/export-best, deployable as it is, where held-out accuracy is the highest so far",
+    )
 
 
 class LayerRule(Section):
@@ -328,6 +332,11 @@ class RunConfig(Section):
                 f"{self.learner.correction.name!r} has none; choose lower_rate, or a correction such as token_tis"
             )
         self._refuse_an_engine()
+        if self.checkpoint.best and not self.eval.problems:
+            raise ValueError(
+                "checkpoint.best true with eval.problems 0: nothing says which is the best; give eval.problems, or "
+                "leave it out"
+            )
         if self.bitwise:
             self._refuse_other_bits()
         init = self.quantization.init

@@ -4,6 +4,7 @@ import shutil
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
@@ -41,17 +42,26 @@ def export_sampled(session: Session, config: RunConfig, folder: RunFolder, steps
     policy = session.policy
     if steps < config.steps or not config.export:
         return None
-    if policy.processes.first:
-        shutil.rmtree(folder.export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
-        note = export_note(folder.path, config, steps, folder.export, policy.folder)
-        export_checkpoint(policy.model, policy.folder, folder.export, note)
-    elif not config.learner.keep_codes:
-        for _ in policy.model.low_bit_tensors():
-            pass  # to make them takes all processes
+    write_export(policy, config, folder, steps, folder.export)
     sequences = canary_sequences(policy, config)
     sampled = ExportReference(sequences, session.engine.logprobs(sequences))
     policy.processes.wait()  # closing the engine closes the process group: from there on the first process is alone
     return sampled
+
+
+def write_export(policy: Policy, config: RunConfig, folder: RunFolder, step: int, export: Path, **more: Any) -> None:
+    """Write the present weight version as a deployable checkpoint, in place of an earlier one there. All processes come
+    here; the first writes. more: of its qarl.json."""
+    if policy.processes.first:
+        note = {**export_note(folder.path, config, step, export, policy.folder), **more}
+        building = export.with_name(f".{export.name}.new")
+        shutil.rmtree(building, ignore_errors=True)
+        export_checkpoint(policy.model, policy.folder, building, note)
+        shutil.rmtree(export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
+        building.rename(export)
+    elif not config.learner.keep_codes:
+        for _ in policy.model.low_bit_tensors():
+            pass  # to make them takes all processes
 
 
 def finish(
