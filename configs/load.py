@@ -128,6 +128,11 @@ def config_from_tree(tree: dict[str, Any]) -> RunConfig:
         raise ConfigError(validation_messages(error, tree, field_paths(), paths)) from error
 
 
+def written_fields(file: Path) -> list[str]:
+    """Dotted paths of what a YAML file says."""
+    return _leaf_paths(read_yaml(file), field_paths())
+
+
 def refuse_unknown(tree: dict[str, Any], source: str) -> None:
     """Raise `ConfigError` for a key that is no field, with the nearest that is."""
     known = field_paths()

@@ -30,13 +30,15 @@ from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
-from qarl.configs.errors import ConfigError, QarlError, disk_error
+from qarl.configs.errors import ConfigError, ModelError, QarlError, disk_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
+from qarl.planning.choice import choose
+from qarl.planning.machine import this_machine
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files, check_new_folder
+from qarl.run.check import check_files, check_new_folder, check_schemes
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
 
@@ -128,6 +130,8 @@ def _train(known: argparse.Namespace, console: Console) -> int:
 
     config, folder = _configuration(known, known.overrides)
     resumes = folder is not None
+    if "RANK" not in os.environ and not resumes:
+        config = _choose(known, config, console)
     if known.dry_run:
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
         check_files(config, new=not resumes, dry=True)
@@ -176,6 +180,22 @@ def _train(known: argparse.Namespace, console: Console) -> int:
         raise
     leave_processes()
     return status
+
+
+def _choose(known: argparse.Namespace, config: RunConfig, console: Console) -> RunConfig:
+    """How the run uses this machine's GPUs, where that was not given; it is said, and is part of the command that other
+    processes are started with."""
+    check_schemes(config)
+    try:
+        choice = choose(config, known.overrides, known.config, known.processes, this_machine())
+    except ModelError:  # of which the checks of files say more
+        return config
+    for line in choice.words:
+        say(console, f"{'# ' if known.dry_run else ''}chosen: {line}")
+    known.arguments = [*known.arguments, *choice.arguments(known.config)]
+    known.overrides, known.config = choice.overrides(known.overrides), choice.file
+    known.processes = choice.processes if choice.processes > 1 else known.processes
+    return chosen_config(known.config, known.overrides) if choice.words else config
 
 
 def _say_what_is_the_papers(config: RunConfig, console: Console) -> None:

@@ -9,7 +9,10 @@ from qarl.api.runs import plan
 from qarl.cli.help import add_flags
 from qarl.cli.options import json_file, say, whole, write_json
 from qarl.configs.load import chosen_config
+from qarl.planning.choice import choose
+from qarl.planning.machine import parse_machine, this_machine
 from qarl.planning.words import as_data, remedies, table
+from qarl.run.check import check_schemes
 
 DOES_NOT_FIT = 2
 """Exit status."""
@@ -28,7 +31,7 @@ def add_plan(commands: Any) -> None:
     parser.add_argument(
         "--gpus", help="plan for these instead of this machine: 8xH100 (A100, L40S, H100, H200, B200), or 8x80GB"
     )
-    parser.add_argument("--processes", type=whole(1), metavar="N", help="with --gpus as many as GPUs, else 1")
+    parser.add_argument("--processes", type=whole(1), metavar="N", help="without it one a GPU")
     parser.add_argument("--json", type=json_file, metavar="FILE", help="write the plan as JSON too")
     add_flags(parser)
     parser.set_defaults(run=_plan)
@@ -36,8 +39,13 @@ def add_plan(commands: Any) -> None:
 
 def _plan(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
-    memory = plan(config, known.gpus, known.processes)
-    lines = table(memory) if memory.fits else [*table(memory), *remedies(memory, known.overrides, known.config)]
+    check_schemes(config)
+    machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
+    choice = choose(config, known.overrides, known.config, known.processes, machine)
+    overrides = choice.overrides(known.overrides)
+    memory = plan(chosen_config(choice.file, overrides), known.gpus, choice.processes)
+    chosen = ["chosen, as `qarl train` would:", *(f"  {line}" for line in choice.words), ""] if choice.words else []
+    lines = [*chosen, *table(memory), *([] if memory.fits else remedies(memory, overrides, choice.file))]
     say(console, "\n".join(lines))
     write_json(known.json, as_data(memory))
     return 0 if memory.fits else DOES_NOT_FIT

@@ -62,13 +62,20 @@ def parse_machine(text: str) -> Machine:
 
 
 def this_machine() -> Machine:
-    """GPUs that torch would use, the smallest one's memory; else the CPU."""
+    """GPUs that torch would use, the smallest one's memory; else the CPU. Raises `ConfigError` where there are GPUs and
+    CUDA_VISIBLE_DEVICES names none of them."""
     available = available_memory()
     gpus = visible_gpus() if not torch_is_for_cpus() else []
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not gpus and not torch_is_for_cpus() and (hidden := len(driver_gpus())):
+        slices = "slices of GPUs (MIG) have not been tried; name" if "MIG" in chosen else "unset it, or name"
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES {chosen!r} names none of this machine's {hidden} GPUs: {slices} some")
     if gpus:
-        smallest = min(gpus, key=lambda gpu: gpu.memory)
+        smallest, largest = (pick(gpus, key=lambda gpu: gpu.memory) for pick in (min, max))
         taken = max(gpu.memory - gpu.free for gpu in gpus)
         name = f"{len(gpus)} × {smallest.name}"
+        if smallest.memory < largest.memory:
+            name = f"{len(gpus)} GPUs, of which the smallest, {smallest.name}, counts"
         return Machine(name, "cuda", len(gpus), smallest.memory, host=available, taken=taken)
     return Machine("this machine's CPUs", "cpu", 1, available)
 

@@ -1,5 +1,6 @@
 """What would make a run that does not fit its machine do so: single changes, and the least that together suffice."""
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from itertools import product
 
@@ -93,7 +94,8 @@ def fitting(plan: Plan) -> list[Fitting]:
     larger = [machine for machine in map(parse_machine, _LISTED) if machine.count * machine.memory > there]
     proposed = []
     for lora in (True, False):
-        candidates = (_fitting_on(plan, machine, lora) for machine in (plan.machine, *larger))
+        allowed = (lambda fields: True) if lora else (lambda fields: "learner.lora.name" not in fields)
+        candidates = (smallest_fit(plan, machine, allowed) for machine in (plan.machine, *larger))
         if works := next(filter(None, candidates), None):
             proposed.append(works)
             if "learner.lora.name" not in works[1]:
@@ -101,9 +103,11 @@ def fitting(plan: Plan) -> list[Fitting]:
     return proposed
 
 
-def _fitting_on(plan: Plan, machine: Machine, lora: bool) -> Fitting | None:
+def smallest_fit(plan: Plan, machine: Machine, allowed: Callable[[Set[str]], bool]) -> Fitting | None:
+    """The least changes that make it fit a machine; None where there are none. allowed: whether such fields may be
+    changed."""
     processes = plan.processes if machine.device == "cpu" else min(plan.processes, machine.count)
-    changes = [c for c in _changes(plan.config, machine, processes) if lora or "learner.lora.name" not in c.fields]
+    changes = [change for change in _changes(plan.config, machine, processes) if allowed(change.fields.keys())]
     masks = product((False, True), repeat=len(changes))
     subsets = [[change for change, taken in zip(changes, mask, strict=True) if taken] for mask in masks]
     for subset in sorted(subsets, key=lambda subset: sum(change.cost for change in subset)):

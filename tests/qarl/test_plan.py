@@ -4,9 +4,12 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from qarl.cli.main import main
@@ -16,6 +19,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.planning import machine as machines
+from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, parse_machine, this_machine
 from qarl.planning.memory import GIB, count_memory
 from qarl.planning.plan import make_plan
@@ -66,15 +70,26 @@ def config(**overrides: object) -> RunConfig:
 
 
 @pytest.fixture
-def one_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose driver tells of an H100, for an environment whose torch would use it."""
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the driver tell of GPUs, for an environment whose torch would use them."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\necho '{H100}'\n")
-    tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
     monkeypatch.setattr(machines, "torch_is_for_cpus", lambda: False)
+    monkeypatch.setattr(machines, "available_memory", lambda: 2000 * GIB)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def tell(*mebibytes: int) -> None:
+        rows = [H100.replace("0, GPU-a", f"{n}, GPU-{n}").replace("81559", str(m)) for n, m in enumerate(mebibytes)]
+        tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+        tool.chmod(0o755)
+
+    return tell
+
+
+@pytest.fixture
+def one_h100(driver: Callable[..., None]) -> None:
+    driver(81559)
 
 
 def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
@@ -159,6 +174,13 @@ def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
     file = tmp_path / "plan.json"
     arguments = ["plan", "--model", str(model), "--scheme", "w4a16", "--gpus", "8x80GB", "--json", str(file)]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"--processes 8", "--learner.zero_stage 3"} <= {
+        line.split(":")[0].strip() for line in done.stdout.splitlines()
+    }
+    assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
+    arguments += ["--learner.zero_stage", "0"]  # given, and so kept
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
@@ -195,15 +217,65 @@ def test_the_machine_is_what_the_driver_tells(one_h100: None, monkeypatch: pytes
     found = this_machine()
     assert (found.name, found.device, found.count) == ("1 × NVIDIA H100 80GB HBM3", "cuda", 1)
     assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20) and found.host
-    for chosen, count in (("0", 1), ("GPU-aa", 1), ("1", 0), ("", 0)):
+    for chosen in ("0", "GPU-0a"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert len(machines.visible_gpus()) == count
-    assert this_machine().device == "cpu"
+        assert len(machines.visible_gpus()) == 1
+    for chosen, remedy in (("1", "unset it"), ("", "unset it"), ("MIG-1/2", "slices of GPUs")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        with pytest.raises(ConfigError, match=f"'{chosen}' names none of this machine's 1 GPUs: {remedy}"):
+            this_machine()
     monkeypatch.setenv("PATH", "")
-    assert machines.driver_gpus() == []
+    assert machines.driver_gpus() == [] and this_machine().device == "cpu"
     for text in ("80GB", "0xH100", "8xP100", "8 H100"):
         with pytest.raises(ConfigError, match="known are A100"):
             parse_machine(text)
+
+
+def test_gpus_of_unlike_memory_count_as_the_smallest(driver: Callable[..., None]):
+    driver(81559, 24576)
+    found = this_machine()
+    assert found.memory == 24576 * 2**20 and found.name.startswith("2 GPUs, of which the smallest, NVIDIA H100")
+
+
+LITERAL = ["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base", "--dry-run"]
+
+
+def test_a_run_takes_all_gpus_and_a_recipe_that_fits(driver: Callable[..., None], capsys: pytest.CaptureFixture[str]):
+    """Contract: every choice is said with its reason; what was given is kept; other processes are started with what was
+    chosen; what changes the answers or what is trained is not chosen."""
+
+    def chosen(*gpus: int, more: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
+        driver(*gpus)
+        assert main([*LITERAL, *more]) in (0, 2)  # 2: the model is on no hub here, which comes last
+        out = capsys.readouterr().out
+        lines = [line.removeprefix("# chosen: ") for line in out.splitlines() if line.startswith("#")]
+        return lines, yaml.safe_load(out)
+
+    eight = 8 * [81559]
+    said, made = chosen(*eight)
+    assert [line.partition(":")[0] for line in said] == ["--config recipes/qwen3-30b-a3b-8x80gb", "--processes 8"]
+    assert (made["learner"]["zero_stage"], made["rollout"]["prompts"]) == (3, 256)
+    said, made = chosen(*eight, more=["--prompts", "12", "--learner.optimizer.offload", "none"])
+    assert "does not fit" in said[0] and said[1].startswith("--processes 6: one a GPU; rollout.prompts 12")
+    assert made["learner"]["optimizer"]["offload"] == "none"
+    said, made = chosen(81559)
+    assert len(said) == 1 and "does not fit" in said[0] and made["learner"]["lora"]["name"] == "none"
+    assert made["rollout"]["max_new_tokens"] == 16384
+    choice = choose(config(model="Qwen/Qwen3-8B-Base"), {}, None, None, parse_machine("8x80GB"))
+    assert choice.arguments(None) == ["--config", "recipes/qwen3-8b-8x80gb"]
+    choice = choose(config(model="Qwen/Qwen3-14B"), {"learner.zero_stage": "3"}, None, 8, parse_machine("8x80GB"))
+    assert choice.arguments(None) == ["--learner.micro_batch_tokens", "18432"] or not choice.fields
+    tiny = choose(load_config(config_file("tiny-qwen3"), {}), {}, None, None, parse_machine("8xH100"))
+    assert (tiny.processes, tiny.words) == (1, ())
+
+
+def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: Qwen/Qwen3-14B\nlearner:\n  master_dtype: float32\n  optimizer:\n    offload: none\n")
+    choice = choose(load_config(file, {}), {}, str(file), None, parse_machine("4x80GB"))
+    assert choice.file == str(file) and choice.processes == 4
+    assert "learner.zero_stage" in choice.fields
+    assert not {"learner.master_dtype", "learner.optimizer.offload"} & choice.fields.keys()
 
 
 RECIPES_ON = {

@@ -1,0 +1,102 @@
+"""How a run uses a machine's GPUs where nobody says: a recipe that suits, a process a GPU, and what else makes it fit.
+
+What was given by hand, or in a file of the person's, stays as it is; what changes the answers or what is trained
+(shorter answers, LoRA) is proposed alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qarl.configs.load import config_file, is_embedded, load_config, shipped_names, written_fields
+from qarl.configs.schema.run import RunConfig
+from qarl.planning.machine import Machine
+from qarl.planning.memory import GIB
+from qarl.planning.plan import Plan, make_plan
+from qarl.planning.remedies import option, smallest_fit
+from qarl.planning.shapes import sizes_of
+
+_PROPOSED = ("rollout.max_new_tokens", "learner.lora.name")
+_WHY = {
+    "learner.zero_stage": "masters, gradients and moments are shared out",
+    "learner.optimizer.offload": "moments wait in the host's memory",
+    "learner.master_dtype": "masters take half the memory",
+    "learner.gradient_checkpointing": "activations are computed again in the backward",
+    "learner.micro_batch_tokens": "as many as a longest sequence has",
+    "learner.keep_codes": "codes are made anew where they are needed",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """file: the configuration's, a recipe's name where one was chosen. processes: to start. fields: of the
+    configuration, by dotted path. words: a line for each, with the reason."""
+
+    file: str | None
+    processes: int
+    fields: dict[str, object]
+    words: tuple[str, ...] = ()
+
+    def overrides(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The fields as a command's, beside those given."""
+        texts = {
+            path: str(value).lower() if isinstance(value, bool) else str(value) for path, value in self.fields.items()
+        }
+        return {**given, **texts}
+
+    def arguments(self, file: str | None) -> list[str]:
+        """What is to be added to a command that was given `file`, so that nothing is left to choose."""
+        words = ["--config", self.file] if self.file is not None and self.file != file else []
+        return words + [word for field in self.fields.items() for word in option(field).split(" ", 1)]
+
+
+def choose(
+    config: RunConfig, given: Mapping[str, str], file: str | None, processes: int | None, machine: Machine
+) -> Choice:
+    """For a new run. given: fields by hand, as text. file: of the person's, or None. processes: as asked for, or None.
+    Without GPUs, and for an embedded policy, which is small, nothing is chosen. Raises `ModelError` or `ConfigError`
+    where the model's sizes are not known."""
+    if machine.device == "cpu" or is_embedded(config.model) or config.from_rollouts is not None:
+        return Choice(file, processes or 1, {})
+    shapes, source = sizes_of(config.model)
+    words: list[str] = []
+    for name in shipped_names() if file is None else []:
+        if name.startswith("recipes/") and load_config(config_file(name), {}).model == config.model:
+            recipe = load_config(config_file(name), dict(given))
+            count = dealt(recipe, processes, machine)
+            plan = make_plan(recipe, shapes, source, machine, count)
+            if plan.fits:
+                words.append(
+                    f"--config {name}: for this model, and fits {machine.name}; give --config for other settings"
+                )
+                return Choice(name, count, {}, (*words, *_about_processes(recipe, count, processes, machine)))
+            needs = f"{plan.memory.total / GIB:.1f} of {plan.there / GIB:.1f} GiB"
+            words.append(f"recipe {name} does not fit {machine.name}: {needs}")
+    count = dealt(config, processes, machine)
+    words += _about_processes(config, count, processes, machine)
+    plan = make_plan(config, shapes, source, machine, count)
+    kept = {*given, *(written_fields(config_file(file)) if file is not None else ())}
+    fields = {} if plan.fits else _fields(plan, kept)
+    words += [f"{option(field)}: {_WHY[field[0]]}" for field in fields.items()]
+    return Choice(file, count, fields, tuple(words))
+
+
+def dealt(config: RunConfig, processes: int | None, machine: Machine) -> int:
+    """As many processes as asked for, else one a GPU, as far as prompts can be dealt to them evenly."""
+    even = (count for count in range(machine.count, 0, -1) if config.rollout.prompts % count == 0)
+    return processes or (next(even) if machine.device == "cuda" else 1)
+
+
+def _fields(plan: Plan, kept: set[str]) -> dict[str, object]:
+    works = smallest_fit(plan, plan.machine, lambda fields: not fields & {*kept, *_PROPOSED})
+    return {} if works is None else works[1]
+
+
+def _about_processes(config: RunConfig, count: int, asked: int | None, machine: Machine) -> list[str]:
+    if asked is not None or machine.count == 1:
+        return []
+    uneven = (
+        f"; rollout.prompts {config.rollout.prompts} cannot be dealt to {machine.count}"
+        if count < machine.count
+        else ""
+    )
+    return [f"--processes {count}: one a GPU{uneven}"]
