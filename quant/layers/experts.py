@@ -236,6 +236,7 @@ def _grouped(
                 a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
                 for into, gradient in zip(dfactor, matrix.factors(a, b), strict=True):
                     into.add_(gradient, alpha=adapter.scale * unscale)
+        del part, matrix  # before the next is made
     dx, dweights = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return dx, dweights
 

@@ -86,16 +86,19 @@ def token_gradients(
         dactivated = grouped_mm(drows, down, offs=ends).to(torch.float32)  # before the token's weight
         dweights = (dactivated * used.to(torch.float32)).sum(-1)
         (dmerged,) = torch.autograd.grad(activated, merged, dactivated * scale)
+        del merged, gate, up, activated, dactivated  # 20 I bytes a row, while the widest of what is left is made
         dmerged = dmerged.to(x.dtype)
-        drow = grouped_mm(dmerged, gate_up, offs=ends)
+        drow = _unsorted(grouped_mm(dmerged, gate_up, offs=ends), order)
+        dx = drow.view(*index_part.shape, -1).sum(1, dtype=torch.float32)
+        del drow
+        dout = (drows * scale).to(x.dtype)
+        del drows
         yield TokenGradients(
-            x=_unsorted(drow, order).view(*index_part.shape, -1).sum(1, dtype=torch.float32),
+            x=dx,
             weights=_unsorted(dweights, order).view(weights_part.shape),
-            matrices=(
-                MatrixGradient(dmerged, rows, ends),
-                MatrixGradient((drows * scale).to(x.dtype), used, ends),
-            ),
+            matrices=(MatrixGradient(dmerged, rows, ends), MatrixGradient(dout, used, ends)),
         )
+        del rows, used, dmerged, dx, dout
 
 
 def _unsorted(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
