@@ -39,9 +39,9 @@ def token_logprobs(
     alone. experts, packed: see `LowBitModel.hidden`. chunk_tokens: positions whose logits are held at once. Returns
     fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient and is zero throughout where it is not asked for.
     Logits are rounded to the compute dtype by the output head and normalized in fp32, as in vLLM. chunks: call the
-    output head on this many parts instead, which processes that compute different rows have to agree on (ZeRO-3 hands
-    out the head's gradient each time). temperature: that tokens were sampled at; log-probs and entropy are of logits /
-    temperature, divided in fp32, as in vLLM.
+    output head on this many parts instead, which processes that compute different rows have to agree on (where codes
+    are not kept, all make the head's together each time). temperature: that tokens were sampled at; log-probs and
+    entropy are of logits / temperature, divided in fp32, as in vLLM.
     """
     return model(_token_logprobs, tokens, response_mask, experts, packed, chunk_tokens, entropy, chunks, temperature)
 
@@ -59,9 +59,10 @@ def _token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, packed)
     targets = tokens[:, 1:][response_mask]
-    parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
+    several = len(targets) > chunk_tokens if chunks is None else chunks > 1
     # One chunk is held between forward and backward rather than computed twice.
-    again = torch.is_grad_enabled() and len(parts) > 1
+    again = torch.is_grad_enabled() and several
+    parts = _in_chunks(model.gradients.added_up(hidden) if again else hidden, targets, chunk_tokens, chunks)
     picked, entropies = [], []
     for x, chosen in parts:
         arguments = (model.head, x, chosen, entropy, temperature)

@@ -33,6 +33,9 @@ _AT_ONCE = 10**9
 _LARGEST_PRODUCT = 1 << 25
 """Elements of a weight gradient that CUDA multiplies at once (`quant.layers.straight_through`)."""
 
+_AHEAD = 1 << 25
+"""Elements of gradients on their way to other processes beside the largest (`quant.layers.gradients.AHEAD`)."""
+
 _WIDE_ON_CPUS = ("fp8",)
 """Schemes whose kernel holds weights in fp32 on CPUs (`quant.kernels.vllm_cpu.fp8`)."""
 
@@ -222,12 +225,12 @@ class _Count:
         return base + self.codes(kept=True) + self.own_products
 
     def buffers(self) -> int:
-        """DeepSpeed's of gradients, at stage 0 and without in place; at stage 3 a module's whole gradient, until
-        each process has its rows."""
+        """DeepSpeed's of gradients, at stage 0 and without in place; at stage 3 a module's whole gradient, and
+        those on their way to the processes that have the rows."""
         if self.stage is None:
             return 0
         if self.stage == 3:
-            return min(self.trained, self.largest_module) * _FP32
+            return min(self.trained, self.largest_module + _AHEAD) * _FP32
         return (_BUCKET if self.stage else min(_BUCKET, self.trained)) * _FP32
 
     def engine(self) -> int:

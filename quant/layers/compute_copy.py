@@ -133,5 +133,6 @@ class _Lookup(torch.autograd.Function):
             total.index_put_((tokens[taught],), gradients.unscaled(dy[taught]), accumulate=True)
             return None, None, None, None
         rows = ctx.copy.read.shape[0]
+        gradients.make_way(ctx.master)
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, ctx.padding, False)
         return None, gradients.delivered(ctx.master, gradients.unscaled(gradient)), None, None

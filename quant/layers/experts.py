@@ -245,9 +245,9 @@ def _master_gradients(
     experts: RoutedLowBitExperts, needed: Sequence[bool]
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """What to add the masters' gradients to, fp32, and what of it autograd is given; None where there is none."""
-    placed = [
-        experts.context.gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)
-    ]
+    gradients = experts.context.gradients
+    placed = [gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)]
+    gradients.make_way(*experts.masters)
     returned = [
         torch.zeros(whole_shape(master), device=master.device) if need and total is None else None
         for master, need, total in zip(experts.masters, needed, placed, strict=True)

@@ -1,5 +1,6 @@
 """How the gradients of one model's masters are made: their scale, their precision, and where they are added up."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,10 @@ import torch
 
 from qarl.quant.runtime.compile import compiled
 from qarl.quant.runtime.cpu_blocks import row_blocks
-from qarl.quant.runtime.shards import shard_of
+from qarl.quant.runtime.shards import shard_of, whole_shape
+
+AHEAD = 1 << 25
+"""Elements of gradients that may be on their way to other processes beyond the largest gradient of one layer."""
 
 
 class Gradients:
@@ -29,6 +33,9 @@ class Gradients:
         self.fp32_input_grad = True
         self.reduce_dtype = torch.float32
         self.compiled = False
+        self._under_way: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]] = deque()
+        self._largest = 0
+        self._added_up: dict[torch.Tensor, torch.Tensor] | None = None
 
     def configure(
         self, *, in_place: bool | None = None, fp32_input_grad: bool | None = None,
@@ -46,7 +53,13 @@ class Gradients:
 
     def into(self, master: torch.Tensor) -> torch.Tensor | None:
         """The fp32 gradient of a master to add to, zeros at first; None where autograd is to deliver it: unless
-        `in_place`, and to a master with hooks, which would not see it."""
+        `in_place`, and to a master with hooks, which would not see it. Of a master of which processes have parts, the
+        whole one, where it is `added_up`."""
+        if self._added_up is not None and shard_of(master) is not None:
+            if master not in self._added_up:
+                self.make_way(master)
+                self._added_up[master] = torch.zeros(whole_shape(master), device=master.device)
+            return self._added_up[master]
         if not self.in_place or master._backward_hooks or master._post_accumulate_grad_hooks:
             return None
         if master.grad is None:
@@ -55,17 +68,41 @@ class Gradients:
 
     def delivered(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """What autograd is given for a master: its fp32 gradient; or None where processes have parts of the master.
-        Each then adds its part of their sum to what it has, and the whole, overwritten, is let go of: the gradient of
-        one layer at a time."""
+        Each then adds its part of their sum to what it has, by the end of the backward, and the whole, overwritten, is
+        let go of: sums of a layer are under way while the next is computed."""
         shard = shard_of(master)
         if shard is None:
             return gradient
-        part = shard.reduce(gradient, self.reduce_dtype)
-        if master.grad is None:
-            master.grad = part.clone()
-        else:
-            master.grad += part
+        torch.autograd.Variable._execution_engine.queue_callback(self._arrive)
+        self._under_way.append((master, gradient, shard.reduce(gradient, self.reduce_dtype)))
         return None
+
+    def make_way(self, *masters: torch.Tensor) -> None:
+        """Before whole gradients of these are made: wait for sums until those under way leave memory for them."""
+        needed = sum(whole_shape(master).numel() for master in masters)
+        self._largest = max(self._largest, needed)
+        self._arrive(self._largest + AHEAD - needed)
+
+    def _arrive(self, left: int = 0) -> None:
+        """Wait for sums, the first first, until no more than so many elements are under way."""
+        while sum(whole.numel() for _, whole, _ in self._under_way) > left:
+            master, _, total = self._under_way.popleft()
+            part = total()
+            if master.grad is None:
+                master.grad = part.clone()
+            else:
+                master.grad += part
+
+    def added_up(self, x: torch.Tensor) -> torch.Tensor:
+        """x, to be multiplied in parts: gradients of the masters that they meet first in the backward are added up in
+        this process, and the processes' summed once, when that of x is there."""
+        self._added_up = {}
+        return _AddedUp.apply(x, self._deliver_sums)
+
+    def _deliver_sums(self) -> None:
+        sums, self._added_up = self._added_up or {}, None
+        for master, gradient in sums.items():
+            self.delivered(master, gradient)
 
     def over_rows(self, body: Callable[..., Any], rows: Sequence[torch.Tensor], *whole: Any) -> list[Any]:
         """body(*rows, *whole), which writes into the first of `rows`, tensors of equally many rows; on CPUs a block of
@@ -76,3 +113,15 @@ class Gradients:
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """gradient: fp32, overwritten without the scale and returned; autograd casts it to a master's `grad_dtype`."""
         return gradient if self.scale == 1.0 else gradient.mul_(1.0 / self.scale)
+
+
+class _AddedUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, deliver: Callable[[], None]) -> torch.Tensor:
+        ctx.deliver = deliver
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        ctx.deliver()
+        return grad_outputs[0], None

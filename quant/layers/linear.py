@@ -160,8 +160,9 @@ def _part_gradients(
     dw = db = None
     if need_master:
         total = gradients.into(part.master)
-        shape = whole_shape(part.master)
-        added = torch.zeros(shape, dtype=torch.float32, device=dy.device) if total is None else total
+        if total is None:
+            gradients.make_way(part.master)
+        added = torch.zeros(whole_shape(part.master), device=dy.device) if total is None else total
         add_weight_gradient(added, dy, x, gradients)
         dw = gradients.delivered(part.master, added) if total is None else None
     if need_bias:

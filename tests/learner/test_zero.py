@@ -259,6 +259,15 @@ def test_a_process_holds_and_sends_its_share_alone(done: Done):
 
 
 @pytest.mark.slow
+def test_every_gradient_is_summed_once_a_micro_batch(done: Done):
+    """Golden: of every micro-batch, one collective for each of 24 masters and one more for the tied output head, which
+    is called several times; half of the fp32 gradients' bytes."""
+    numbers = done["w4a16 stage 3"]
+    assert len(numbers["sums"]) == 10
+    assert all(sums == ({"alltoall_base_": 25}, 837_376) for sums in numbers["sums"])
+
+
+@pytest.mark.slow
 def test_16_bit_masters_are_rounded_in_every_process(done: Done):
     """Stage 3 rounds bfloat16 masters stochastically, each process with a generator of its own, which the checkpoint
     keeps."""

@@ -109,7 +109,10 @@ def reduced(processes: Processes) -> list[torch.Tensor]:
     for dtype in (torch.float32, torch.bfloat16):
         mine = normal(5, 24, seed=processes.rank)
         shard = cut_rows(mine.shape, processes.rank, processes.world, 1, 0)
-        sums.append(shard.reduce(mine, dtype).clone())
+        sums.append(shard.reduce(mine, dtype)().clone())
+    even = normal(6, 24, seed=processes.rank)
+    shard = cut_rows(even.shape, processes.rank, processes.world, 1, 0)
+    assert torch.equal(shard.reduce(even.clone(), scatters=True)(), shard.reduce(even)())  # what GPUs do
     return sums
 
 

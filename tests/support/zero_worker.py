@@ -53,7 +53,13 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
         learner.load_state_dict(torch.load(job["resume"]))
-    backwards = mock.Mock(side_effect=learner.backend.backward)
+    backward, sums = learner.backend.backward, []
+
+    def backwards(loss: torch.Tensor) -> None:
+        with Sent(processes.world) as of_one:
+            backward(loss)
+        sums.append((dict(of_one.calls), of_one.bytes))
+
     with Sent(processes.world) as sent, mock.patch.object(learner.backend, "backward", backwards):
         stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
@@ -62,10 +68,11 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     if processes.first:
         numbers = [[s.loss, s.grad_norm, s.clipped, s.entropy, s.updates, s.skipped, s.kl] for s in stats]
         held, whole = (sum(f(p).numel() for p in model.masters.values()) for f in (torch.detach, whole_shape))
-        gradients = 4 * (whole + tied.numel()) * backwards.call_count
+        gradients = 4 * (whole + tied.numel()) * len(sums)
         version = tied.nbytes + sum(tensor.nbytes for tensor in codes.values())
         expected = (gradients + version * sum(s.updates for s in stats)) * (processes.world - 1) / processes.world
         made = {"state": state, "codes": codes, "numbers": numbers, "held": held / whole}
+        made["sums"] = sums
         torch.save({**made, "sent_bytes": sent.bytes, "expected_bytes": expected}, job["save"])
 
 
