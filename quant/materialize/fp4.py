@@ -9,6 +9,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 import torch
 
 from qarl.configs.errors import PrecisionError
+from qarl.quant.materialize.integer import halves
 from qarl.quant.materialize.scales import finite_absmax
 from qarl.quant.schemes import FP4_MAX, FP8_MAX, Scheme, SchemeError
 
@@ -99,6 +100,6 @@ def encode(values: torch.Tensor) -> torch.Tensor:
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of `encode`: uint8 [O, I/2] → fp32 [O, I]."""
-    index = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int32)
+    index = halves(codes).to(torch.int32)
     table = torch.tensor((*_VALUES, *(-v for v in _VALUES)), device=codes.device)
     return table[index]

@@ -45,5 +45,13 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `pack`: int32 [O, W] → int8 [O, W · 32 / bits]."""
     unsigned = words.view(torch.uint8)
     if bits == 4:
-        unsigned = torch.stack((unsigned & 15, unsigned >> 4), dim=-1).flatten(1)
+        unsigned = halves(unsigned)
     return unsigned.view(torch.int8) - 2 ** (bits - 1)
+
+
+def halves(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte, low half first: uint8 [O, W] → uint8 [O, 2W]."""
+    if torch.compiler.is_compiling():  # which would write a stack out before it is read; eagerly that is faster
+        shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=codes.device)
+        return (codes.unsqueeze(-1) >> shifts & 15).flatten(1)
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qarl.quant.materialize import fp4, integer
+from qarl.quant.runtime.compile import compiled, compiler_missing
 from qarl.quant.schemes import Scheme, is_integer
 
 
@@ -70,31 +71,55 @@ class LowBitWeight:
                 ours.copy_(theirs)
         return self
 
+    @property
+    def _bits(self) -> int:
+        """Of packed integers; 0 where codes are not packed, or are floats."""
+        return self.scheme.weights.num_bits if self.scheme.weights is not None and self.scheme.packs_integers else 0
+
     def unpacked(self) -> torch.Tensor:
         """Codes one per element, [O, I]: int8 of integers, fp32 values of fp4 codes, else `codes` itself."""
-        args = self.scheme.weights
-        if args is not None and self.scheme.packs_integers:
-            return integer.unpack(self.codes, args.num_bits)
-        return fp4.decode(self.codes) if self.codes.dtype == torch.uint8 else self.codes
+        return _unpacked(self.codes, self._bits)
 
     def wide_scale(self) -> torch.Tensor:
         """What codes are multiplied with, fp32, in `scale`'s shape. Not for unquantized weights."""
         assert self.scale is not None
-        if self.scale.dtype == torch.uint8:
-            return fp4.power_of_two(self.scale)
-        fp32 = self.scale.to(torch.float32)
-        return fp32 if self.global_scale is None else fp32 / self.global_scale
+        return _wide(self.scale, self.global_scale)
 
-    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]."""
+    def dequantized(self, dtype: torch.dtype = torch.float32, compiles: bool | None = None) -> torch.Tensor:
+        """code · scale in fp32 (exact but for NVFP4's two-level scale), rounded once to `dtype`, [O, I]. compiles: in
+        one pass, by torch.compile, to the same bits; None: on GPUs that have a compiler."""
         if self.scale is None:
             return self.codes.to(dtype)
-        codes = self.unpacked().to(torch.float32)
-        scale = self.wide_scale()
-        if self.scheme.block:
-            scale = scale.repeat_interleave(self.scheme.block[0], dim=0)
-        grouped = codes.view(self.shape[0], scale.shape[1], -1)
-        return (grouped * scale.unsqueeze(-1)).view(self.shape).to(dtype)
+        if compiles is None:
+            compiles = self.codes.is_cuda and compiler_missing("cuda") is None
+        height = self.scheme.block[0] if self.scheme.block else 1
+        multiply = compiled(_multiplied) if compiles else _multiplied
+        return multiply(self.codes, self.scale, self.global_scale, self._bits, height, dtype)
+
+
+def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    if bits:
+        return integer.unpack(codes, bits)
+    return fp4.decode(codes) if codes.dtype == torch.uint8 else codes
+
+
+def _wide(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    if scale.dtype == torch.uint8:
+        return fp4.power_of_two(scale)
+    fp32 = scale.to(torch.float32)
+    return fp32 if global_scale is None else fp32 / global_scale
+
+
+def _multiplied(
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, bits: int, height: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """bits: see `LowBitWeight._bits`. height: rows that share a scale."""
+    values, scale = _unpacked(codes, bits).to(torch.float32), _wide(scale, global_scale)
+    if height > 1:
+        scale = scale.repeat_interleave(height, dim=0)
+    grouped = values.view(values.shape[0], scale.shape[1], -1)
+    return (grouped * scale.unsqueeze(-1)).view(values.shape).to(dtype)
 
 
 def empty(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> LowBitWeight:

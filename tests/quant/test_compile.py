@@ -64,6 +64,17 @@ def test_schemes_compile_in_one_process(eager_backend: None):
     assert graphs() - before <= 1
 
 
+def test_codes_are_dequantized_in_one_pass(eager_backend: None):
+    """Contract: of every scheme in both dtypes one graph without a break, of any number of rows, with the operators'
+    bits. Blind spot: as above."""
+    names = [name for name in SCHEMES if get_scheme(name).weights]
+    for rows, name, dtype in product((128, 256, 384), names, (torch.bfloat16, torch.float32)):
+        weight = torch.linspace(-1.0, 1.0, rows * 256).sin().view(rows, 256)
+        low_bit = by_operators(weight, get_scheme(name), torch.bfloat16, "layer")
+        assert torch.equal(*(low_bit.dequantized(dtype, compiles) for compiles in (True, False))), name
+    assert graphs() <= 4 * len(names)
+
+
 def test_every_kind_is_compiled_apart_and_once(monkeypatch: pytest.MonkeyPatch):
     """Contract: every scheme in every dtype of masters, two shapes each; torch.compile is asked once a kind, and told
     to keep each kind's compilations apart, so that its limit never adds up."""
