@@ -7,6 +7,7 @@ MASTER_ADDR and MASTER_PORT. In one process everything here is the identity.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,9 @@ from torch._C._distributed_c10d import HashStore
 from qarl.configs.errors import QarlError
 
 T = TypeVar("T")
+_LONGEST_WAIT = timedelta(hours=12)
+"""For another process, whose rollout may take hours longer; torch's is half an hour. A launcher ends those that wait
+for one that died."""
 RENDEZVOUS = "QARL_RENDEZVOUS"
 """Environment variable: the file by which processes of one machine find each other, instead of MASTER_PORT."""
 
@@ -126,7 +130,7 @@ def join_processes(alone: bool = False) -> Processes:
     if not dist.is_initialized():
         file = os.environ.get(RENDEZVOUS)
         met = {"init_method": f"file://{file}", "rank": place.rank, "world_size": place.world} if file else {}
-        dist.init_process_group(_backend(), **met)
+        dist.init_process_group(_backend(), timeout=_LONGEST_WAIT, **met)
     return place
 
 

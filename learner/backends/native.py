@@ -68,7 +68,8 @@ class Native:
         stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))
         masters, steps = {}, {}
         for number, (name, master) in enumerate(self._model.masters.items()):
-            whole = master.detach() if shard_of(master) is None else whole_value(master)
+            # A gathered whole goes to the host at once: a device would hold its share of them until they are saved.
+            whole = master.detach() if shard_of(master) is None else whole_value(master).cpu()
             moments = self._whole_moments(name, master, mine["masters"][name]["moments"], name in stepped)
             if number % self._processes.world == self._processes.rank:
                 masters[name], steps[name] = whole, {"moments": moments}
@@ -103,7 +104,10 @@ class Native:
             room = torch.empty(shard.shape, device=master.device)
             whole[key] = fill(room, rows.view(master.shape), shard)
         counts = {} if name in self._matrices else {"step": mine[0]["step"]}
-        return [{**counts, **{key: tensor[index].clone() for key, tensor in whole.items()}} for index in indices]
+        return [
+            {**counts, **{key: tensor[index].to("cpu", copy=True) for key, tensor in whole.items()}}
+            for index in indices
+        ]
 
     def _own_moments(self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The inverse of `_whole_moments`, for this process's rows."""

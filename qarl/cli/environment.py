@@ -17,6 +17,8 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",
+    # Learner and engine share torch's allocator on a GPU, in micro-batches of changing sizes.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
 

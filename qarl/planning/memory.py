@@ -22,13 +22,19 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP32 = 4
 
 LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
-"""Code and tables of torch, vLLM and transformers, measured; CUDA's context, cuBLAS's and NCCL's buffers, assumed."""
+"""Code and tables of torch, vLLM and transformers, measured; CUDA's context and cuBLAS's buffers, assumed."""
+
+_COMMUNICATION, _GRAPHS = 0.75 * GIB, 1.0 * GIB
+"""NCCL's buffers of a process among several, and the pool that an engine's CUDA graphs share; assumed."""
 
 _BUCKET = 5 * 10**8
 """Elements, DeepSpeed's default: `reduce_bucket_size`."""
 
 _AT_ONCE = 10**9
 """Elements of its flat partition that DeepSpeed's optimizer steps at once."""
+
+_STORED = 2
+"""Bytes of a parameter in a published checkpoint, all of which transformers reads in each process at stage 3."""
 
 _LARGEST_PRODUCT = 1 << 25
 """Elements of a weight gradient that CUDA multiplies at once (`quant.layers.straight_through`)."""
@@ -41,6 +47,9 @@ _WIDE_ON_CPUS = ("fp8",)
 
 _ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
 """That vLLM computes at once at most, and sizes its buffers for."""
+
+_EXPERT_TOKENS = 8192
+"""That a backward of routed experts takes at once on GPUs (`quant.layers.grouped_backward.TOKENS`)."""
 
 _TRANSFORMERS_FACTOR = 2.0
 """What a layer keeps with transformers' operators, over the engine's: autograd's own intermediates. An estimate."""
@@ -109,7 +118,8 @@ class _Count:
             Part("KV cache", self.cache(), f"{self.cache() // self.cache_a_token:,} tokens"),
             Part("activations", kept, f"{self.tokens:,} tokens, {checkpointing}"),
             Part("working", max(0, working - kept), "a layer's backward, a step, or the engine"),
-            Part("libraries", int(LIBRARIES[self.device]), "measured" if self.device == "cpu" else "assumed"),
+            Part("scratch", int(self.scratch()), "of experts' kernels, learner's and engine's"),
+            Part("libraries", self.libraries(), "measured" if self.device == "cpu" else "assumed, CUDA graphs too"),
         )
         return Memory(tuple(part for part in parts if part.bytes), self.host())
 
@@ -315,6 +325,8 @@ class _Count:
         s, b, n = self.shapes, self.itemsize, self.tokens
         c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
         stream = (_FP32 + b) * c
+        if s.experts and self.device == "cuda":
+            return n * stream + max(self.experts_backward(), n * b * (4 * q + 2 * (q + 2 * k)))
         if s.experts:
             mlp = n * 3 * _FP32 * c + n * s.experts_a_token / s.experts * _FP32 * (6 * i + 2 * c)
         else:
@@ -325,6 +337,33 @@ class _Count:
         value_bytes = _FP32 if self.device == "cpu" else b
         attention = n * value_bytes * (4 * q + 2 * (q + 2 * k))
         return n * stream + max(mlp + weight, attention)
+
+    def experts_backward(self) -> float:
+        """All experts' matrices, dequantized, and the more of what is there when a row's gate is derived and when the
+        gradient of all gates and ups is, before it is added in fp32. Tokens before have left their inputs' gradients.
+        tests/qarl/test_plan_activations.py holds it to what a backward takes."""
+        s, b, n = self.shapes, self.itemsize, self.tokens
+        c, i = s.hidden, s.intermediate
+        rows, matrices = min(n, _EXPERT_TOKENS) * s.experts_a_token, s.experts * i * c
+        derived, summed = 2 * b * c + 38 * i + 40, 2 * b * c + 3 * b * i + 40
+        a_token = _FP32 * (c + 2 * s.experts_a_token)
+        gradients = a_token * n  # of the input and the weights; at the end put together
+        before = gradients - a_token * min(n, _EXPERT_TOKENS)
+        largest = max(before + rows * derived, gradients + rows * summed + 2 * b * matrices, 2 * gradients)
+        quantized = SCHEME_SPECS[self.config.scheme].input_bytes(b) < b
+        return 3 * b * matrices + largest + (n * b * c if quantized else 0)
+
+    def scratch(self) -> float:
+        """What experts' kernels keep for their largest batch, each side its own."""
+        if not self.shapes.experts or self.device == "cpu":
+            return 0
+        s, sides = self.shapes, [self.tokens, *([_ENGINE_TOKENS["cuda"]] if self.samples else [])]
+        return sum(sides) * s.experts_a_token * self.itemsize * (s.hidden + 3 * s.intermediate)
+
+    def libraries(self) -> int:
+        graphs = self.device == "cuda" and self.samples and not self.config.rollout.enforce_eager
+        several = self.device == "cuda" and self.processes > 1
+        return int(LIBRARIES[self.device] + (_GRAPHS if graphs else 0) + (_COMMUNICATION if several else 0))
 
     def step(self) -> float:
         """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and, where lost updates are
@@ -354,13 +393,14 @@ class _Count:
         tokens = _ENGINE_TOKENS[self.device]
         if self.device == "cpu":
             tokens = min(tokens, sequences * rollout.max_prompt_tokens)
-        i = s.intermediate * (s.experts_a_token if s.experts else 1)
-        routed = s.experts_a_token * s.hidden if s.experts else 0
+        apart = bool(s.experts) and self.device == "cuda"  # see `scratch`
+        i = s.intermediate * (0 if apart else s.experts_a_token if s.experts else 1)
+        routed = s.experts_a_token * s.hidden if s.experts and not apart else 0
         a_token = b * (4 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 3 * i + routed)
         return tokens * a_token + 3 * _FP32 * sequences * s.vocabulary
 
     def host(self) -> int:
         if self.device == "cpu":
             return 0
-        masters = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
-        return max(masters if self.stage != 3 else 0, self.moments(offloaded=True))
+        loading = self.shapes.parameters * (_STORED if self.stage == 3 else ITEMSIZE[self.config.learner.master_dtype])
+        return max(loading, self.moments(offloaded=True))
