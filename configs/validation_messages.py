@@ -33,7 +33,7 @@ def validation_messages(
         elif leaf is None:
             messages[path] = _no_leaf(path, problem, leaves)
         elif problem["type"] in ("missing", "extra_forbidden") and not path.rpartition(".")[2].isdecimal():
-            messages[path] = _wrong_item(leaf, path, problem)
+            messages[path] = _wrong_item(leaf, path, problem, leaves[leaf])
         else:
             messages[leaf] = _wrong_value(leaf, _value(tree, leaf), leaves[leaf])
     return "; ".join(messages.values())
@@ -47,9 +47,11 @@ def _wrong_value(path: str, value: Any, info: FieldInfo) -> str:
     return f"{shown(path)} {quoted(value)} must be {allowed(info)}{near}"
 
 
-def _wrong_item(leaf: str, path: str, problem: Any) -> str:
+def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:
     """Of a list whose items have keys of their own, such as layer rules."""
     key = path.rpartition(".")[2]
+    if problem["type"] == "missing" and leaf == path:
+        return f"{shown(leaf)} is missing; give --{leaf}: {info.description}"
     if problem["type"] == "missing":
         return f"{shown(leaf)}: {quoted(problem['input'])} lacks {key!r}"
     return f"{shown(leaf)}: {path} {quoted(problem['input'])} is no key of such an item"

@@ -155,7 +155,9 @@ def _export_of(target: str, dtype: str | None) -> tuple[Path | None, dict[str, A
     if "/" in target and (path.parent.is_dir() or path.parts[0] == "runs"):  # where runs are, and no owner on the hub
         there = sorted(sibling.name for sibling in path.parent.glob("*") if sibling.is_dir())
         near = did_you_mean(path.name, there)
-        raise ConfigError(f"there is no folder {target!r} in {str(path.parent)!r}{near}")
+        raise ConfigError(
+            f"there is no folder {target!r} here{near}; give a run's, a checkpoint's, or an id on the Hub (owner/name)"
+        )
     return None, {}
 
 

@@ -78,5 +78,5 @@ def test_one_that_is_not_found_is_refused(tmp_path: Path):
         loss_of("", tmp_path)
     with pytest.raises(ConfigError, match=r"must read file\.py:function.*taking \(inputs, config\)"):
         find_objective(load_config(None, {**OWN, "learner.objective.function": "mine"}).learner.objective)
-    with pytest.raises(ConfigError, match=r"learner\.objective\.function: .* lacks 'function'"):
+    with pytest.raises(ConfigError, match=r"is missing; give --learner\.objective\.function: .* file\.py:function"):
         load_config(None, {"learner.objective.name": "own"})
