@@ -43,6 +43,7 @@ _REFUSED = {
     "it changes a forward that does not run, for the policy's is the engine's":
         "use_liger_kernel cast_lm_head_to_fp32 torch_compile neftune_noise_alpha",
     "the learner's log-probs are of all tokens": "top_p top_k min_p repetition_penalty",
+    "TRL's own loop would sample several turns, which is not proven exact": "tools environment_factory rollout_func",
     "the policy's entropies carry no gradient": "entropy_coef use_adaptive_entropy",
     "TRL's reference is an unquantized model, not what the policy was at first; `qarl train` has learner.kl": "beta",
 }  # fmt: skip
@@ -146,7 +147,7 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
     for why, names in _REFUSED.items():
         for name in names.split():
             value = getattr(args, name, trl.get(name))
-            if value != defaults.get(name):
+            if value != defaults.get(name) and value != []:
                 raise ConfigError(f"{name} {value!r}: {why}; leave {name} out")
     if args.world_size > 1:
         raise ConfigError(f"{args.world_size} processes would learn apart; take one, or `qarl train --processes`")
