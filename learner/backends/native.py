@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qarl.configs.schema.learner import LearnerConfig
+from qarl.learner.optim.master_step import on_host
 from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters
 from qarl.learner.optim.row_muon import MOMENTUM
 from qarl.learner.processes import Processes
@@ -68,11 +69,12 @@ class Native:
         stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))
         masters, steps = {}, {}
         for number, (name, master) in enumerate(self._model.masters.items()):
-            # A gathered whole goes to the host at once: a device would hold its share of them until they are saved.
-            whole = master.detach() if shard_of(master) is None else whole_value(master).cpu()
+            cut = shard_of(master) is not None
+            whole = whole_value(master) if cut else master.detach()
             moments = self._whole_moments(name, master, mine["masters"][name]["moments"], name in stepped)
             if number % self._processes.world == self._processes.rank:
-                masters[name], steps[name] = whole, {"moments": moments}
+                masters[name] = whole.cpu() if cut else whole
+                steps[name] = {"moments": on_host(moments) if cut else moments}
         return {"masters": masters, "optimizer": {"masters": steps, "generator": generators}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,7 +93,8 @@ class Native:
     def _whole_moments(
         self, name: str, master: nn.Parameter, mine: list[dict[str, Any]], stepped: bool
     ) -> list[dict[str, Any]]:
-        """As `MasterStep.state_dict` has them of the whole master. mine: of this process's rows."""
+        """As `MasterStep.state_dict` has them of the whole master, those of several matrices as views of one tensor.
+        mine: of this process's rows."""
         shard = shard_of(master)
         if shard is None:
             return mine
@@ -104,10 +107,7 @@ class Native:
             room = torch.empty(shard.shape, device=master.device)
             whole[key] = fill(room, rows.view(master.shape), shard)
         counts = {} if name in self._matrices else {"step": mine[0]["step"]}
-        return [
-            {**counts, **{key: tensor[index].to("cpu", copy=True) for key, tensor in whole.items()}}
-            for index in indices
-        ]
+        return [{**counts, **{key: tensor[index] for key, tensor in whole.items()}} for index in indices]
 
     def _own_moments(self, name: str, master: nn.Parameter, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The inverse of `_whole_moments`, for this process's rows."""

@@ -20,7 +20,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends.partitioned_muon import PartitionedMuon, pieces_of
 from qarl.learner.backends.zero_loading import deepspeed_settings, quiet_deepspeed
-from qarl.learner.optim.master_step import adamw
+from qarl.learner.optim.master_step import adamw, on_host
 from qarl.learner.optim.optimizer import Step, matrices_of, muon_masters, require_same_masters
 from qarl.learner.optim.row_muon import MOMENTUM
 from qarl.learner.processes import Processes
@@ -77,10 +77,10 @@ class Zero:
         self._link()
         masters = {}
         for number, (name, master) in enumerate(self._model.masters.items()):
-            whole = master.detach().clone()
             moments = self._moments(name, master)
             if number % self._processes.world == self._processes.rank:
-                masters[name], optimizer["masters"][name] = whole, moments
+                masters[name] = master.detach().to("cpu", copy=True)
+                optimizer["masters"][name] = {"moments": on_host(moments)}
         return {"masters": masters, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,21 +102,21 @@ class Zero:
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _moments(self, name: str, master: nn.Parameter) -> dict[str, Any]:
+    def _moments(self, name: str, master: nn.Parameter) -> list[dict[str, Any]]:
         """As `MasterStep.state_dict`, put together from all processes."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         indices = list(matrices_of(name, master.shape)) if name in self._matrices else [()]
         states = list(self._optimizer.optimizer.state.values())
         if not any(states):
-            return {"moments": [{} for _ in indices]}
+            return [{} for _ in indices]
         if name in self._matrices:
             whole = safe_get_full_optimizer_state(master, MOMENTUM)
             assert whole is not None
-            return {"moments": [{MOMENTUM: whole[index].clone()} for index in indices]}
+            return [{MOMENTUM: whole[index]} for index in indices]
         moments = {key: safe_get_full_optimizer_state(master, key) for key in _MOMENTS}
         count = next(state["step"] for state in states if "step" in state)
-        return {"moments": [{"step": count.clone(), **moments}]}
+        return [{"step": count, **moments}]
 
     def _load_moments(self, saved: dict[str, Any]) -> None:
         """saved: name → as `MasterStep.state_dict`. Every process takes its share."""

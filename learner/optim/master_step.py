@@ -223,3 +223,8 @@ def muon(
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
+
+
+def on_host(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies in the host's memory, so that no GPU has more than one master's moments whole at once."""
+    return [{key: value.to("cpu", copy=True) for key, value in of_matrix.items()} for of_matrix in moments]

@@ -17,8 +17,6 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",
-    # Learner and engine share torch's allocator on a GPU, in micro-batches of changing sizes.
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
 
@@ -36,7 +34,12 @@ def quiet_libraries(compiles: bool = False) -> None:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        # Engine and learner, whose micro-batches differ in size, share one allocator; page-locked moments are not
+        # rounded up to powers of two. torch reads it at the first tensor on a GPU.
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
+    else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns at every import that it found no GPU
         if not compiles:
             # On CPUs vLLM's sampler compiles one tiny function at the first generate: 10 s and a C++ compiler for

@@ -36,12 +36,12 @@ class Choice:
     fields: dict[str, object]
     words: tuple[str, ...] = ()
 
-    def overrides(self, given: Mapping[str, str]) -> dict[str, str]:
+    def overrides(self, by_hand: Mapping[str, str]) -> dict[str, str]:
         """The fields as a command's, beside those given."""
         texts = {
             path: str(value).lower() if isinstance(value, bool) else str(value) for path, value in self.fields.items()
         }
-        return {**given, **texts}
+        return {**by_hand, **texts}
 
     def arguments(self, file: str | None) -> list[str]:
         """What is to be added to a command that was given `file`, so that nothing is left to choose."""
@@ -50,9 +50,9 @@ class Choice:
 
 
 def choose(
-    config: RunConfig, given: Mapping[str, str], file: str | None, processes: int | None, machine: Machine
+    config: RunConfig, by_hand: Mapping[str, str], file: str | None, processes: int | None, machine: Machine
 ) -> Choice:
-    """For a new run. given: fields by hand, as text. file: of the person's, or None. processes: as asked for, or None.
+    """For a new run. by_hand: fields, as text. file: of the person's, or None. processes: as asked for, or None.
     Without GPUs, and for an embedded policy, which is small, nothing is chosen. Raises `ModelError` or `ConfigError`
     where the model's sizes are not known."""
     if machine.device == "cpu" or is_embedded(config.model) or config.from_rollouts is not None:
@@ -61,7 +61,7 @@ def choose(
     words: list[str] = []
     for name in shipped_names() if file is None else []:
         if name.startswith("recipes/") and load_config(config_file(name), {}).model == config.model:
-            recipe = load_config(config_file(name), dict(given))
+            recipe = load_config(config_file(name), dict(by_hand))
             count = dealt(recipe, processes, machine)
             plan = make_plan(recipe, shapes, source, machine, count)
             if plan.fits:
@@ -74,7 +74,7 @@ def choose(
     count = dealt(config, processes, machine)
     words += _about_processes(config, count, processes, machine)
     plan = make_plan(config, shapes, source, machine, count)
-    kept = {*given, *(written_fields(config_file(file)) if file is not None else ())}
+    kept = {*by_hand, *(written_fields(config_file(file)) if file is not None else ())}
     fields = {} if plan.fits else _fields(plan, kept)
     words += [f"{option(field)}: {_WHY[field[0]]}" for field in fields.items()]
     return Choice(file, count, fields, tuple(words))
@@ -91,8 +91,8 @@ def _fields(plan: Plan, kept: set[str]) -> dict[str, object]:
     return {} if works is None else works[1]
 
 
-def _about_processes(config: RunConfig, count: int, asked: int | None, machine: Machine) -> list[str]:
-    if asked is not None or machine.count == 1:
+def _about_processes(config: RunConfig, count: int, requested: int | None, machine: Machine) -> list[str]:
+    if requested is not None or machine.count == 1:
         return []
     uneven = (
         f"; rollout.prompts {config.rollout.prompts} cannot be dealt to {machine.count}"

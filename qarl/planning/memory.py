@@ -19,13 +19,13 @@ from qarl.planning.shapes import Shapes, schemes_of, targeted
 
 GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FP32 = 4
+_FP32, _STORED = 4, 2
 
 LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
 """Code and tables of torch, vLLM and transformers, measured; CUDA's context and cuBLAS's buffers, assumed."""
 
-_COMMUNICATION, _GRAPHS = 0.75 * GIB, 1.0 * GIB
-"""NCCL's buffers of a process among several, and the pool that an engine's CUDA graphs share; assumed."""
+_NCCL, _GRAPHS = 1.0 * GIB, 2.0 * GIB
+"""Buffers of several processes, and memory that CUDA graphs of decoding keep: assumed."""
 
 _BUCKET = 5 * 10**8
 """Elements, DeepSpeed's default: `reduce_bucket_size`."""
@@ -33,11 +33,11 @@ _BUCKET = 5 * 10**8
 _AT_ONCE = 10**9
 """Elements of its flat partition that DeepSpeed's optimizer steps at once."""
 
-_STORED = 2
-"""Bytes of a parameter in a published checkpoint, all of which transformers reads in each process at stage 3."""
-
 _LARGEST_PRODUCT = 1 << 25
 """Elements of a weight gradient that CUDA multiplies at once (`quant.layers.straight_through`)."""
+
+_GROUPED = 8192
+"""Tokens whose experts go backwards at once on GPUs (`quant.layers.grouped_backward`)."""
 
 _AHEAD = 1 << 25
 """Elements of gradients on their way to other processes beside the largest (`quant.layers.gradients.AHEAD`)."""
@@ -47,9 +47,6 @@ _WIDE_ON_CPUS = ("fp8",)
 
 _ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
 """That vLLM computes at once at most, and sizes its buffers for."""
-
-_EXPERT_TOKENS = 8192
-"""That a backward of routed experts takes at once on GPUs (`quant.layers.grouped_backward.TOKENS`)."""
 
 _TRANSFORMERS_FACTOR = 2.0
 """What a layer keeps with transformers' operators, over the engine's: autograd's own intermediates. An estimate."""
@@ -114,12 +111,12 @@ class _Count:
             Part("kernel layout", self.kernels(), "the engine's own" if self.shares_layers else "the learner's own"),
             Part("reference", self.reference(), "of the KL penalty"),
             Part("ZeRO buffers", self.buffers(), "gradients on their way"),
-            Part("engine", self.engine(), "its weights"),
+            Part("engine", self.engine(), "its weights, CUDA graphs"),
+            Part("workspaces", self.workspaces(), "of experts' kernels, the engine's and the learner's"),
             Part("KV cache", self.cache(), f"{self.cache() // self.cache_a_token:,} tokens"),
             Part("activations", kept, f"{self.tokens:,} tokens, {checkpointing}"),
             Part("working", max(0, working - kept), "a layer's backward, a step, or the engine"),
-            Part("scratch", int(self.scratch()), "of experts' kernels, learner's and engine's"),
-            Part("libraries", self.libraries(), "measured" if self.device == "cpu" else "assumed, CUDA graphs too"),
+            Part("libraries", self.libraries(), "measured" if self.device == "cpu" else "assumed"),
         )
         return Memory(tuple(part for part in parts if part.bytes), self.host())
 
@@ -202,7 +199,7 @@ class _Count:
         casts = 0
         if not learner.aligned:
             casts = self.shapes.parameters * ITEMSIZE[learner.compute_dtype or self.config.dtype]
-        low_bit = self.low_bit if (learner.keep_codes if kept is None else kept) else 0
+        low_bit = self.low_bit if (learner.keep_codes if kept is None else kept) else self.low_bit // self.shapes.layers
         return low_bit + self.outside + casts
 
     @property
@@ -234,20 +231,45 @@ class _Count:
         base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype] // shares
         return base + self.codes(kept=True) + self.own_products
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a module's whole gradient is made apart from the sum, to be reduced."""
+        return self.stage in (0, 3) and not self.adapters
+
     def buffers(self) -> int:
-        """DeepSpeed's of gradients, at stage 0 and without in place; at stage 3 a module's whole gradient, and
-        those on their way to the processes that have the rows."""
-        if self.stage is None:
-            return 0
+        """DeepSpeed's of gradients; else the largest module's whole gradient, at stage 3 also those on their way to the
+        processes that have the rows, elsewhere but for the head's (`head_backward`)."""
+        if self.stage in (1, 2):
+            return _BUCKET * _FP32
+        s = self.shapes
+        whole = max(self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden)
         if self.stage == 3:
-            return min(self.trained, self.largest_module + _AHEAD) * _FP32
-        return (_BUCKET if self.stage else min(_BUCKET, self.trained)) * _FP32
+            whole = max(whole, s.head) + _AHEAD
+        return whole * _FP32 if self.gathers else 0
 
     def engine(self) -> int:
         if not self.samples:
             return 0
-        tied = self.shapes.tied and self.device == "cuda"
-        return self.in_kernels + self.outside - (self.shapes.head * self.itemsize if tied else 0)
+        s, b = self.shapes, self.itemsize
+        if self.device == "cpu":
+            return self.in_kernels + self.outside
+        graphs = 0 if self.config.rollout.enforce_eager else int(_GRAPHS)
+        tied = s.head * b if s.tied else 0
+        return self.in_kernels + self.outside - tied + graphs
+
+    @property
+    def workspace_a_token(self) -> int:
+        """Of experts' kernels on GPUs, which grows to the largest batch and stays."""
+        s = self.shapes
+        return s.experts_a_token * self.itemsize * (s.hidden + 3 * s.intermediate) if self.device == "cuda" else 0
+
+    def workspaces(self) -> int:
+        engines = _ENGINE_TOKENS["cuda"] if self.samples else 0
+        return self.workspace_a_token * (engines + (self.tokens if self.config.learner.aligned else 0))
+
+    def libraries(self) -> int:
+        several = self.device == "cuda" and self.processes > 1
+        return int(LIBRARIES[self.device] + (_NCCL if several else 0))
 
     @property
     def cache_a_token(self) -> int:
@@ -310,60 +332,63 @@ class _Count:
 
     def working(self) -> int:
         """The most that is there at once of what is not there all the time, activations included."""
-        learning = self.activations() + max(self.head_backward(), self.layer_backward())
-        return int(max(learning, self.step(), self.sampling()))
+        again = self.kept_a_layer * self.tokens if self.config.learner.gradient_checkpointing is True else 0
+        learning = self.activations() + max(self.head_backward() - again, self.layer_backward())
+        return int(max(learning, self.step(), self.sampling(), self.saving()))
+
+    def saving(self) -> int:
+        """A checkpoint's: a module's whole master and moments, on their way to the host, without gradients."""
+        learner = self.config.learner
+        if self.stage is None or self.adapters:
+            return 0
+        moments = 1 if learner.optimizer.name == "muon" else 2
+        return self.largest_module * (ITEMSIZE[learner.master_dtype] + moments * _FP32) - self.gradients()
 
     def head_backward(self) -> float:
-        """Logits and their gradient, in fp32 as well on GPUs, and a part of the head's weight gradient there."""
-        chunk = min(self.config.learner.logprob_chunk_tokens, self.tokens)
-        fp32_bytes = 2 * _FP32 if self.device == "cuda" else 0
-        head = _FP32 * min(self.shapes.head, _LARGEST_PRODUCT) if self.device == "cuda" else 0
-        return chunk * self.shapes.vocabulary * (2 * self.itemsize + fp32_bytes) + head
+        """Logits and their gradient, in fp32 as well on GPUs; or there a part of the head's weight gradient; and where
+        that is reduced the whole, which chunks add up."""
+        chunk, b, c = min(self.config.learner.logprob_chunk_tokens, self.tokens), self.itemsize, self.shapes.hidden
+        logits = chunk * self.shapes.vocabulary
+        if self.device == "cpu":
+            return logits * 2 * b
+        part = _FP32 * min(self.shapes.head, _LARGEST_PRODUCT)
+        whole = max(0, _FP32 * self.shapes.head - self.buffers()) if self.gathers else 0
+        kept = self.tokens * b + chunk * (_FP32 + 2 * b)
+        return kept * c + whole + max(logits * 2 * (b + _FP32), logits * b + part)
 
     def layer_backward(self) -> float:
         """The larger of the MLP's, with the weight it dequantizes, and the attention's, in fp32 on CPUs."""
         s, b, n = self.shapes, self.itemsize, self.tokens
         c, q, k, i = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
-        stream = (_FP32 + b) * c
-        if s.experts and self.device == "cuda":
-            return n * stream + max(self.experts_backward(), n * b * (4 * q + 2 * (q + 2 * k)))
-        if s.experts:
-            mlp = n * 3 * _FP32 * c + n * s.experts_a_token / s.experts * _FP32 * (6 * i + 2 * c)
-        else:
-            mlp = n * (3 * b * i + b * c)
-        weight = (2 * _FP32 + b) * self.largest_matrix
+        weight, attention = (2 * _FP32 + b) * self.largest_matrix, 4 * q + 2 * (q + 2 * k)
         if self.device == "cuda":
             weight += _FP32 * min(self.largest_matrix, _LARGEST_PRODUCT)  # of dW before it is added
-        value_bytes = _FP32 if self.device == "cpu" else b
-        attention = n * value_bytes * (4 * q + 2 * (q + 2 * k))
-        return n * stream + max(mlp + weight, attention)
+        if s.experts and self.device == "cuda" and self.config.dtype == "bfloat16":
+            return n * (_FP32 + b) * c + max(self.experts_backward(), n * b * attention)
+        if s.experts:
+            mlp = n * 3 * _FP32 * c + n * s.experts_a_token / s.experts * _FP32 * (6 * i + 2 * c) + weight
+        elif self.device == "cuda":
+            # Of low-bit inputs the values are dequantized for dW. What the MLP kept is gone when attention goes back.
+            low_bit = SCHEME_SPECS[self.config.scheme].activations is not None
+            return n * b * c + max(n * (2 * _FP32 + b if low_bit else 2 * b) * i, weight, n * b * (attention - 2 * i))
+        else:
+            mlp = n * (3 * b * i + b * c) + weight
+        return n * (_FP32 + b) * c + max(mlp, n * (b if self.device == "cuda" else _FP32) * attention)
 
     def experts_backward(self) -> float:
         """All experts' matrices, dequantized, and the more of what is there when a row's gate is derived and when the
         gradient of all gates and ups is, before it is added in fp32. Tokens before have left their inputs' gradients.
-        tests/qarl/test_plan_activations.py holds it to what a backward takes."""
+        tests/qarl/test_plan_peak.py holds it to a trace."""
         s, b, n = self.shapes, self.itemsize, self.tokens
         c, i = s.hidden, s.intermediate
-        rows, matrices = min(n, _EXPERT_TOKENS) * s.experts_a_token, s.experts * i * c
+        rows, matrices = min(n, _GROUPED) * s.experts_a_token, s.experts * i * c
         derived, summed = 2 * b * c + 38 * i + 40, 2 * b * c + 3 * b * i + 40
         a_token = _FP32 * (c + 2 * s.experts_a_token)
         gradients = a_token * n  # of the input and the weights; at the end put together
-        before = gradients - a_token * min(n, _EXPERT_TOKENS)
+        before = gradients - a_token * min(n, _GROUPED)
         largest = max(before + rows * derived, gradients + rows * summed + 2 * b * matrices, 2 * gradients)
         quantized = SCHEME_SPECS[self.config.scheme].input_bytes(b) < b
         return 3 * b * matrices + largest + (n * b * c if quantized else 0)
-
-    def scratch(self) -> float:
-        """What experts' kernels keep for their largest batch, each side its own."""
-        if not self.shapes.experts or self.device == "cpu":
-            return 0
-        s, sides = self.shapes, [self.tokens, *([_ENGINE_TOKENS["cuda"]] if self.samples else [])]
-        return sum(sides) * s.experts_a_token * self.itemsize * (s.hidden + 3 * s.intermediate)
-
-    def libraries(self) -> int:
-        graphs = self.device == "cuda" and self.samples and not self.config.rollout.enforce_eager
-        several = self.device == "cuda" and self.processes > 1
-        return int(LIBRARIES[self.device] + (_GRAPHS if graphs else 0) + (_COMMUNICATION if several else 0))
 
     def step(self) -> float:
         """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and, where lost updates are
@@ -393,14 +418,20 @@ class _Count:
         tokens = _ENGINE_TOKENS[self.device]
         if self.device == "cpu":
             tokens = min(tokens, sequences * rollout.max_prompt_tokens)
-        apart = bool(s.experts) and self.device == "cuda"  # see `scratch`
-        i = s.intermediate * (0 if apart else s.experts_a_token if s.experts else 1)
-        routed = s.experts_a_token * s.hidden if s.experts and not apart else 0
+        i = s.intermediate * (s.experts_a_token if s.experts else 1)
+        routed = s.experts_a_token * s.hidden if s.experts else 0
         a_token = b * (4 * s.hidden + (s.heads + 2 * s.kv_heads) * s.head_dim + 3 * i + routed)
-        return tokens * a_token + 3 * _FP32 * sequences * s.vocabulary
+        return tokens * (a_token - self.workspace_a_token) + 3 * _FP32 * sequences * s.vocabulary
 
     def host(self) -> int:
+        """The larger of loading and of offloaded moments with a checkpoint's share beside them. Loading: a model in the
+        masters' dtype; at stage 3, where files are mapped, what stacks a mixture's experts, as they are stored."""
         if self.device == "cpu":
             return 0
-        loading = self.shapes.parameters * (_STORED if self.stage == 3 else ITEMSIZE[self.config.learner.master_dtype])
-        return max(loading, self.moments(offloaded=True))
+        masters = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
+        stacked = self.shapes.parameters * _STORED if self.shapes.experts else 0
+        offloaded = self.moments(offloaded=True)
+        if self.stage is None or self.adapters:
+            return max(masters, offloaded)
+        saved = (masters + self.moments() * self.shares) // self.processes + offloaded
+        return max(stacked if self.stage == 3 else masters, offloaded + saved)

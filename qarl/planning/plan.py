@@ -60,7 +60,12 @@ class Plan:
     @property
     def lacks_host(self) -> bool:
         """Whether the processes of one machine take more of the host's memory than there is, where that is known."""
-        return self.machine.host is not None and self.memory.host * self.here > self.machine.host
+        return self.machine.host is not None and self.host > self.machine.host
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host's memory that the processes of one machine take."""
+        return self.memory.host * self.here
 
     @property
     def refused(self) -> bool:

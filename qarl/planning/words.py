@@ -44,8 +44,8 @@ def table(plan: Plan) -> list[str]:
     ]
     if plan.memory.host:
         there = f" of {plan.machine.host / GIB:.1f}" if plan.machine.host is not None else ""
-        what = "loading and offloaded moments, all processes"
-        lines.append(f"{'host':<15}{plan.memory.host * plan.here / GIB:>7.1f}{there}  {what}")
+        what = "loading, or moments and a checkpoint, all processes"
+        lines.append(f"{'host':<15}{plan.host / GIB:>7.1f}{there}  {what}")
     if plan.decided:
         lines += ["", *_wrapped(f"decided by the plan: {', '.join(plan.decided)}")]
     return lines
@@ -56,7 +56,8 @@ def verdict(plan: Plan) -> str:
     if plan.share > 1:
         return f"{(plan.memory.total - plan.there) / GIB:.1f} GiB too much"
     if plan.lacks_host:
-        return "fits, but the host's memory does not"
+        there = (plan.machine.host or 0) / GIB
+        return f"fits, but loading and checkpoints take {plan.host / GIB:.1f} of the host's {there:.1f} GiB"
     return f"{'fits' if plan.share <= 1 - SPARE else 'tight'}, {1 - plan.share:.0%} to spare"
 
 
@@ -84,7 +85,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "parts": {part.name: part.bytes for part in plan.memory.parts},
         "total": plan.memory.total,
         "there": plan.there,
-        "host": plan.memory.host * plan.here,
+        "host": plan.host,
         "fits": plan.fits,
         "gradient_checkpointing": plan.config.learner.gradient_checkpointing,
         "kv_cache_gib": plan.config.rollout.kv_cache_gib,

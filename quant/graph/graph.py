@@ -72,6 +72,7 @@ class Graph:
         self._masters, self._context = masters, context
         self._step: _Step | None = None
         self._read_directly: list[tuple[nn.Module, str, Weight]] = []
+        self._shared = {m.kv_sharing_target_layer_name for m in self.module.modules() if isinstance(m, Attention)}
         self._routed: list[RoutedLayer] = []
         self._log = log
         named = ((m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None)
@@ -200,7 +201,8 @@ class Graph:
                 k, v = self._step.keys[shared]
             else:
                 k, v = (t.reshape(-1, module.num_kv_heads, module.head_size) for t in (key, value))
-                self._step.keys[module.layer_name] = k, v
+                if module.layer_name in self._shared:  # no others: they would be kept to the backward's end
+                    self._step.keys[module.layer_name] = k, v
             sinks = None if owner is None else getattr(*owner)
             y = attention(q, k, v, sinks, scoring, self._step.sequences)
             return y.reshape(*query.shape[:-1], -1) if query.ndim == 2 else y.flatten(1)
