@@ -59,10 +59,11 @@ def _token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, packed)
     targets = tokens[:, 1:][response_mask]
-    several = len(targets) > chunk_tokens if chunks is None else chunks > 1
+    parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
     # One chunk is held between forward and backward rather than computed twice.
-    again = torch.is_grad_enabled() and several
-    parts = _in_chunks(model.gradients.added_up(hidden) if again else hidden, targets, chunk_tokens, chunks)
+    again = torch.is_grad_enabled() and len(parts) > 1
+    if again and hidden.requires_grad:
+        model.gradients.add_up(until=hidden)
     picked, entropies = [], []
     for x, chosen in parts:
         arguments = (model.head, x, chosen, entropy, temperature)

@@ -54,7 +54,7 @@ class Gradients:
     def into(self, master: torch.Tensor) -> torch.Tensor | None:
         """The fp32 gradient of a master to add to, zeros at first; None where autograd is to deliver it: unless
         `in_place`, and to a master with hooks, which would not see it. Of a master of which processes have parts, the
-        whole one, where it is `added_up`."""
+        whole one, after `add_up`."""
         if self._added_up is not None and shard_of(master) is not None:
             if master not in self._added_up:
                 self.make_way(master)
@@ -93,13 +93,13 @@ class Gradients:
             else:
                 master.grad += part
 
-    def added_up(self, x: torch.Tensor) -> torch.Tensor:
-        """x, to be multiplied in parts: gradients of the masters that they meet first in the backward are added up in
-        this process, and the processes' summed once, when that of x is there."""
+    def add_up(self, until: torch.Tensor) -> None:
+        """From here on in the backward, add up gradients of masters that processes have parts of in this process, and
+        sum them over the processes once that of `until` is there: what it is multiplied with part by part."""
         self._added_up = {}
-        return _AddedUp.apply(x, self._deliver_sums)
+        until.register_hook(self._deliver_sums)
 
-    def _deliver_sums(self) -> None:
+    def _deliver_sums(self, _: torch.Tensor) -> None:
         sums, self._added_up = self._added_up or {}, None
         for master, gradient in sums.items():
             self.delivered(master, gradient)
@@ -113,15 +113,3 @@ class Gradients:
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """gradient: fp32, overwritten without the scale and returned; autograd casts it to a master's `grad_dtype`."""
         return gradient if self.scale == 1.0 else gradient.mul_(1.0 / self.scale)
-
-
-class _AddedUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, deliver: Callable[[], None]) -> torch.Tensor:
-        ctx.deliver = deliver
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        ctx.deliver()
-        return grad_outputs[0], None

@@ -29,7 +29,6 @@ from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.materialize.scales import checked_together
 from qarl.quant.model.stream import checkpoint_tensors, layer_reports
 from qarl.quant.model.surgery import replace_layers
-from qarl.quant.runtime.shards import gathered_together
 from qarl.quant.schemes import Scheme
 from qarl.quant.types import LayerReport, LowBitTensor
 
@@ -103,15 +102,12 @@ class LowBitModel(nn.Module):
         It is written over the one before: tensors of an earlier stream (`low_bit_tensors`) change with it. flips: takes
         in how many codes that changes, where they are kept.
         """
-        with checked_together(), gathered_together():
+        with checked_together():
             for layer in self.low_bit_layers():
-                if flips and self.context.keeps_codes:
-                    with flips.over(layer), gathered_together():
-                        layer.refresh()
-                else:
+                with flips.over(layer) if flips and self.context.keeps_codes else contextlib.nullcontext():
                     layer.refresh()
-            for name, copy in self._layers.copies.items():
-                copy.refresh(self.loaded[name])
+        for name, copy in self._layers.copies.items():
+            copy.refresh(self.loaded[name])
         if self._after_refresh is not None:
             self._after_refresh()
 

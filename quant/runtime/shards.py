@@ -6,8 +6,7 @@ all of this untouched.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,22 +16,6 @@ from torch import nn
 # torch 2.13's name, and the one before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_gathers: list[dist.Work | None] | None = None
-"""What `gathered_together` waits for at its end; None outside of it."""
-
-
-@contextmanager
-def gathered_together() -> Iterator[None]:
-    """Within this context `Shard.gather` returns at once, so that one tensor is sent while the next is made; what was
-    gathered is there at its end."""
-    global _gathers
-    before, _gathers = _gathers, []
-    try:
-        yield
-        _wait(_gathers)
-    finally:
-        _gathers = before
 
 
 @dataclass(frozen=True)
@@ -66,10 +49,7 @@ class Shard:
         else:
             parts = ((rank, self.rows(sent, rank)) for rank in range(world))
             work = [dist.broadcast(part, rank, async_op=True) for rank, part in parts if part.numel()]
-        if _gathers is None:
-            _wait(work)
-        else:
-            _gathers.extend(work)
+        _wait(work)
         return whole
 
     def reduce(
