@@ -4,7 +4,6 @@ Axes: B sequences, T tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,14 +161,12 @@ class Learner:
         if self.config.ratio_fix == "shadow_forward":
             shadow = RowLogprobs(batch)
             self.scorer.add_ratio_side(shadow, index)
-        metrics = LossMetrics()
+        numbers: list[dict[str, torch.Tensor | None]] = []
         parts = list(self.scorer.share(batch, index))
         for part in parts:
             rows = batch.rows(part.index).to(self.model.device)
             with self.stopwatch("forward"):
                 own, entropies = self.scorer.token_logprobs(self.backend.policy, rows, part.chunks, entropy=is_first)
-            if is_first and part.counts:
-                old.add(part.index, own.detach(), entropies)
             current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
             denominator = current.detach() if is_first else old.rows_like(current, part.index) if have_old else None
             share, loss, balance = self._loss(learning, part, rows, current, denominator, size)
@@ -177,20 +174,23 @@ class Learner:
                 self.model.release_products()  # the step makes another version, when all gradients are there
             with self.stopwatch("backward"):
                 self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
+            if is_first and part.counts:
+                old.add(part.index, own.detach(), entropies)
             if part.counts:
-                metrics += replace(share.metrics, loss=float(loss.detach()), load_balance=balance)
+                numbers.append({**share.numbers, "loss": loss.detach(), **balance})
                 micro = MicroBatch(number, part.index, rows=rows, current=own, entropies=entropies, tokens=share.tokens)
                 for observer in watching:
                     observer.micro_batch(micro)
         if is_first:
             self.scorer.complete(old, self.model, index)
         norm, taken = self._apply(watching, number)
+        metrics = sum(map(LossMetrics.of, numbers), LossMetrics())
         return Update(metrics.total(self.processes), norm, taken)
 
     def _loss(
         self, learning: Learning, part: Part, rows: Batch, current: torch.Tensor, old: torch.Tensor | None,
         size: BatchSize,
-    ) -> tuple[LossShare, torch.Tensor, float]:  # fmt: skip
+    ) -> tuple[LossShare, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         """A micro-batch's part of the loss; that with the routers' auxiliary loss; and what this added."""
         terms = LossInput(
             current=current,
@@ -204,13 +204,13 @@ class Learner:
             share = policy_loss(terms, learning.loss_config, size)
             return share, *self._balanced(share.loss, rows, len(part.index) / size.sequences)
 
-    def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, float]:
-        """The loss with the routers' auxiliary one, where that is on, and what was added. share: of the mini-batch's
-        sequences that are in these rows."""
+    def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss with the routers' auxiliary one, where that is on, and the metric of what was added. share: of the
+        mini-batch's sequences that are in these rows."""
         if not self.model.router_log.enabled:
-            return loss, 0.0
+            return loss, {}
         balance = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows)) * share
-        return loss + self._balance * balance, float(balance.detach())
+        return loss + self._balance * balance, {"load_balance": balance.detach()}
 
     def _apply(self, watching: list[Observer], number: int) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""

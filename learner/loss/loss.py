@@ -34,12 +34,17 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossShare:
-    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. metrics: its share of the other numbers.
-    tokens: of the micro-batch."""
+    """loss: a micro-batch's share of the mini-batch's, 0-d, with gradient. numbers: its share of `LossMetrics`' fields,
+    0-d on its device. tokens: of the micro-batch."""
 
     loss: torch.Tensor
-    metrics: LossMetrics
+    numbers: dict[str, torch.Tensor | None]
     tokens: LossTokens
+
+    @property
+    def metrics(self) -> LossMetrics:
+        """`numbers`, for which the host waits."""
+        return LossMetrics.of(self.numbers)
 
 
 def needs_old(config: LearnerConfig) -> bool:
@@ -65,29 +70,30 @@ def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> L
     result = objective(inputs, section)
     loss = aggregate(result.loss, response_mask, config.aggregation, totals)
 
-    def share(flags: torch.Tensor) -> float:
-        return float(over_tokens(flags.float(), response_mask).sum()) / totals.sequences
+    def share(values: torch.Tensor) -> torch.Tensor:
+        values = values.float() if values.dtype == torch.bool else values
+        return over_tokens(values, response_mask).sum().double() / totals.sequences
 
     log_ratio = (terms.current - proximal).detach()
     reasons = clip_reasons(log_ratio, result.clipped, weights.truncated, terms.advantages, response_mask)
     phantom_clipped = update_log_ratio = None
-    sides: tuple[float | None, ...] = (None, None, None)
+    sides: tuple[torch.Tensor | None, ...] = (None, None, None)
     if terms.old is not None:
         with torch.no_grad():
             phantom = torch.zeros_like(result.clipped)
             if bypass:  # log r = α + β here; with the learner's denominator β is gone
                 phantom = result.clipped & ~objective(replace(inputs, proximal=terms.old), section).clipped
             update = sequence_log_ratio(terms.current, terms.old, response_mask).abs().sum()
-        phantom_clipped, update_log_ratio = share(phantom), float(update) / totals.sequences
+        phantom_clipped, update_log_ratio = share(phantom), update.double() / totals.sequences
         sides = tuple(share(side & ~phantom) for side in clipped_sides(reasons))
-    kl = 0.0
+    kl = {}
     if isinstance(config.kl, KlConfig):
         assert terms.reference is not None
         estimate = kl_estimate(terms.current, terms.reference, response_mask, config.kl.name)
         loss = loss + config.kl.coefficient * aggregate(estimate, response_mask, config.aggregation, totals)
-        kl = float(over_tokens(estimate.detach(), response_mask).sum()) / totals.sequences
-    metrics = LossMetrics(
-        loss=float(loss.detach()),
+        kl = {"kl": share(estimate.detach())}
+    numbers = dict(
+        loss=loss.detach(),
         clipped=share(result.clipped),
         phantom_clipped=phantom_clipped,
         clipped_positive_above=sides[0],
@@ -96,6 +102,6 @@ def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> L
         corrected=share(weights.truncated),
         ratio_mean=share(log_ratio.exp()),
         update_log_ratio=update_log_ratio,
-        kl=kl,
+        **kl,
     )
-    return LossShare(loss, metrics, LossTokens(log_ratio, reasons))
+    return LossShare(loss, numbers, LossTokens(log_ratio, reasons))

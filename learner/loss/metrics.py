@@ -1,8 +1,9 @@
 """What a mini-batch's loss tells. A new number is a field here with its value in `policy_loss` (or the learner), and a
 line that shows it (qarl/report/dashboard.py); adding up, averaging and writing follow from the field."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -33,6 +34,13 @@ class LossMetrics:
     update_log_ratio: float | None = 0.0
     kl: float = 0.0
     load_balance: float = 0.0
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, torch.Tensor | None]) -> "LossMetrics":
+        """Of 0-d tensors on one device, by field; waits for it once."""
+        values = iter(torch.stack([number.double() for number in numbers.values() if number is not None]).tolist())
+        fields_of: dict[str, Any] = {n: None if number is None else next(values) for n, number in numbers.items()}
+        return cls(**fields_of)
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
         pairs = zip(_values(self), _values(other), strict=True)

@@ -527,6 +527,18 @@ def test_clipped_shares_by_side(name: str, expected: tuple[float, float, float])
     assert (found.clipped_positive_above, found.clipped_negative_above, found.clipped_negative_below) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dual_clip", "sapo", "cispo"])
+def test_a_loss_waits_for_no_device(name: str, ratio_from: str):
+    """Contract: the loss and all that is measured are made of tensors that have no values yet, so a backward is queued
+    before the host has to know them. Blind spot: objectives of sequences compare a response's advantages at once."""
+    real = vars(loss_input([[0.0]] * 2, [[0.0]] * 2, [1.0, -1.0]))
+    meta: dict[str, Any] = {name: tensor if tensor is None else tensor.to("meta") for name, tensor in real.items()}
+    correction_ = {"name": "none" if ratio_from == "learner" else "token_mis", "ratio_from": ratio_from}
+    share = policy_loss(LossInput(**meta), learner_config(name, correction=correction_), BatchSize(2, 2))
+    assert share.loss.is_meta and all(number is None or number.is_meta for number in share.numbers.values())
+
+
 def test_metrics_add_up_by_field():
     """A number is one field: sums, totals, means and what a step reports follow from the class."""
     parts = [LossMetrics(loss=1.0, kl=0.5), LossMetrics(loss=3.0, clipped=0.25)]
