@@ -185,11 +185,6 @@ def test_no_test_imports_a_test():
                 assert not any(part.startswith("test_") for part in name.split(".")), f"{file} imports {name}"
 
 
-def test_every_fault_to_plant_has_its_place():
-    """`scripts/faults.yaml` goes with the code: each entry's text is in its file once."""
-    subprocess.run([sys.executable, "scripts/plant_faults.py", "--check"], cwd=ROOT, check=True)
-
-
 def test_locals_are_named_for_what_they_hold():
     """No local, parameter or field is called `found`, `given` and the like: the name says what it is."""
     vague = {"found", "given", "made", "told", "asked", "wide", "held"}

@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Draw small faults at random from a room's code, plant them one at a time, and see whether its tests catch them.
+
+    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--tests PATH …]
+
+A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
+tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
+run the changed function go first, the fastest in front, then those that run others of its file; where none does (it
+runs in other processes, or at import), all. What runs what is recorded once a commit. Tests that fail on the sound code
+are left out. --tests names others than the room's: `--tests tests/learner tests/engine`.
+
+A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests over the time limit
+count as a catch, listed apart. --json keeps the outcomes, of any seeds; the same command goes on from there.
+
+Exit status: 0 all caught, 1 some not.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+from mutations import Mutation, draw
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("configs", "quant", "rollout", "learner", "sync", "qarl")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """caught_by: the first failing test, "time limit", or "" for a survivor. tests: how many ran the function."""
+
+    mutation: Mutation
+    caught_by: str
+    tests: int
+    seconds: float
+
+
+class Recorder:
+    """A plugin of pytest: for each test that passes, its seconds and the functions of ours that it ran. Those that a
+    fixture of a module or session ran are every test's that uses it; other processes' are not seen."""
+
+    def __init__(self, root: Path) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+        self._root, self._files, self._now, self._fixtures = f"{root}/", {}, set[str](), dict[str, set[str]]()
+        self._passed = False
+
+    def _call(self, frame: Any, event: str, argument: object) -> None:
+        code: CodeType = frame.f_code
+        if code not in self._files:
+            file = os.path.realpath(code.co_filename)
+            room = file.removeprefix(self._root).partition("/")[0]
+            ours = file.startswith(self._root) and room in ROOMS
+            function = code.co_qualname.replace(".<locals>", "").partition(".<")[0]
+            self._files[code] = f"{file.removeprefix(self._root)}:{function}" if ours else ""
+        if self._files[code]:
+            self._now.add(self._files[code])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        """Keep what a fixture of several tests ran."""
+        before, self._now = self._now, set()
+        result = yield
+        if fixturedef.scope != "function":
+            self._fixtures.setdefault(fixturedef.argname, set()).update(self._now)
+        self._now |= before
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        """Watch one test from its fixtures on."""
+        self._now, self._passed, started = set(), True, time.monotonic()
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        result = yield
+        sys.settrace(None)
+        shared = [self._fixtures.get(name, set()) for name in item.fixturenames]
+        if self._passed:
+            ran = sorted(self._now.union(*shared))
+            self.tests[item.nodeid] = {"seconds": time.monotonic() - started, "functions": ran}
+        return result
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Skipped and failing tests catch nothing."""
+        self._passed &= report.passed
+
+
+def record(paths: list[str], to: Path) -> None:
+    """Run these tests on the sound code of the working folder and write what each ran."""
+    recorder = Recorder(Path.cwd().resolve())
+    pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *paths], plugins=[recorder])
+    to.write_text(json.dumps(recorder.tests))
+
+
+def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]]) -> Outcome:
+    """Plant, test, take out again."""
+    file, started, key = clone / mutation.file, time.monotonic(), f"{mutation.file}:{mutation.function}"
+    fastest = sorted(tests, key=lambda name: tests[name]["seconds"])
+    near = [name for name in fastest if key in tests[name]["functions"]]
+    mates = [name for name in fastest if any(f.startswith(f"{mutation.file}:") for f in tests[name]["functions"])]
+    sound = file.read_bytes()
+    file.write_bytes(mutation.planted(sound))
+    try:
+        caught = failing(list(dict.fromkeys([*near, *mates])) or fastest, clone, tests)
+    finally:
+        file.write_bytes(sound)
+    return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
+
+
+def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
+    """The first of these tests that fails; "" where all pass."""
+    (clone / "tests.txt").write_text("\n".join(names))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "@tests.txt"]
+    limit = 120 + 4 * sum(tests[name]["seconds"] for name in names)
+    with subprocess.Popen(
+        command, cwd=clone, env=alone(clone), stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return "time limit"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it, and what it started
+    failed = [text for text in output.splitlines() if text.startswith(("FAILED ", "ERROR "))]
+    if failed:
+        return failed[0].split(" - ")[0].partition(" ")[2]
+    return f"exit status {process.returncode}" if process.returncode else ""
+
+
+def alone(clone: Path) -> dict[str, str]:
+    """The environment in which the clone's code is what is imported."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, "PYTHONPATH": str(clone), "PATH": path, **threads}
+
+
+def main() -> int:
+    """Plant every drawn mutation; print the survivors and the score."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--room", required=True, choices=ROOMS)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
+    parser.add_argument("--tests", nargs="+", help="files or folders instead of tests/ROOM")
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # what the tool starts in the clone
+    options = parser.parse_args()
+    paths = options.tests or [f"tests/{options.room}"]
+    if options.record:
+        record(paths, options.record)
+        return 0
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    same = {"commit": commit.strip(), "room": options.room, "tests": paths}
+    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {**same, "outcomes": []}
+    if {name: kept.get(name) for name in same} != same:
+        parser.error(f"{options.json} holds outcomes of another commit, room or tests; name another file")
+    with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
+        clone = Path(scratch) / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        if "ran" not in kept:
+            command = [sys.executable, __file__, "--room", options.room, "--tests", *paths, "--record"]
+            subprocess.run([*command, f"{scratch}/ran"], cwd=clone, env=alone(clone), check=True)
+            kept["ran"] = json.loads(Path(scratch, "ran").read_text())
+        drawn = [asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)]
+        for mutation in drawn:
+            if all(outcome["mutation"] != mutation for outcome in kept["outcomes"]):
+                kept["outcomes"].append(asdict(run(Mutation(**mutation), clone, kept["ran"])))
+                print(line(kept["outcomes"][-1]), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    return report([outcome for outcome in kept["outcomes"] if outcome["mutation"] in drawn], options.room)
+
+
+def line(outcome: dict[str, Any]) -> str:
+    """One row: where, before → after, what caught it."""
+    mutation = outcome["mutation"]
+    before, after = (" ".join(mutation[side].split()) for side in ("before", "after"))
+    verdict = f"caught by {outcome['caught_by']}" if outcome["caught_by"] else f"SURVIVED {outcome['tests']} tests"
+    return f"{mutation['file']}:{mutation['line']}  {before}  →  {after}  [{verdict}, {outcome['seconds']} s]"
+
+
+def report(outcomes: list[dict[str, Any]], room: str) -> int:
+    """Survivors, time limits and the score; 1 where one survived."""
+    survivors = [outcome for outcome in outcomes if not outcome["caught_by"]]
+    late = [outcome for outcome in outcomes if outcome["caught_by"] == "time limit"]
+    for title, some in (("survivors", survivors), ("caught by the time limit alone", late)):
+        print(f"\n{len(some)} {title}", *(f"  {line(outcome)}" for outcome in some), sep="\n")
+    print(f"\n{room}: {len(outcomes) - len(survivors)} of {len(outcomes)} caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The mutations of a room's code, drawn at random from its syntax tree, for scripts/mutate.py."""
+
+import ast
+import random
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SWAPS: dict[type[ast.AST], type[Any]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+EXTREMES = {"min": "max", "amin": "amax", "minimum": "maximum", "clamp_min": "clamp_max", "clamp_min_": "clamp_max_"}
+EXTREMES |= {high: low for low, high in EXTREMES.items()}
+TALK = {"print", "logger", "logging", "warnings", "warn", "log", "progress", "say"}
+"""What is only said to a person is left alone."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """file: from the root. line: from 1. start, end: bytes of the file replaced by `after`. function: its qualified
+    name; "" at the top of a module or class."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    function: str
+    before: str
+    after: str
+
+    def planted(self, source: bytes) -> bytes:
+        """The file with this fault."""
+        return source[: self.start] + self.after.encode() + source[self.end :]
+
+
+class Sites(ast.NodeVisitor):
+    """Every mutation of one file, in order of the tree."""
+
+    def __init__(self, file: str, source: bytes) -> None:
+        self.sites: list[Mutation] = []
+        self._file, self._source, self._scope = file, source, [("", False)]
+        lengths = [len(line) for line in source.splitlines(keepends=True)]
+        self._starts = [sum(lengths[:number]) for number in range(len(lengths))]
+        self.visit(ast.parse(source))
+
+    def _add(self, node: Any, after: ast.AST | str) -> None:
+        start = self._starts[node.lineno - 1] + node.col_offset
+        end = self._starts[node.end_lineno - 1] + node.end_col_offset
+        text = after if isinstance(after, str) else f"({ast.unparse(after)})"
+        before = self._source[start:end].decode()
+        function = ".".join(name for name, _ in self._scope[1:]) if self._scope[-1][1] else ""
+        self.sites.append(Mutation(self._file, node.lineno, start, end, function, before, text))
+
+    def visit(self, node: ast.AST) -> None:
+        """Leaves alone imports, annotations, decorators, messages of errors and texts with fields."""
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)) or _is_said(node):
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            self._scope.append((node.name, True))
+            for part in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
+                self.visit(part)
+            self._scope.pop()
+            return
+        if isinstance(node, ast.ClassDef):
+            self._scope.append((node.name, False))
+        self._mutate(node)
+        for name, value in ast.iter_fields(node):
+            if name not in ("annotation", "decorator_list", "returns"):
+                for child in value if isinstance(value, list) else [value]:
+                    if isinstance(child, ast.AST):
+                        self.visit(child)
+        if isinstance(node, ast.ClassDef):
+            self._scope.pop()
+
+    def _mutate(self, node: ast.AST) -> None:
+        """The changes of one node, its children apart."""
+        if isinstance(node, ast.Compare):
+            for place, operator in enumerate(node.ops):
+                operators = [*node.ops[:place], SWAPS[type(operator)](), *node.ops[place + 1 :]]
+                self._add(node, ast.Compare(node.left, operators, node.comparators))
+        elif isinstance(node, ast.BoolOp):
+            self._add(node, ast.BoolOp(SWAPS[type(node.op)](), node.values))
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            self._add(node, node.operand)
+        elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS and self._scope[-1][1]:
+            self._add(node, ast.BinOp(node.left, SWAPS[type(node.op)](), node.right))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            value = node.value
+            grown = value + 1 if isinstance(value, int) else value * 1.1 or 1.0
+            self._add(node, repr(not value if isinstance(value, bool) else grown))
+        elif isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            if name in EXTREMES:
+                before = ast.unparse(node.func)
+                self._add(node.func, before[: len(before) - len(name)] + EXTREMES[name])
+        elif isinstance(node, (ast.Expr, ast.AugAssign, ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            plain = isinstance(node, (ast.Assign, ast.AnnAssign))
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            if not docstring and (not plain or all(isinstance(target, ast.Attribute) for target in targets)):
+                self._add(node, "pass")
+
+
+def _is_said(node: ast.AST) -> bool:
+    """A statement that only speaks, or what is run as a script or for a type checker alone."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        function = node.value.func
+        while isinstance(function, ast.Attribute):
+            function = function.value
+        return isinstance(function, ast.Name) and function.id in TALK
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
+    return isinstance(node, ast.If) and any(word in ast.unparse(node.test) for word in ("TYPE_CHECKING", "__main__"))
+
+
+def draw(room: str, count: int, seed: int, root: Path) -> list[Mutation]:
+    """`count` of the room's mutations without replacement; those that do not compile are passed over."""
+    files = subprocess.run(["git", "ls-files", f"{room}/*.py"], cwd=root, check=True, capture_output=True, text=True)
+    sources = {file: (root / file).read_bytes() for file in sorted(files.stdout.split())}
+    sites = [site for file, source in sources.items() for site in Sites(file, source).sites]
+    random.Random(f"{room} {seed}").shuffle(sites)
+    return [site for site, _ in zip(filter(lambda one: _compiles(one, sources), sites), range(count), strict=False)]
+
+
+def _compiles(mutation: Mutation, sources: dict[str, bytes]) -> bool:
+    try:
+        compile(mutation.planted(sources[mutation.file]), mutation.file, "exec")
+    except SyntaxError:
+        return False
+    return True
