@@ -207,6 +207,26 @@ def test_a_hostile_header_is_refused_and_nothing_changes(made: tuple[VersionCach
     assert same(receiver, after)
 
 
+def test_a_tensor_is_changed_once():
+    """Whole twice, it would be undone to what came in between."""
+    before, after = {"w": torch.zeros(64, dtype=torch.int8)}, {"w": torch.ones(64, dtype=torch.int8)}
+    sender, receiver = (VersionCache(1, stream(before)) for _ in range(2))
+    delta = sender.make_delta(2, stream(after)) + bytes([2] * 64)
+    with pytest.raises(DeltaError, match="changes a tensor twice"):
+        receiver.apply(reheaded(delta, lambda h: h.update(tensors=h["tensors"] * 2)), 2, sender.digest)
+    assert same(receiver, before)
+
+
+def test_a_change_is_within_its_block():
+    octets = torch.zeros(64, dtype=torch.uint8).numpy()
+    longer = torch.zeros(65, dtype=torch.uint8).numpy()
+    changed = longer.copy()
+    changed[64] = 1
+    changes, payload = module._encoded(longer, changed)
+    with pytest.raises(DeltaError, match="changes byte 64 of 64 of 'w'"):
+        module._apply(octets, changes, payload, "w")
+
+
 def test_what_does_not_make_the_digest_it_says_is_undone(made: tuple[VersionCache, bytes, str]):
     """Found when all of it has been applied."""
     receiver, delta, _ = made

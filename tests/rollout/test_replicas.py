@@ -6,8 +6,9 @@ spot: what a real server does meanwhile, which `scripts/server_faults.py` tries.
 
 import asyncio
 import copy
+import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -86,12 +87,13 @@ def answering(**fields: Any) -> Fault:
 
 class Network:
     """Servers by number. faults: what the next requests to each meet, one after the other, the last for good. requests:
-    how many each got."""
+    how many each got. beats: what the next signs of life meet, where the server does not hang."""
 
     def __init__(self, *faults: list[Fault]):
         self.faults = [list(some) for some in faults]
         self.requests = [0] * len(faults)
         self.paused = False
+        self.beats: Iterator[Fault] = itertools.repeat(sound)
         self._runners: list[web.AppRunner] = []
 
     async def __aenter__(self) -> Replicas:
@@ -119,7 +121,7 @@ class Network:
             self.requests[number] += 1
             fault = faults.pop(0) if len(faults) > 1 else faults[0]
         else:
-            fault = hanging if faults[0] is hanging else sound
+            fault = hanging if faults[0] is hanging else next(self.beats)
         answer = await fault(request)
         return answer or web.json_response(ANSWER if request.path == GENERATE else {"is_paused": self.paused})
 
@@ -167,11 +169,12 @@ def test_prompts_go_to_no_other_address():
 
 
 def test_the_others_do_what_a_lost_server_would_have(caplog: pytest.LogCaptureFixture):
-    """Contract: nothing that came in is asked for again, one line names the server, and no server left is an error."""
+    """Contract: nothing that came in is asked for again, nor a lost server by those who queued for it; one line names
+    the server, and no server left is an error."""
     network = Network([sound, hanging], [sound])
     with caplog.at_level(logging.WARNING):
-        assert sampled(network) == [COMPLETION] * 6
-    assert sum(network.requests) == 8, "two of the three that the first server was asked came to nothing"
+        assert sampled(network, requests=12) == [COMPLETION] * 12
+    assert network.requests == [5, 11], "of six, one came in, four came to nothing and one was waiting"
     (line,) = caplog.messages
     assert "did not answer /is_paused within 0.2 s" in line and "going on with 1 of 2 servers" in line
     with pytest.raises(EngineError, match=r"no server is left.*resume the run"):
@@ -186,14 +189,28 @@ def test_a_server_with_other_weights_samples_nothing_more():
         sampled(Network([old]))
 
 
-def test_a_paused_server_is_not_waited_for():
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.2])
+def test_a_paused_server_is_not_waited_for(pause_seconds: float):
+    """Contract: nor one that stays paused longer than a publish may take."""
+
     async def waiting(request: web.Request) -> None:
         await asyncio.sleep(30 if request.path == GENERATE else 0)
 
     network = Network([waiting])
     network.paused = True
     with pytest.raises(EngineError, match="was paused while it sampled"):
-        sampled(network)
+        sampled(network, pause_seconds=pause_seconds)
+
+
+def test_a_server_may_miss_some_signs_of_life():
+    """Contract: fewer than three in a row, however often."""
+
+    async def under_way(request: web.Request) -> None:
+        await asyncio.sleep(0.6)
+
+    network = Network([under_way])
+    network.beats = itertools.cycle([broken_off, broken_off, sound])
+    assert len(sampled(network)) == 6
 
 
 def test_a_pause_of_a_publish_is_waited_for():

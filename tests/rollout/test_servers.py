@@ -22,6 +22,7 @@ from qarl.rollout.servers.sender import VersionSender
 from qarl.rollout.servers.versions import Version, read_delta, remove_versions, write_version
 from qarl.rollout.servers.vllm.access import RequireKey, server_key
 from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
+from qarl.rollout.servers.vllm.replica import _one
 from qarl.rollout.servers.vllm.start import replica_command, replica_environment, visible_devices
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
@@ -55,9 +56,16 @@ def test_a_completion_says_which_weights_sampled_each_token():
     versions = PUBLISHED | {"5-e": 5}
     completion = read_completion(altered(weight_versions=spans), "http://a", versions)
     assert (completion.weight_version, completion.switches, completion.versions) == (3, ((1, 5),), [3, 5])
-    for wrong in ([span("5-e", 0, 1), span("3-d", 1, 2)], spans[1:], spans[:1], [spans[0], span("5-e", 0, 2)]):
+    unordered = (("5-e", "3-d", 1), ("3-d", "5-e", 0), ("3-d", "3-d", 1))
+    for wrong in (spans[1:], spans[:1], *([span(a, 0, 1), span(b, start, 2)] for a, b, start in unordered)):
         with pytest.raises(EngineError, match="not all by '3-d' and '5-e', which were published last"):
             read_completion(altered(weight_versions=wrong), "http://a", versions)
+
+
+def test_the_workers_of_a_server_stage_one_version():
+    report = {"version_digest": "a", "tensors": 3}
+    with pytest.raises(EngineError, match="the workers of the server at http://a staged different versions"):
+        _one([report, report | {"version_digest": "b"}], "http://a", "staged")
 
 
 def test_a_request_depends_on_prompt_and_sample_alone():
