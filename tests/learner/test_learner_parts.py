@@ -37,6 +37,13 @@ def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int
     torch.testing.assert_close(group_advantages(rewards, "grpo"), dr_grpo / deviation)
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.3, 1 / 3, 0.7])
+def test_equal_rewards_that_are_no_binary_fractions_teach_nothing(reward: float):
+    """Their mean is a last bit off, which no deviation of that size may make an advantage of."""
+    assert torch.full((1, 8), reward).std() > 0
+    assert not any(group_advantages(torch.full((1, n), reward), "grpo").any() for n in range(2, 17))
+
+
 def completion(token_ids: Sequence[int], logprobs: Sequence[float]) -> Completion:
     return Completion(tuple(token_ids), tuple(logprobs), "", 0, "stop")
 

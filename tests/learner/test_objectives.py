@@ -449,6 +449,8 @@ def test_kl_estimates_by_hand(d: float, coefficient: float):
         config = learner_config("tbpo", kl={"name": kind, "coefficient": coefficient})
         share = policy_loss(given_, config, totals(given_))
         assert share.metrics.kl == pytest.approx(value, rel=1e-9, abs=1e-12)
+        of_two = policy_loss(given_, config, BatchSize(sequences=2, tokens=8)).metrics
+        assert of_two.kl == pytest.approx(value / 2, rel=1e-9, abs=1e-12), "of the mini-batch's sequences"
         added = share.loss - plain
         assert added.item() == pytest.approx(coefficient * value, rel=1e-9, abs=1e-12)
         assert gradient(added, given_).item() == pytest.approx(coefficient * slopes[kind], rel=1e-9, abs=1e-12)
@@ -544,5 +546,7 @@ def test_metrics_add_up_by_field():
     parts = [LossMetrics(loss=1.0, kl=0.5), LossMetrics(loss=3.0, clipped=0.25)]
     assert parts[0] + parts[1] == LossMetrics(loss=4.0, kl=0.5, clipped=0.25) == sum(parts, LossMetrics())
     assert mean(parts) == LossMetrics(loss=2.0, kl=0.25, clipped=0.125) and mean([]) == LossMetrics()
-    assert parts[0].total(Processes()) == parts[0]
+    unmeasured = LossMetrics(loss=5.0, phantom_clipped=None)
+    assert mean([unmeasured, LossMetrics(phantom_clipped=0.5)]) == LossMetrics(loss=2.5, phantom_clipped=0.5)
+    assert mean([unmeasured]) == unmeasured and parts[0].total(Processes()) == parts[0]
     assert {f.name for f in fields(LossMetrics)} < {f.name for f in fields(LearnStats)}

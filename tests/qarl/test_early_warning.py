@@ -52,6 +52,11 @@ def test_healthy_runs_are_silent(kind: str):
         assert early_warnings(lines) == [], seed
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_policy_that_becomes_sure_of_what_is_right_is_no_collapse(seed: int):
+    assert early_warnings(lines_of(200, seed, HEALTHY["saturates"], learn__entropy=late(0.7, 0.01))) == []
+
+
 def late(before: float, after: float) -> Curve:
     """Changes over the third quarter of a run."""
     return lambda x: before + (after - before) * min(1.0, max(0.0, 4 * (x - 0.5)))

@@ -85,6 +85,7 @@ def test_intervals_are_those_of_the_closed_form():
     for found, error in (
         (estimate(half), math.sqrt(0.25 / 400)),
         (estimate_of_means([half, half[:100]]), math.sqrt(0.25 / 400 + 0.25 / 100) / 2),
+        (estimate_of_means([half] * 4), math.sqrt(0.25 / 1600)),  # drawn apart: of one seed it is √(0.25/400)
     ):
         assert found.mean == 0.5
         assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error], abs=0.005)
@@ -102,6 +103,9 @@ def test_pairs_are_of_the_same_questions_asked_alike():
     assert differences(own, other) == {"made up": [0.5, 0.0, -0.5]}
     turned = evaluation(dataclasses.replace(other.results[0], questions=other.results[0].questions[::-1]))
     assert differences(own, turned) == differences(own, other), "by question, not by place"
+    once = result("11", "00")
+    twice = evaluation(dataclasses.replace(once, questions=(once.questions[0], *once.questions)))
+    assert differences(twice, twice) == {"made up": [0.0, 0.0, 0.0]}, "a question asked twice is two"
     for wrong, said in (
         (evaluation(result("11", "10")), "not asked the same questions: one alone has 'question 2'"),
         (evaluation(result("11", "10", "00", name="other")), "was asked made up, 'runs/one' other"),

@@ -22,7 +22,7 @@ from qarl.learner.diagnostics.lost_updates import LostUpdates
 from qarl.page.build import MARK, report_page
 from qarl.page.figures import MOST_POINTS, digits
 from qarl.page.runs import configurations, read_runs
-from qarl.page.tokens import BUDGET, _cost, _within, packed_tokens
+from qarl.page.tokens import BUDGET, _cost, _within, packed_tokens, treatment
 from qarl.page.verdict import verdict
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import StartNote
@@ -143,6 +143,8 @@ def test_what_became_of_error_tokens(tmp_path: Path):
     ]  # fmt: skip
     clipped, corrected, learned = zip(*(row[4:] for row in data["treatment"]), strict=True)
     assert (clipped, corrected, learned) == ((1, 0, 1), (0, 0, 0), (0, 1, 0))  # reasons 2, 0 and 1
+    sound = treatment([[rows(1, length=len(CLIP_REASONS))]])[0]  # all reasons but the first two
+    assert sound[2:] == ["sound", 8, 0.875, 0.125, 0.0]
 
 
 class Elements(HTMLParser):
@@ -284,6 +286,8 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
          "Learned: held-out accuracy from 22.0% to 78.0"),
         ([line(s, accuracy=0.8 - 0.02 * s) for s in range(1, 30)], "warning", "Got worse: held-out accuracy"),
         ([line(1, accuracy=0.2), line(2, accuracy=0.21)], "note", "No change beyond noise: held-out accuracy"),
+        ([line(1, accuracy=0.5), line(2, accuracy=0.575)], "note", "No change beyond noise: held-out"),  # 1.7 errors
+        ([line(s, reward=0.1 * (-1) ** s + 0.35 * (s > 9)) for s in range(20)], "good", "Learned: reward"),  # 2.1
         ([line(1, weight_version=0)], "warning", "Learned nothing in 1 step of 4; the run is not finished"),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 
 from qarl.configs.schema.task import TaskConfig
 from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, scorers, short_reward
-from qarl.tasks.rewards import last_box
+from qarl.tasks.rewards import exact_answer, exact_reward, last_box
 from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
 
@@ -49,6 +49,9 @@ def rewards(task: Task, *texts: str, problem: Problem = PLAIN) -> list[float | N
 
 def test_a_right_boxed_answer_is_rewarded_and_counted(questions: Path):
     """It was worth 1.0 under a reward of one's own, and nothing to accuracy."""
+    named = Problem("p", "", "A")
+    assert [exact_reward(named, text) for text in ("A", " A\n", "a")] == [1.0, 1.0, 0.0]
+    assert [exact_answer(named, text) for text in ("A", r"\boxed{A}", "a", r"\boxed{a}")] == [True, True, False, False]
     texts = [r"3 + 4 is seven, so \boxed{7}", "7", " 7\n", r"\boxed{8}", r"\boxed{7} or \boxed{8}", "77", ""]
     right = [True, True, True, False, False, False, False]
     for reward in (None, "exact"):

@@ -56,6 +56,19 @@ def run(dynamic: int | None, step: int, teaching: set[int]) -> tuple[Recorder, l
     return recorder, [g.prompt.id for g in sampled], [g.prompt.id for g in kept]
 
 
+def test_metrics_of_a_step_by_hand():
+    """Of completions but for the groups' own: the deviation, 1/2 of rewards 0 and 1, and the share that differ."""
+
+    def group(rewards: tuple[float, ...], finish: str) -> Group:
+        completions = tuple(Completion((2,) * n, (-0.5,) * n, "", 0, finish) for n in range(1, 1 + len(rewards)))
+        return Group(Prompt("p", "", (1,)), completions, rewards, unscored=1)
+
+    metrics = batch_metrics([group((0.0, 1.0), "length"), group((1.0, 1.0, 1.0), "stop"), group((1.0,), "stop")])
+    expected = {"prompts": 3, "unscored": 3, "truncated": 2 / 6, "response_tokens": 10 / 6}
+    expected |= {"reward": 5 / 6, "reward_deviation": 0.5 / 3, "mixed_reward_groups": 1 / 3}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
 def test_without_it_a_step_is_one_round_and_keeps_everything():
     recorder, sampled, kept = run(None, 3, {13})
     assert recorder.asked == [(12, PROMPTS, 5)] and sampled == kept == ["12", "13", "14", "15"]
