@@ -69,9 +69,6 @@ class Peak(TorchDispatchMode):
 class Products:
     """Of engine's layers: each makes its output and nothing else."""
 
-    def __init__(self) -> None:
-        self.kinds: dict[str, str] = {}
-
     def linear(self, name: str, weights: Any, biases: Any, like: Any = None) -> Callable[..., torch.Tensor]:
         return lambda x: x.new_empty(len(x), sum(weight.shape[0] for weight in weights))
 

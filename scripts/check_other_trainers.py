@@ -1,4 +1,7 @@
-"""TBPO within verl and prime-rl, by their own calls. Blind spot: `make test` has neither package."""
+"""TBPO within verl and prime-rl, by their own calls, where they are installed: neither is in a lock.
+
+pytest scripts/check_other_trainers.py
+"""
 
 import dataclasses
 import importlib
@@ -23,6 +26,7 @@ def tensors(rows: int = 8, length: int = 6) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def test_verl_finds_tbpo_and_its_gradient_is_ours():
+    """By its registry, its configuration and its sums over tokens and sequences."""
     pytest.importorskip("verl", reason="in no lock")
     algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
     config = importlib.import_module("verl.workers.config")
@@ -48,6 +52,7 @@ def test_verl_finds_tbpo_and_its_gradient_is_ours():
 
 
 def test_prime_rl_imports_tbpo_and_its_gradient_is_ours():
+    """By its custom loss, a sample at a time."""
     loss_module: Any = pytest.importorskip("prime_rl.trainer.rl.loss", reason="in no lock, and not in the registry")
     configs = importlib.import_module("prime_rl.configs.trainer")
     path = "qarl.integrations.prime_rl.tbpo"
