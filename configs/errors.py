@@ -5,7 +5,7 @@ import errno
 import os
 from typing import ClassVar
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class QarlError(Exception):
@@ -63,7 +63,7 @@ class DiskError(QarlError):
 
 
 def disk_error(error: BaseException) -> DiskError | None:
-    """An error that a full, read-only or failing disk caused, in words; None for others. Libraries written in Rust
+    """An error that a full or read-only disk caused, in words; None for others. Libraries written in Rust
     raise their own, with the system's number in the text."""
     number = error.errno if isinstance(error, OSError) else None
     number = number or next((each for each in _DISK if f"(os error {each})" in str(error)), None)

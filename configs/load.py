@@ -92,8 +92,8 @@ def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
 
     An override that names another objective (correction, aggregation, KL penalty) than the file starts from that one's
     defaults: the file's options were for the other, and so were its correction and aggregation for another objective.
-    So does one that names another task. Raises `ConfigError` for an
-    unreadable file, an unknown key (with the nearest), or a value out of range.
+    So does one that names another task. Raises `ConfigError` for an unreadable file, an unknown key (with the nearest),
+    or a value out of range.
     """
     tree = read_yaml(file) if file else {}
     refuse_unknown(tree, str(file))

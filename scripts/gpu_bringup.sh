@@ -94,7 +94,7 @@ step mismatch 6 engine "$python" -m benchmarks mismatch --json "$out/mismatch-ta
 step nearer 6 engine tests tests/gpu/test_runs.py -k "nearer or learners"
 step bitwise 8 engine tests tests/gpu/test_runs.py -k bits
 # whole runs: train, export, resume
-step train 5 engine run w4a16 --steps 20
+step train 5 engine run w4a16 --rollout.enforce_eager true --steps 20
 step train-w8a8 5 train run w8a8 --scheme w8a8 --steps 10
 step train-fp8 5 train run fp8 --scheme fp8 --steps 10
 step train-experts 5 engine-experts run experts --config tiny-qwen3-moe --model tiny-qwen3-moe --steps 10

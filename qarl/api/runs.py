@@ -12,7 +12,7 @@ from rich.console import Console
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import chosen_config, load_config
 from qarl.configs.schema.run import RunConfig
-from qarl.planning.machine import parse_machine, this_machine
+from qarl.planning.machine import Machine, parse_machine, this_machine
 from qarl.planning.plan import MemoryPlanError, Plan, make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import one_line, remedies, table, verdict
@@ -102,11 +102,13 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, console: Console, pr
 
 
 def planned(
-    config: RunConfig, processes: int | None, overrides: Mapping[str, str], file: str | None, say: Callable[[str], Any]
-) -> RunConfig:
+    config: RunConfig, processes: int | None, overrides: Mapping[str, str], file: str | None,
+    say: Callable[[str], Any], machine: Machine | None = None,
+) -> RunConfig:  # fmt: skip
     """A run's configuration with what it leaves to the plan decided, before anything is loaded; the plan's sum is told.
 
     processes: as asked for, None where a launcher decides. overrides, file: of the command, for the one that works.
+    machine: this one, where the driver was asked already.
     Raises `SchemeError` for the name of none, `MemoryPlanError` for a run that is clearly too large for this machine,
     and `ConfigError` for more processes than GPUs. A model without a config.json is left to the checks of files.
     """
@@ -120,7 +122,7 @@ def planned(
         return config
     world = processes or int(os.environ.get("WORLD_SIZE", "1"))
     here = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    plan = make_plan(config, shapes, source, this_machine(), world, here)
+    plan = make_plan(config, shapes, source, machine or this_machine(), world, here)
     if plan.refused and os.environ.get("RANK", "0") == "0":
         lines = [f"{verdict(plan)} on {plan.machine.name}; nothing was loaded", *table(plan)]
         raise MemoryPlanError("\n".join([*lines, *remedies(plan, overrides, file)]))

@@ -30,11 +30,11 @@ from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import PrintVersion
-from qarl.configs.errors import ConfigError, ModelError, QarlError, disk_error
+from qarl.configs.errors import ConfigError, QarlError, disk_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.choice import choose
-from qarl.planning.machine import this_machine
+from qarl.planning.machine import Machine, this_machine
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
 from qarl.report.startup import phase, phases_shown_on
@@ -130,8 +130,9 @@ def _train(known: argparse.Namespace, console: Console) -> int:
 
     config, folder = _configuration(known, known.overrides)
     resumes = folder is not None
+    machine = this_machine()
     if "RANK" not in os.environ and not resumes:
-        config = _choose(known, config, console)
+        config = _choose(known, config, machine, console)
     if known.dry_run:
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
         check_files(config, new=not resumes, dry=True)
@@ -151,7 +152,7 @@ def _train(known: argparse.Namespace, console: Console) -> int:
         _say_what_is_the_papers(config, console)
     quiet_libraries(config.learner.compile is True)  # before a user's reward may import one of them
     options = known.overrides if not resumes else {"resume": known.resume}
-    config = planned(config, known.processes, options, known.config, partial(say, console))
+    config = planned(config, known.processes, options, known.config, partial(say, console), machine)
     with phases_shown_on(console), phase("checking input"):
         check_files(config, new=not resumes)
         if config.quantization.init is not None and not resumes:
@@ -182,14 +183,11 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     return status
 
 
-def _choose(known: argparse.Namespace, config: RunConfig, console: Console) -> RunConfig:
+def _choose(known: argparse.Namespace, config: RunConfig, machine: Machine, console: Console) -> RunConfig:
     """How the run uses this machine's GPUs, where that was not given; it is said, and is part of the command that other
     processes are started with."""
     check_schemes(config)
-    try:
-        choice = choose(config, known.overrides, known.config, known.processes, this_machine())
-    except ModelError:  # of which the checks of files say more
-        return config
+    choice = choose(config, known.overrides, known.config, known.processes, machine)
     for line in choice.words:
         say(console, f"{'# ' if known.dry_run else ''}chosen: {line}")
     known.arguments = [*known.arguments, *choice.arguments(known.config)]

@@ -5,12 +5,13 @@ from typing import Any
 
 from rich.console import Console
 
-from qarl.api.runs import plan
 from qarl.cli.help import add_flags
 from qarl.cli.options import json_file, say, whole, write_json
 from qarl.configs.load import chosen_config
 from qarl.planning.choice import choose
 from qarl.planning.machine import parse_machine, this_machine
+from qarl.planning.plan import make_plan
+from qarl.planning.shapes import sizes_of
 from qarl.planning.words import as_data, remedies, table
 from qarl.run.check import check_schemes
 
@@ -43,7 +44,8 @@ def _plan(known: argparse.Namespace, console: Console) -> int:
     machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
     choice = choose(config, known.overrides, known.config, known.processes, machine)
     overrides = choice.overrides(known.overrides)
-    memory = plan(chosen_config(choice.file, overrides), known.gpus, choice.processes)
+    planned = chosen_config(choice.file, overrides)
+    memory = make_plan(planned, *sizes_of(planned.model), machine, choice.processes)
     chosen = ["chosen, as `qarl train` would:", *(f"  {line}" for line in choice.words), ""] if choice.words else []
     lines = [*chosen, *table(memory), *([] if memory.fits else remedies(memory, overrides, choice.file))]
     say(console, "\n".join(lines))

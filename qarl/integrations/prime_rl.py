@@ -22,5 +22,5 @@ def tbpo(inputs: LossInputs, **bounds: Any) -> LossOutputs:
         inputs.trainer_logprobs[None], inputs.inference_logprobs[None], inputs.advantages[None], mask[None], weight,
         **bounds,
     )  # fmt: skip
-    clipped = result.clipped[0][mask].float().mean() if mask.any() else torch.zeros(())
+    clipped = result.clipped[0][mask].float().mean() if mask.any() else mask.new_zeros((), dtype=torch.float32)
     return LossOutputs(loss=result.loss[0][mask].sum(), metrics={"tbpo/clipped": clipped})

@@ -7,12 +7,13 @@ What was given by hand, or in a file of the person's, stays as it is; what chang
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_file, is_embedded, load_config, shipped_names, written_fields
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine
 from qarl.planning.memory import GIB
 from qarl.planning.plan import Plan, make_plan
-from qarl.planning.remedies import option, smallest_fit
+from qarl.planning.remedies import as_text, option, smallest_fit
 from qarl.planning.shapes import sizes_of
 
 _PROPOSED = ("rollout.max_new_tokens", "learner.lora.name")
@@ -38,10 +39,7 @@ class Choice:
 
     def overrides(self, by_hand: Mapping[str, str]) -> dict[str, str]:
         """The fields as a command's, beside those given."""
-        texts = {
-            path: str(value).lower() if isinstance(value, bool) else str(value) for path, value in self.fields.items()
-        }
-        return {**by_hand, **texts}
+        return {**by_hand, **{path: as_text(value) for path, value in self.fields.items()}}
 
     def arguments(self, file: str | None) -> list[str]:
         """What is to be added to a command that was given `file`, so that nothing is left to choose."""
@@ -53,12 +51,16 @@ def choose(
     config: RunConfig, by_hand: Mapping[str, str], file: str | None, processes: int | None, machine: Machine
 ) -> Choice:
     """For a new run. by_hand: fields, as text. file: of the person's, or None. processes: as asked for, or None.
-    Without GPUs, and for an embedded policy, which is small, nothing is chosen. Raises `ModelError` or `ConfigError`
-    where the model's sizes are not known."""
+    Without GPUs, and for an embedded policy, which is small, nothing is chosen; of a model whose sizes are not known,
+    processes alone. Raises `ConfigError` for more processes than GPUs."""
     if machine.device == "cpu" or is_embedded(config.model) or config.from_rollouts is not None:
         return Choice(file, processes or 1, {})
-    shapes, source = sizes_of(config.model)
     words: list[str] = []
+    try:
+        shapes, source = sizes_of(config.model)
+    except (ModelError, ConfigError):  # of which the plan, or the checks of files, say more
+        count = dealt(config, processes, machine)
+        return Choice(file, count, {}, tuple(_about_processes(config, count, processes, machine)))
     for name in shipped_names() if file is None else []:
         if name.startswith("recipes/") and load_config(config_file(name), {}).model == config.model:
             recipe = load_config(config_file(name), dict(by_hand))
@@ -82,8 +84,7 @@ def choose(
 
 def dealt(config: RunConfig, processes: int | None, machine: Machine) -> int:
     """As many processes as asked for, else one a GPU, as far as prompts can be dealt to them evenly."""
-    even = (count for count in range(machine.count, 0, -1) if config.rollout.prompts % count == 0)
-    return processes or (next(even) if machine.device == "cuda" else 1)
+    return processes or next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
 
 
 def _fields(plan: Plan, kept: set[str]) -> dict[str, object]:
@@ -94,9 +95,5 @@ def _fields(plan: Plan, kept: set[str]) -> dict[str, object]:
 def _about_processes(config: RunConfig, count: int, requested: int | None, machine: Machine) -> list[str]:
     if requested is not None or machine.count == 1:
         return []
-    uneven = (
-        f"; rollout.prompts {config.rollout.prompts} cannot be dealt to {machine.count}"
-        if count < machine.count
-        else ""
-    )
-    return [f"--processes {count}: one a GPU{uneven}"]
+    uneven = f"; rollout.prompts {config.rollout.prompts} cannot be dealt to {machine.count}"
+    return [f"--processes {count}: one a GPU{uneven if count < machine.count else ''}"]

@@ -28,11 +28,16 @@ class Change:
         return " ".join([*([f"--processes {processes}"] if self.spreads else []), *map(option, self.fields.items())])
 
 
+def as_text(value: object) -> str:
+    """A field's value as a command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def option(field: tuple[str, object]) -> str:
     """`--flag value` of a field, by its short flag where it has one."""
     path, value = field
     flag = next((flag for flag, known in FLAGS.items() if known == path), path)
-    return f"--{flag} {str(value).lower() if isinstance(value, bool) else value}"
+    return f"--{flag} {as_text(value)}"
 
 
 def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change]:

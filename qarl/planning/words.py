@@ -7,7 +7,7 @@ from typing import Any
 
 from qarl.planning.memory import GIB, counted
 from qarl.planning.plan import SPARE, Plan
-from qarl.planning.remedies import fitting, helping, option
+from qarl.planning.remedies import as_text, fitting, helping, option
 
 _WIDTH = 80
 _SHOWN = 0.05 * GIB
@@ -71,7 +71,9 @@ def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list
         lines += ["", f"no combination of these fits {plan.machine.name}"]
     for works, fields in proposed:
         lines += ["", f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of {works.there / GIB:.1f} GiB:"]
-        lines += _command(works.processes, {**overrides, **_texts(fields)}, file)
+        lines += _command(
+            works.processes, {**overrides, **{path: as_text(value) for path, value in fields.items()}}, file
+        )
     return lines
 
 
@@ -90,10 +92,6 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "gradient_checkpointing": plan.config.learner.gradient_checkpointing,
         "kv_cache_gib": plan.config.rollout.kv_cache_gib,
     }
-
-
-def _texts(fields: Mapping[str, object]) -> dict[str, str]:
-    return {path: str(value).lower() if isinstance(value, bool) else str(value) for path, value in fields.items()}
 
 
 def _command(processes: int, overrides: Mapping[str, str], file: str | None) -> list[str]:

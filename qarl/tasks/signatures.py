@@ -9,6 +9,7 @@ Any of them may be `async`.
 
 import asyncio
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -158,7 +159,6 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
             [{"role": "assistant", "content": response.text}] if chat else response.text for response in responses
         ],
         "completion_ids": [list(response.token_ids) for response in responses],
-        # TRL's ways to log: there is no trainer here to take it, and metrics.jsonl has each reward's figures.
         "log_metric": _ignored, "log_extra": _ignored,
     }  # fmt: skip
     columns["completions_ids"] = columns["completion_ids"]  # its name in older releases
@@ -173,7 +173,9 @@ def _columns(function: Callable[..., Any], responses: Sequence[Response]) -> dic
     return _accepted(function, columns)
 
 
-def _ignored(*_: Any, **__: Any) -> None: ...
+def _ignored(*_: Any, **__: Any) -> None:
+    """TRL's ways to log, for which there is no trainer here."""
+    warnings.warn("what a reward logs by log_metric or log_extra is not kept", stacklevel=2)
 
 
 def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

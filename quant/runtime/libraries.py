@@ -10,5 +10,7 @@ def has_vllm() -> bool:
     return find_spec("vllm") is not None
 
 
+RECEIVED = "QARL_RECEIVED"
+"""Variable of the environment of a replica's processes: its own folder of versions that it is sent, one at a time."""
 SETTLED = "QARL_SETTLES_VLLM"
 """Variable of the environment, set in processes whose vLLM a learner has to follow (`quant.kernels.vllm_gpu`)."""

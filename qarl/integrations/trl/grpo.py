@@ -147,7 +147,7 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
     for why, names in _REFUSED.items():
         for name in names.split():
             value = getattr(args, name, trl.get(name))
-            if value != defaults.get(name) and value != []:
+            if value != defaults.get(name):
                 raise ConfigError(f"{name} {value!r}: {why}; leave {name} out")
     if args.world_size > 1:
         raise ConfigError(f"{args.world_size} processes would learn apart; take one, or `qarl train --processes`")

@@ -8,7 +8,7 @@ import os
 import signal
 from multiprocessing import parent_process
 
-from qarl.quant.runtime.libraries import SETTLED
+from qarl.quant.runtime.libraries import RECEIVED, SETTLED
 from qarl.quant.runtime.parent import end_with_the_parent
 
 
@@ -26,7 +26,7 @@ def register() -> None:
 
     from qarl.quant.kernels.vllm_gpu import settle
 
-    if parent_process() is not None and "QARL_RECEIVED" in os.environ:
+    if parent_process() is not None and RECEIVED in os.environ:
         end_with_the_parent(signal.SIGKILL)
     _leave_transformers_classes()
     if SETTLED in os.environ:

@@ -24,11 +24,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from qarl.quant.runtime.libraries import RECEIVED
 from qarl.rollout.servers.versions import MANIFEST, MANIFEST_BYTES, read_version
 
 VERSIONS = "/qarl/versions"
-FOLDER_VARIABLE = "QARL_RECEIVED"
-"""Of a server's environment: the folder of its own where versions are kept that it is sent, one at a time."""
 _PATH = re.compile(VERSIONS + r"/([0-9]{1,10})/(manifest\.json|delta|tensors-[0-9]{1,6}\.safetensors)")
 _WRITTEN_AT_ONCE = 1 << 22
 _SILENCE_SECONDS = 60.0
@@ -44,7 +43,7 @@ class ReceiveVersions:
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         self._app = app
-        folder = os.environ.get(FOLDER_VARIABLE)
+        folder = os.environ.get(RECEIVED)
         self._folder = Path(folder) if folder else None
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl.quant.runtime.libraries import RECEIVED
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.vllm.receive import FOLDER_VARIABLE
 from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from qarl.rollout.vllm.serve import server_command
@@ -69,7 +69,7 @@ def replica_environment(key: str | None, received: Path) -> dict[str, str]:
     by pickle that need not be. On CPUs they keep memory for the next version, unless GLIBC_TUNABLES are set already."""
     keyed = {} if key is None else {"VLLM_API_KEY": key}
     memory = {"GLIBC_TUNABLES": _KEEPS_MEMORY} if os.environ.get("DS_ACCELERATOR") == "cpu" else {}
-    own = {"VLLM_SERVER_DEV_MODE": "1", FOLDER_VARIABLE: str(received.absolute())}
+    own = {"VLLM_SERVER_DEV_MODE": "1", RECEIVED: str(received.absolute())}
     return {**memory, **os.environ, **own, **_ALONE, **keyed}
 
 
