@@ -28,9 +28,7 @@ def load_task(config: TaskConfig) -> Task:
     source, reward, checker = _source(config)
     shown = short_name(config.name)
     if config.reward is None and config.on_error != "stop":
-        raise TaskError(
-            f"task.on_error {config.on_error!r} is for a reward of your own; give task.reward, or leave it out"
-        )
+        raise TaskError(f"task.on_error {config.on_error!r} is for your own reward; give task.reward, or leave it out")
     if config.reward is not None:
         reward = tolerant(reward_of(config.reward, shown, config.time_limit), config.on_error)
     if config.correct is not None:

@@ -243,8 +243,6 @@ def test_a_run_takes_all_gpus_and_a_recipe_that_fits(driver: Callable[..., None]
     assert made["rollout"]["max_new_tokens"] == 16384
     choice = choose(config(model="Qwen/Qwen3-8B-Base"), {}, None, None, parse_machine("8x80GB"))
     assert choice.arguments(None) == ["--config", "recipes/qwen3-8b-8x80gb"]
-    choice = choose(config(model="Qwen/Qwen3-14B"), {"learner.zero_stage": "3"}, None, 8, parse_machine("8x80GB"))
-    assert choice.arguments(None) == ["--learner.micro_batch_tokens", "18432"] or not choice.fields
     tiny = choose(load_config(config_file("tiny-qwen3"), {}), {}, None, None, parse_machine("8xH100"))
     assert (tiny.processes, tiny.words) == (1, ())
 
@@ -254,8 +252,11 @@ def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
     file.write_text("model: Qwen/Qwen3-14B\nlearner:\n  master_dtype: float32\n  optimizer:\n    offload: none\n")
     choice = choose(load_config(file, {}), {}, str(file), None, parse_machine("4x80GB"))
     assert choice.file == str(file) and choice.processes == 4
-    assert "learner.zero_stage" in choice.fields
-    assert not {"learner.master_dtype", "learner.optimizer.offload"} & choice.fields.keys()
+    some = {"learner.zero_stage", "learner.master_dtype", "learner.optimizer.offload"}
+    assert some & choice.fields.keys() == {"learner.zero_stage"}
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["qwen3-30b-a3b"], "mlp_only_layers": [0]}))
+    uncounted = choose(config(model=str(tmp_path)), {}, None, None, parse_machine("8x80GB"))
+    assert (uncounted.processes, uncounted.words) == (8, ("--processes 8: one a GPU",))
 
 
 RECIPES_ON = {
