@@ -12,6 +12,8 @@ from typing import Literal
 from qarl.configs.errors import SchemeError
 from qarl.configs.words import did_you_mean
 
+UNQUANTIZED = "bf16"
+"""The scheme that leaves all layers in the compute dtype."""
 _SHAPE, _GLOBAL = 16, 4
 """Bytes of a packed matrix's `weight_shape`, and of an NVFP4 global scale."""
 

@@ -255,8 +255,8 @@ def _add_export(commands: Any) -> None:
         help="write a run's deployable checkpoint and prove it in a fresh engine",
         description=(
             "Write a run's deployable checkpoint and prove it in a fresh engine. A run trained in a low-bit scheme is "
-            "exported as the policy it is. With --ptq, a run trained in bf16 is quantized afterwards by llmcompressor: "
-            "the baseline, not QaRL."
+            "exported as the policy it is. With --ptq, a run's masters, whatever sampled them, are quantized afterwards "
+            "by llmcompressor: the baseline, not QaRL."
         ),
         epilog=(
             "rtn rounds to nearest, without data, for any scheme; gptq is for weight-only schemes and those with "
@@ -266,7 +266,7 @@ def _add_export(commands: Any) -> None:
     )
     export.add_argument("folder", metavar="RUN", help="run folder; its newest checkpoint is exported")
     export.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write (must not exist)")
-    ptq = export.add_argument_group("post-training quantization of a bf16 run")
+    ptq = export.add_argument_group("post-training quantization of a run's masters")
     ptq.add_argument("--ptq", metavar="METHOD", help="rtn, gptq, awq or smoothquant")
     ptq.add_argument("--scheme", metavar="NAME", help="low-bit scheme to quantize to; `qarl schemes` lists them")
     ptq.add_argument("--calibration", type=int, metavar="N", help="calibration sequences to sample (default 256)")

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qarl.compare.commands import commands_left
-from qarl.compare.comparison import UNQUANTIZED, Cell, Comparison
+from qarl.compare.comparison import Cell, Comparison
 from qarl.configs.errors import ConfigError, QarlError
-from qarl.configs.schemes import check_scheme_name
+from qarl.configs.schemes import UNQUANTIZED, check_scheme_name
 from qarl.evaluation.suites import suite_tasks
 from qarl.report.startup import phase
 from qarl.run.check import check_files, check_new_folder

@@ -9,8 +9,7 @@ from pathlib import Path
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, default_config, load_config
 from qarl.configs.schema.run import RunConfig
-
-UNQUANTIZED = "bf16"
+from qarl.configs.schemes import UNQUANTIZED
 
 
 @dataclass(frozen=True)

@@ -207,9 +207,7 @@ def _quantized(
             f"variant {name!r} sets {strange[0]}, but it is quantized after training: it takes {', '.join(_QUANTIZED)}"
         )
     if source is None or "ptq" in bodies[body["of"]]:
-        raise ConfigError(
-            f"variant {name!r}: of {body.get('of')!r} must be a variant that is trained and compared too, in bf16"
-        )
+        raise ConfigError(f"variant {name!r}: of {body.get('of')!r} must be a variant that is trained and compared too")
     calibration = body.get("calibration")
     if calibration is not None and not calibration.isdecimal():
         raise ConfigError(f"variant {name!r}: calibration {calibration!r} must be a number of sequences")

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.schemes import UNQUANTIZED
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
 from qarl.ptq.expected_checkpoint import read_as
 from qarl.ptq.methods import METHODS, calibration_count, check_method
@@ -56,10 +58,10 @@ def export_ptq(run: Path, output: Path, method: str, scheme: str, calibration: i
 def check_request(config: RunConfig, run: str, method: str, scheme: str, calibration: int | None) -> int:
     """How many calibration sequences to sample; raises `ConfigError` for what cannot be asked of this run."""
     require_llmcompressor()
-    if config.scheme != "bf16":
+    if config.scheme != UNQUANTIZED and isinstance(config.learner.lora, LoraConfig):
         raise ConfigError(
-            f"run {run!r} was trained in scheme {config.scheme!r} and its export is that low-bit policy already; "
-            "--ptq is for runs trained with --scheme bf16 (without --ptq this run is exported as it is)"
+            f"run {run!r} trained LoRA adapters on a base in {config.scheme!r}: its masters are not the policy's; "
+            "export it without --ptq, or train with --scheme bf16"
         )
     check_method(method, get_scheme(scheme))
     return calibration_count(method, calibration, config)

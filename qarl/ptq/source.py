@@ -1,10 +1,12 @@
-"""What is quantized after training: a run's unquantized checkpoint, with sequences to calibrate on."""
+"""What is quantized after training: a run's masters, unquantized, with sequences to calibrate on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from qarl.configs.schema.quantization import QuantizationConfig
 from qarl.configs.schema.run import RunConfig
+from qarl.configs.schemes import UNQUANTIZED
 from qarl.configs.seeds import stable_hash
 from qarl.ptq.expected_checkpoint import Layout, checkpoint_layout
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -37,16 +39,21 @@ class Source:
 
 
 def open_source(run: RunFolder, work: Path, scheme: str, count: int) -> Source:
-    """Write the run's unquantized checkpoint into `work` and sample `count` calibration sequences from it.
+    """Write the run's masters into `work`, unquantized, and sample `count` calibration sequences from them.
 
     One engine, closed again, does the sampling and the reference log-probs. Raises `SchemeError` before it starts,
     where a layer cannot be held in `scheme`, and `ConfigError` for a prompt above the run's limit.
     """
-    config = run.config()
+    config = unquantized(run.config())
     step, state = load_checkpoint(run.checkpoints)
     policy = open_policy(config)
-    policy.learner.load_state_dict(state["learner"])
+    policy.learner.load_state_dict(state["learner"] | {"scales": {}})
     return sample_source(policy, policy.model, config, work, scheme, count, step)
+
+
+def unquantized(config: RunConfig) -> RunConfig:
+    """The run as one in bf16: of its masters alone, whatever they were sampled in."""
+    return config.model_copy(update={"scheme": UNQUANTIZED, "layers": (), "quantization": QuantizationConfig()})
 
 
 def sample_source(

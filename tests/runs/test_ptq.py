@@ -82,11 +82,12 @@ def test_calibration_is_bounded_by_its_worst_case(count: int, prompt: int, new: 
         ("bf16", "--ptq awq --scheme fp8", "methods for 'fp8': rtn, gptq"),
         ("bf16", "--ptq rtn --scheme w4a16 --calibration 8", "--calibration 8: method 'rtn' looks at no data"),
         ("bf16", "--ptq rtn --scheme w4a16", "holds no checkpoint yet"),
-        ("w4a16", "--ptq rtn --scheme w4a16", "was trained in scheme 'w4a16' and its export is that"),
+        ("w4a16", "--ptq rtn --scheme w4a16", "trained LoRA adapters on a base in 'w4a16': its masters are not"),
     ],
 )
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, scheme: str, arguments: str, message: str):
-    run = RunFolder.create(config_from_tree({"scheme": scheme, "output": str(tmp_path / "run")}))
+    learner = {} if scheme == "bf16" else {"lora": {"name": "lora"}}
+    run = RunFolder.create(config_from_tree({"scheme": scheme, "output": str(tmp_path / "run"), "learner": learner}))
     assert main(["export", str(run.path), "-o", str(tmp_path / "out"), *arguments.split()]) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
@@ -226,9 +227,9 @@ def test_another_layout_is_refused(written, spoil: str, message: str):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bf16 run of two steps, where a comparison expects it."""
-    folder = tmp_path_factory.mktemp("runs") / "tiny-qwen3-bf16-seed0"
-    succeeded("train", "--scheme", "bf16", "--output", folder, *SMALL, cwd=folder.parent)
+    """A plain run of two steps, whose sampler alone is low-bit, where a comparison expects it."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny-qwen3-plain-seed0"
+    succeeded("train", "--scheme", "w4a16", "--learner.aligned", "false", "--output", folder, *SMALL, cwd=folder.parent)
     return folder
 
 
@@ -278,7 +279,7 @@ def test_the_export_command(run: Path, tmp_path: Path):
     assert not [word for word in ("it/s", "GPTQ", "INFO", "WARN") if word in done.stderr], done.stderr
     assert [p.name for p in (tmp_path / "cwd").iterdir()] == ["out"]
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (run / "export", tmp_path / "cwd" / "out"))
-    assert theirs.pop("quantization_config") == get_scheme("w4a16").quantization_config(["lm_head"])
+    assert theirs["quantization_config"] == get_scheme("w4a16").quantization_config(["lm_head"])
     assert ours == theirs
     note = json.loads((tmp_path / "cwd" / "out" / "qarl.json").read_text())
     assert (note["scheme"], note["ptq"], note["step"], note["task"]["name"]) == ("w4a16", "gptq", 2, "chain_sum")
@@ -289,13 +290,13 @@ def test_the_export_command(run: Path, tmp_path: Path):
 def test_a_comparison_with_what_is_quantized_afterwards(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The bf16 run is found, and its checkpoint quantized and evaluated by both ways of asking; a second call runs
+    """The plain run is found, and its checkpoint quantized and evaluated by both ways of asking; a second call runs
     nothing and shows the same. Another method is not mixed with what is there."""
     monkeypatch.setattr(sys, "executable", str(forks.interpreter(tmp_path)))
     file = tmp_path / "mine.yaml"
     tree = {
         "seeds": [0], "evaluate": {"samples": 2, "temperature": 1},
-        "variants": {"tiny-qwen3-bf16": {"scheme": "bf16"}, "rtn": {"ptq": "rtn", "of": "tiny-qwen3-bf16"}},
+        "variants": {"tiny-qwen3-plain": {"aligned": False}, "rtn": {"ptq": "rtn", "of": "tiny-qwen3-plain"}},
     }  # fmt: skip
     data = []
     for _ in range(2):
@@ -304,12 +305,12 @@ def test_a_comparison_with_what_is_quantized_afterwards(
         assert main(command) == 0
         data.append(json.loads((tmp_path / "rows.json").read_text())["data"])
     assert data[0] == data[1] and data[0]["failed"] == []
-    bf16, rtn = data[0]["cells"]
-    assert (bf16["variant"], rtn["variant"]) == ("tiny-qwen3-bf16", "rtn") and rtn["moved"] > 0
-    assert all(0 <= cell[name] <= 1 for cell in (bf16, rtn) for name in ("accuracy", "evaluated"))
+    plain, rtn = data[0]["cells"]
+    assert (plain["variant"], rtn["variant"]) == ("tiny-qwen3-plain", "rtn") and rtn["moved"] > 0
+    assert all(0 <= cell[name] <= 1 for cell in (plain, rtn) for name in ("accuracy", "evaluated"))
     out = capsys.readouterr().out
     assert "2 cells, 0 of them finished" in out and "2 cells, 2 of them finished" in out
-    assert not list(run.parent.glob("tiny-qwen3-bf16-seed0.yaml")), "nothing was trained"
+    assert not list(run.parent.glob("tiny-qwen3-plain-seed0.yaml")), "nothing was trained"
     tree["variants"]["rtn"]["ptq"] = "gptq"
     file.write_text(json.dumps(tree))
     assert main(["compare", str(file), "--output", str(run.parent), *SMALL]) == 2
