@@ -128,7 +128,7 @@ BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
 @pytest.mark.parametrize(
     ("body", "arguments", "message"),
     [
-        (None, "", "nothing to compare; give a YAML file, a shipped name (objectives,"),
+        (None, "", "nothing to compare; give a YAML file, a shipped name (baselines, objectives,"),
         (None, "shemes", "no comparison file 'shemes', and no shipped one of that name"),
         (None, "--vary scheme", "'scheme' must be an option and two values or more, such as scheme=bf16,w4a16"),
         (None, "--vary schem=bf16,w4a16", "bf16-seed0: unknown option --schem; did you mean --scheme?"),
