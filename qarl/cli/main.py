@@ -255,8 +255,8 @@ def _add_export(commands: Any) -> None:
         help="write a run's deployable checkpoint and prove it in a fresh engine",
         description=(
             "Write a run's deployable checkpoint and prove it in a fresh engine. A run trained in a low-bit scheme is "
-            "exported as the policy it is. With --ptq, a run's masters, whatever sampled them, are quantized afterwards "
-            "by llmcompressor: the baseline, not QaRL."
+            "exported as the policy it is. With --ptq, a run's masters, whatever sampled them, are quantized by "
+            "llmcompressor afterwards: the baseline, not QaRL."
         ),
         epilog=(
             "rtn rounds to nearest, without data, for any scheme; gptq is for weight-only schemes and those with "

@@ -33,6 +33,7 @@ from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_ad
 from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.batch_invariance import batch_invariant
+from qarl.quant.runtime.libraries import untested_vllm
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, say
@@ -114,8 +115,8 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
         require_schemes(config)
     with phase("checking tokenizer and prompts"):
         described = check_prompts(config)
-    if described:
-        say(described)
+    for line in filter(None, (described, untested_vllm())):
+        say(line)
 
 
 def check_prompts(config: RunConfig) -> str | None:

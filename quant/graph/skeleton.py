@@ -30,7 +30,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from qarl.quant.graph.errors import GraphError
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
-from qarl.quant.runtime.batch_invariance import linear_backends
+from qarl.quant.runtime.batch_invariance import kernel_arguments
 
 _SMALL = 1 << 16
 """Elements of the largest tensor that is really there: cosines of few positions, correction biases, sinks."""
@@ -87,7 +87,7 @@ def skeleton_of(folder: Path, architecture: str, dtype: torch.dtype, device: tor
         enforce_eager=True,
         skip_tokenizer_init=True,
         load_format="dummy",
-        kernel_config={"linear_backend_per_quant": linear_backends()},  # type: ignore[arg-type]
+        kernel_config=kernel_arguments(),  # type: ignore[arg-type]
     ).create_engine_config()
     with alone(), _own_rotary(), set_default_torch_dtype(dtype), device, _LargeOnMeta():
         module = initialize_model(config)

@@ -29,7 +29,7 @@ from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.kernels.vllm_layers import drop_loaders, kernel_name
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
-from qarl.quant.runtime.batch_invariance import linear_backends
+from qarl.quant.runtime.batch_invariance import kernel_arguments
 from qarl.quant.schemes import Scheme
 
 _GROUPS = ("_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
@@ -68,10 +68,8 @@ class VllmFactory:
     def __init__(self, dtype: torch.dtype):
         load_plugins()  # as the engine's processes do; `quant.kernels.vllm_cpu` is one of them
         self._dtype = dtype
-        kernels = KernelConfig(linear_backend_per_quant=linear_backends())  # pyright: ignore[reportArgumentType]
-        self._config = VllmConfig(
-            compilation_config=CompilationConfig(mode=CompilationMode.NONE), kernel_config=kernels
-        )
+        compilation = CompilationConfig(mode=CompilationMode.NONE)
+        self._config = VllmConfig(compilation_config=compilation, kernel_config=KernelConfig(**kernel_arguments()))
         self._config.model_config = _model_config(dtype)  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 

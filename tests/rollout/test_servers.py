@@ -15,6 +15,7 @@ from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.delta import DeltaError, VersionCache
+from qarl.quant.runtime import libraries
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.open import _folder_name, run_name
@@ -23,7 +24,7 @@ from qarl.rollout.servers.versions import Version, read_delta, remove_versions, 
 from qarl.rollout.servers.vllm.access import RequireKey, server_key
 from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
 from qarl.rollout.servers.vllm.replica import _one
-from qarl.rollout.servers.vllm.start import replica_command, replica_environment, visible_devices
+from qarl.rollout.servers.vllm.start import replica_command, replica_environment, start_replicas, visible_devices
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
 from tests.support.servers import ANSWER
@@ -277,3 +278,24 @@ def test_a_version_is_sent_as_what_changed_where_all_servers_hold_the_one_before
         send(8, digest)
     assert send(8, digest).base is None
     assert VersionSender(tmp_path, full_every=1).write([], 9, ["", ""]).base is None
+
+
+@pytest.mark.parametrize(
+    ("release", "untested", "serves"),
+    [
+        ("0.29.1", "vLLM 0.29 is not tested (0.30 to 0.32 are)", False), ("0.31.0", None, False),
+        ("0.32.0+cpu", None, True), ("1.0.0", "vLLM 1.0 is not tested", True), ("dev", None, True),
+    ],
+)  # fmt: skip
+def test_a_vllm_that_was_not_tested_is_named_and_one_without_spans_refused(
+    release: str, untested: str | None, serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(libraries, "version", lambda package: release)
+    words = libraries.untested_vllm()
+    assert words is None if untested is None else untested in str(words)
+    start = (tmp_path, VllmOptions(RolloutConfig()), (), None, tmp_path, 1.0)
+    if serves:
+        assert start_replicas(*start) == []
+    else:
+        with pytest.raises(EngineError, match=f"servers of vLLM {release[:4]} do not say which weights sampled"):
+            start_replicas(*start)

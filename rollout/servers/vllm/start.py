@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qarl.quant.runtime.libraries import RECEIVED
+from qarl.quant.runtime.libraries import RECEIVED, SERVES_FROM, vllm_release
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import ServerSpec
@@ -88,6 +88,11 @@ def start_replicas(
     for, None for none. logs: folder for what they print, and for versions that they are sent. more: options of vLLM's,
     which win. devices: GPUs each has to itself. Raises `EngineError` where one ends or does not answer within
     `seconds`."""
+    if () < vllm_release() < SERVES_FROM:
+        raise EngineError(
+            f"servers of vLLM {'.'.join(map(str, vllm_release()))} do not say which weights sampled a token; install "
+            f"{'.'.join(map(str, SERVES_FROM))} or newer, or sample in the run's process (leave rollout.servers out)"
+        )
     started: list[ServerProcess] = []
     logs.mkdir(parents=True, exist_ok=True)
     try:
