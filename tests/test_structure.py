@@ -19,8 +19,6 @@ MAY_IMPORT = {
     "qarl": {"configs", "quant", "rollout", "learner", "sync"},
 }
 ROOMS = tuple(MAY_IMPORT)
-
-
 FILES = {
     ".".join(("qarl", *file.relative_to(ROOT).with_suffix("").parts))
     .replace("qarl.qarl", "qarl", 1)

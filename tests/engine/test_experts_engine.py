@@ -211,9 +211,6 @@ def test_vllm_rotates_queries_of_several_heads_wrongly():
     assert not torch.allclose(stacked, right, atol=0.1)
 
 
-# --- publishes that are not whole, in one engine
-
-
 @pytest.fixture(scope="module")
 def running(random_experts: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = random_experts(True)
@@ -260,9 +257,6 @@ def test_an_experts_tensor_too_many_is_refused(running: Running, monkeypatch: py
     monkeypatch.setattr(model, "low_bit_tensors", lambda: items)
     with pytest.raises((EngineError, PublishError), match=r"experts\.8|layers\.7"):
         Publisher(model, engine, SEQUENCES, 0.05, 50).publish(1)
-
-
-# --- routers
 
 
 def test_routers_are_quantized_by_their_exact_name_only(random_experts: Policies):

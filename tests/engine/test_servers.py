@@ -212,8 +212,7 @@ def test_requests_under_way_go_on_by_the_weights_published_meanwhile(served: Ser
     for more, when one of them comes.
 
     Blind spot: within 0.02 nats, for how many sequences are decoded together rounds the output head
-    (docs/guide/servers.md);
-    weights so far apart, and keys and values of theirs, differ by 0.3 in the mean."""
+    (docs/guide/servers.md); weights so far apart, and keys and values of theirs, differ by 0.3 in the mean."""
     model = served.model
     odd = [master.detach().clone() for master in model.masters.values()]
     disturb(model, 5)

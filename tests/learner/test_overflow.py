@@ -34,8 +34,7 @@ OVERFLOWS = {
 }
 BY_ENGINE = {"gate times up": f"the output of '{MLP}.act_fn'", "norm's copy": "the output of 'model.norm'"}
 """What to multiply so that float16 overflows in one place, and how the error names that place, in vLLM's model
-otherwise. Activations are about 1:
-a product of 256 columns is about 0.12 · 16 times the factor."""
+otherwise. Activations are about 1: a product of 256 columns is about 0.12 · 16 times the factor."""
 
 
 @pytest.mark.parametrize("where", OVERFLOWS)

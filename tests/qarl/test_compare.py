@@ -50,9 +50,6 @@ def configs(comparison: Comparison) -> dict[str, RunConfig]:
     return {each.name: comparison.run_config(Cell(each, comparison.seeds[0])) for each in comparison.variants}
 
 
-# --- cells
-
-
 @pytest.mark.parametrize("name", shipped_comparisons())
 def test_every_shipped_file_gives_configurations(name: str):
     """All fields of `qarl train`, and within a variant what its quantization takes."""
@@ -164,9 +161,6 @@ def test_what_is_refused_before_the_first_run(
     assert not (tmp_path / "runs").exists()
 
 
-# --- figures
-
-
 def test_figures_of_metrics():
     """Of the steps that measured one: the first of these did not learn."""
     steps = [{"step": n, "reward": n - 3.0, **({"learn/k3": 0.1 * n} if n > 1 else {})} for n in range(1, 13)]
@@ -218,9 +212,6 @@ def test_the_table():
     cells[Cell(comparison.variants[0], 1)] = dataclasses.replace(measured(0.7), curves={"learn/clippd": [None]})
     (remark,) = remarks(cells)
     assert remark == "no step measured 'learn/clippd' (figures); docs/reference/metrics.md lists what there is"
-
-
-# --- runs
 
 
 @pytest.mark.slow

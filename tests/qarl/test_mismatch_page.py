@@ -23,8 +23,6 @@ from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
 WRONG = "model.layers.1.mlp.up_proj"
-
-
 Three = tuple[LowBitModel, LowBitModel, LowBitModel]
 
 

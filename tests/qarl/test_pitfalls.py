@@ -107,8 +107,6 @@ PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "learning rate below the masters' resolution": lambda e: dataclasses.replace(e, config=COARSE),
     "group deviation": lambda e: with_groups(e, lambda _: {"rewards": (1.0,) * 8}),
 }
-
-
 WITH_OTHERS = ("ratio mean before any update", "one-sided clipping", "temperature in log-probs", "seeds shared")
 
 

@@ -31,8 +31,6 @@ STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8"
 SUMMED = (SHAPE.hidden + SHAPE.intermediate) * torch.finfo(torch.float32).eps / 2
 """Relative error allowed for two fp32 sums of I terms, one after the other: √I half units of Σ|x||w| each
 (`test_linear.summation_error`), which for terms of random sign is √I of the sum. It shows in float32 alone."""
-
-
 ROUTINGS = {
     "random": (SHAPE, lambda: routed(23)),
     "one token": (SHAPE, lambda: routed(1)),
@@ -46,9 +44,6 @@ ROUTINGS = {
     "weights that do not sum to one": (SHAPE, lambda: (routed(6)[0] * 2.5, routed(6)[1])),
 }
 routings = pytest.mark.parametrize("routing", ROUTINGS)
-
-
-# --- the product
 
 
 @no_cuda
@@ -153,9 +148,6 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
         assert watched() is None
     finally:
         gc.enable()
-
-
-# --- the gradients
 
 
 def own_gradients(

@@ -130,9 +130,6 @@ def test_unknown_layouts_are_refused_from_the_skeleton(config, words: str, tmp_p
         model_skeleton(tmp_path)
 
 
-# --- checkpoints whose experts are not what config.json says
-
-
 def spoiled(tmp_path: Path, kind: str, drop: str, shards: bool = False) -> Path:
     """A checkpoint without the tensors whose name contains `drop`."""
     random_moe(CONFIGS[kind]).save_pretrained(tmp_path, max_shard_size="300KB" if shards else "1GB")

@@ -49,9 +49,6 @@ def lora_learner(scheme: str = "w4a16", seed: int = 0, lora: LoraConfig = LORA, 
     return Learner(plain.model, plain.config)
 
 
-# --- the merged weight
-
-
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_merged_weight_is_base_plus_scaled_product(master: torch.dtype):
     """W + (12/4) B A against float64, rounded once to the base's dtype; experts of which a process has some have
@@ -108,9 +105,6 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     assert torch.equal(linear.weight_used(), full.weight_used())
 
 
-# --- the gradients
-
-
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "nvfp4"])
 def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     """Contract: dA, dB and dx equal autograd's, float64, of y = x̂ · (Ŵ + s·BA - sg(s·BA))ᵀ: the value the codes stand
@@ -164,9 +158,6 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
         for ours, theirs in ((adapter.lora_A, 3.0 * b.mT @ dw), (adapter.lora_B, 3.0 * dw @ a.mT)):
             assert ours.grad is not None and relative_error(ours.grad, theirs) <= bound
             assert not ours.grad[0].any() and ours.grad[1].any()
-
-
-# --- a model with adapters
 
 
 def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
@@ -271,9 +262,6 @@ def test_a_mixture_of_experts_learns_by_adapters(kind: str):
         full = random_moe(CONFIGS[kind]).get_submodule(layer.replace("block_sparse_moe", "mlp"))
         for master, merged in zip((full.gate_up_proj, full.down_proj), experts.merged(), strict=True):
             assert isinstance(master, nn.Parameter) and not torch.equal(master, merged)
-
-
-# --- wrong input
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,6 @@ def of(plan: Plan, pattern: str) -> set[str]:
     return {scheme.name for layer, scheme in plan.schemes.items() if fnmatchcase(layer, pattern)}
 
 
-# --- rules
-
-
 def test_without_rules_the_plan_is_the_scheme():
     plan = plan_of("[]")
     assert plan.ignored == ["lm_head"]
@@ -166,9 +163,6 @@ def test_routers_and_experts(text: str, message: str):
     assert of(spared, "model.layers.0.mlp.gate") == {"bf16"} and of(spared, "model.layers.0.mlp.exp*") == {"w8a8"}
 
 
-# --- how rules are written
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -201,8 +195,6 @@ def test_rules_that_do_not_read_are_quoted(text: str, message: str):
     with pytest.raises(ConfigError, match=message):
         rules(text)
 
-
-# --- config.json, as others read it
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 MODULES = {name: type(name, (nn.Module,), {})() for name in ("QKVParallelLinear", "RowParallelLinear", "RoutedExperts")}
@@ -298,9 +290,6 @@ def test_experts_take_one_line_a_layer():
     assert r"re:model\.layers\.0\.mlp\.experts\.\d+\.[^.]+$" in config["ignore"]
     targets = config["config_groups"]["group_0"]["targets"]
     assert targets == [rf"re:model\.layers\.{i}\.mlp\.experts\.\d+\.[^.]+$" for i in (1, 2)]
-
-
-# --- the model
 
 
 def tiny(tied: bool, kind: str = "qwen3", **changes: Any) -> Any:

@@ -44,9 +44,6 @@ def unquantized(folder: Path, out: Path, dtype: str) -> Path:
     return out
 
 
-# --- what is refused, before anything is computed
-
-
 @pytest.mark.parametrize(
     ("scheme", "methods"),
     [("bf16", ""), ("w4a16", "rtn gptq awq"), ("w8a8", "rtn gptq smoothquant"), ("fp8", "rtn gptq")],
@@ -91,9 +88,6 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys, scheme: str, ar
     assert main(["export", str(run.path), "-o", str(tmp_path / "out"), *arguments.split()]) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
-
-
-# --- llmcompressor's side
 
 
 @given(st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=6).map(tuple), max_size=60))
@@ -177,9 +171,6 @@ def test_rtn_is_materialize_bit_for_bit(
     assert not theirs and quantized == QUANTIZED[kind]
 
 
-# --- the layout
-
-
 @pytest.fixture
 def written(random_policy: Policies, tmp_path: Path):
     """(layout, folder, tensors): a W4A16 checkpoint by QaRL itself, to be spoiled."""
@@ -220,9 +211,6 @@ def test_another_layout_is_refused(written, spoil: str, message: str):
     with pytest.raises(ExportError) as caught:
         read_as(layout, folder)
     assert message in str(caught.value)
-
-
-# --- from a run to an engine
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,6 @@ _WHEEL = {
     "cutlass_group_gemm_supported": 90,
 }
 """Questions that the wheel's operators answer, and the least capability they say yes to."""
-
-
 _LAZY = ("vllm.model_executor.layers.fused_moe.oracle", "vllm.model_executor.layers.fused_moe.experts")
 """Packages whose modules vLLM imports as it chooses: imported beforehand, else they would keep the stand-in."""
 
@@ -67,7 +65,6 @@ class HummingGemms(StrEnum):
 
 _SCHEMAS = "quant_key_to_input_schema"
 """vLLM's function that asks whether Humming quantizes such activations: it does for MXFP4 and NVFP4 (by reading)."""
-
 
 sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("operators of the CUDA wheel"))
 from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
