@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.configs.schema.lora import LoraConfig
@@ -35,6 +34,7 @@ from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.zero_worker import SHAPES, gradient_of
 
+pytestmark = pytest.mark.slow
 BATCHES = 10
 """Of two updates each: 20 steps."""
 ADAMW = {"lr": 1e-4, "name": "adamw"}
@@ -50,7 +50,6 @@ MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
 LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 8.0}}
 EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
-BFLOAT16 = {"master_dtype": "bfloat16"}
 PLAIN: dict[str, Any] = {**LEARNER, "aligned": False}
 Done = dict[str, Any]
 
@@ -112,7 +111,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         job("experts stage 3", 3, learner={**EXPERTS, "keep_codes": False}, folder=str(folder / "experts"), last=3)
     ]
     jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
-    jobs += [job("bfloat16 stage 3", 3, learner={**MUON, **BFLOAT16}, last=1)]
+    jobs += [job("bfloat16 stage 3", 3, learner={**MUON, "master_dtype": "bfloat16"}, last=1)]
     for name in ("intact", "damaged", "followed"):
         read = {"read": str(written_by_two(folder / name, name)), "step_over": name == "followed"}
         jobs += [{**read, "save": str(folder / f"{name}.pt")}]
@@ -129,7 +128,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return {**found, "folder": folder}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_learn_as_one(done: Done, stage: int):
     """Contract: 20 updates by AdamW in fp32, each process computing its micro-batches alone, end at the masters of one
@@ -141,7 +139,6 @@ def test_two_processes_learn_as_one(done: Done, stage: int):
     torch.testing.assert_close(torch.tensor(ours["numbers"]), torch.tensor(numbers), rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int):
     """Quantization sees whole rows and quantization groups: the codes are those of the gathered masters, materialized
@@ -158,13 +155,11 @@ def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int
     assert not torch.equal(ours["state"]["masters"]["model.norm.weight"], trained(0)[0]["model.norm.weight"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_of_one_process_goes_on_in_two(done: Done, stage: int):
     assert_same_trajectory(trained(0)[0], trained(BATCHES)[0], done[f"half stage {stage}"]["state"]["masters"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_checkpoint_of_two_processes_goes_on_in_one(done: Done, stage: int):
     """Masters, both moments and the step count are those one process would have; one more batch proves them used."""
@@ -196,7 +191,6 @@ def alone_on(folder: Path, scheme: str, dtype: torch.dtype, settings: dict[str, 
     return learner
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "model", "scheme", "dtype", "settings", "batches"),
     [
@@ -223,7 +217,6 @@ def test_partitioned_adapters_experts_and_references(
     assert all(held) if job.startswith("kl") else not any(held)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("job", [*(f"muon stage {n}" for n in range(3)), "muon half stage 1"])
 def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     """Also where a checkpoint of one process goes on in two. These gradients have fewer tokens than rows, and the
@@ -234,7 +227,6 @@ def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_muon_over_pieces_is_muon_over_matrices(done: Done, cut: int):
     """Equal gradients, wherever masters are cut: three steps are `MasterOptimizer`'s, bit for bit."""
@@ -249,25 +241,18 @@ def test_muon_over_pieces_is_muon_over_matrices(done: Done, cut: int):
         assert torch.equal(done[f"cut {cut}"]["masters"][name], master.detach())
 
 
-@pytest.mark.slow
 def test_a_process_holds_and_sends_its_share_alone(done: Done):
     """Under ZeRO-3: half of every master, up to a row, with its gradient and moments. A step sends fp32 gradients once
-    a micro-batch and the weight version once an update, and no more than a tenth beyond (norms, metrics)."""
+    a micro-batch and the weight version once an update, and no more than a tenth beyond (norms, metrics). Golden: of
+    every micro-batch one collective for each of 24 masters and one more for the tied output head, which is called
+    several times; half of the fp32 gradients' bytes."""
     numbers = done["w4a16 stage 3"]
     assert numbers["held"] == pytest.approx(0.5, abs=0.02)
     assert 0.5 * numbers["expected_bytes"] < numbers["sent_bytes"] < 1.1 * numbers["expected_bytes"]
-
-
-@pytest.mark.slow
-def test_every_gradient_is_summed_once_a_micro_batch(done: Done):
-    """Golden: of every micro-batch, one collective for each of 24 masters and one more for the tied output head, which
-    is called several times; half of the fp32 gradients' bytes."""
-    numbers = done["w4a16 stage 3"]
     assert len(numbers["sums"]) == 10
     assert all(sums == ({"alltoall_base_": 25}, 837_376) for sums in numbers["sums"])
 
 
-@pytest.mark.slow
 def test_16_bit_masters_are_rounded_in_every_process(done: Done):
     """Stage 3 rounds bfloat16 masters stochastically, each process with a generator of its own, which the checkpoint
     keeps."""
@@ -277,7 +262,6 @@ def test_16_bit_masters_are_rounded_in_every_process(done: Done):
     assert not torch.equal(first, second)
 
 
-@pytest.mark.slow
 def test_muons_momentum_goes_back_to_one_process(done: Done):
     """A checkpoint of two processes holds the momentum of every matrix as one process keeps it."""
     ours, _ = plain(0, MUON)
@@ -291,7 +275,6 @@ def test_muons_momentum_goes_back_to_one_process(done: Done):
                 assert (mine[key] - other[key]).abs().mean() <= 0.1 * other[key].abs().mean()
 
 
-@pytest.mark.slow
 def test_muon_steps_partitioned_experts_one_by_one(done: Done):
     """Gate, up and down of every expert have a momentum of their own, as in one process, whose masters these are up to
     the noise of the orthogonalization."""
@@ -309,23 +292,10 @@ def test_muon_steps_partitioned_experts_one_by_one(done: Done):
     assert all(moments["momentum_buffer"].shape == shape for moments in experts[name]["moments"])
 
 
-@pytest.mark.slow
 def test_each_process_hashes_a_part_and_all_know_of_the_damage(done: Done):
-    """The second file is the second process's to hash; the first stops as well."""
+    """The second file is the second process's to hash; the first stops as well. Where an older checkpoint may be gone
+    on from, all do, also those that come when the first has set the damaged one aside."""
     assert done["intact"]["said"] == ["step 7"] * 2
     first, second = done["damaged"]["said"]
     assert first == second and "the SHA-256 of state-00001.pt differs from its manifest" in first
-
-
-@pytest.mark.slow
-def test_all_step_over_a_checkpoint_whose_manifest_is_damaged(done: Done):
-    """Contract: all go on from the one before it, also those that come when the first has set it aside."""
     assert done["followed"]["said"] == ["step 7"] * 2
-
-
-@pytest.mark.parametrize("settings", [BFLOAT16, {"optimizer": {"name": "adamw", "offload": "cpu"}}])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_what_deepspeed_steps_otherwise_is_refused(stage: int, settings: dict[str, Any]):
-    """The setting, the stage and what to set instead are named, as the configuration is read."""
-    with pytest.raises(ValidationError, match=rf"learner\..* with learner\.zero_stage {stage}.*zero_stage 0 or 3"):
-        LearnerConfig.model_validate({"zero_stage": stage, **settings})

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.profiles import thorough
-from tests.support.runs import Run, lines, qarl
+from tests.support.runs import Run, lines, qarl, qarl_alone
 
 OBJECTIVES = (
     "tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip", "sapo", "cispo", "on_policy",
@@ -91,6 +91,14 @@ def refusals(combination: Combination) -> list[str]:
     if "down_proj=w8a8" in o.get("layers", "") and o.get("model") == "tiny-qwen3-moe" and o["scheme"] != "w8a8":
         reasons.append("as one, so its")  # an expert's three matrices are one module of the engine's
     return reasons
+
+
+def test_the_command_itself_is_what_a_fork_runs(tmp_path: Path):
+    """Exit status and words of the real command, on which the other tests' forks rest."""
+    arguments = ("train", "--scheme", "w4a17", "--output", tmp_path / "run")
+    alone, forked = qarl_alone(*arguments), qarl(*arguments)
+    assert alone.returncode == forked.returncode == 2 and "Traceback" not in alone.stderr
+    assert (alone.stdout, alone.stderr) == (forked.stdout, forked.stderr)
 
 
 FEW, MANY = (0, 7), range(60)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from qarl.run.checkpoint import load_checkpoint
 from tests.support import Policies, learner_faults
-from tests.support.runs import SMALL, Run, lines, qarl, qarl_alone, succeeded, wait_for_lines
+from tests.support.runs import SMALL, Run, lines, qarl, succeeded, wait_for_lines
 
+pytestmark = pytest.mark.slow
 EXPERT = "model.layers.0.mlp.experts.6.up_proj.weight"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "dtype", "more"),
     [
@@ -67,7 +67,6 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
         assert (run / name).exists(), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: Policies, tmp_path: Path):
     """kill -9 in the middle of a step; after --resume every metric but wall time, experts' digests included, equals, to
@@ -90,7 +89,6 @@ def test_kill_and_resume_gives_the_uninterrupted_run(kind: str, random_experts: 
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
 
 
-@pytest.mark.slow
 def test_a_late_error_loses_no_step(tmp_path: Path):
     """Contract: a reward that raises in step 3, with no checkpoint due before, ends the run with one of step 2."""
     (tmp_path / "late.py").write_text(
@@ -107,7 +105,6 @@ def test_a_late_error_loses_no_step(tmp_path: Path):
     assert (step, position["step"], len(lines(run)), position["version"]) == (2, 2, 2, lines(run)[-1]["weight_version"])
 
 
-@pytest.mark.slow
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
     """Of one process by DeepSpeed's own optimizer."""
     run = tmp_path / "run"
@@ -124,7 +121,6 @@ def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
     assert [m["step"] for m in lines(run)] == list(range(1, stopped + 3))
 
 
-@pytest.mark.slow
 def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
     (tmp_path / "flat.py").write_text("def reward(problem, text):\n    return 1.0\n")
     run = tmp_path / "run"
@@ -139,7 +135,6 @@ def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
     assert not any("digest" in m for m in metrics)
 
 
-@pytest.mark.slow
 def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
     """One that is fine for reference answers, so that the run starts; no step was done, so nothing is left of it."""
     code = (
@@ -153,7 +148,6 @@ def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The engine's model runner is broken at step 3 by a fault injected from outside the code under test."""
     run = tmp_path / "run"
@@ -167,7 +161,6 @@ def test_a_dead_engine_leaves_a_resumable_run(tmp_path: Path, monkeypatch: pytes
     assert [m["step"] for m in lines(run)] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_export_and_eval_commands(tmp_path: Path):
     """`qarl export` writes the same bytes the run's own export holds, and `qarl eval` reads both."""
     finished = tmp_path / "run"
@@ -183,15 +176,6 @@ def test_export_and_eval_commands(tmp_path: Path):
     assert f"chain_sum: +0.0 points [+0.0, +0.0] against {finished}, by question" in done.stdout
 
 
-def test_the_command_itself_is_what_a_fork_runs(tmp_path: Path):
-    """Exit status and words of the real command, on which the other tests' forks rest."""
-    arguments = ("train", "--scheme", "w4a17", "--output", tmp_path / "run")
-    alone, forked = qarl_alone(*arguments), qarl(*arguments)
-    assert alone.returncode == forked.returncode == 2 and "Traceback" not in alone.stderr
-    assert (alone.stdout, alone.stderr) == (forked.stdout, forked.stderr)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "harm", "message"),
     [
