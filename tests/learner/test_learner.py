@@ -1,4 +1,5 @@
-"""The learner on a tiny random model: log-probs, accumulation, skipped updates, resuming."""
+"""The learner on a tiny random model: log-probs, which are computed where something is made of them, accumulation,
+skipped updates, resuming; what is held for its first step while the engine starts."""
 
 import dataclasses
 import io
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schema.learner import OptimizerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.backends.native import Native
 from qarl.learner.batching import Batch, make_batch
@@ -18,10 +20,12 @@ from qarl.learner.diagnostics.lost_updates import LayerChanges
 from qarl.learner.learner import Learner
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.objectives import OBJECTIVES
+from qarl.learner.reserve import reserved, step_bytes
 from qarl.learner.restraint import Damping
 from qarl.quant.layers.context import Forward
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
+from qarl.quant.runtime.shards import shard_parameters
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import (
     SAMPLES,
@@ -367,3 +371,95 @@ def test_a_restraint_and_the_schedule_lower_the_rate_alone():
     rates = [restrained.learn(batch_of(), 0, restraint=Damping(rate=0.5)).lr, warming.learn(batch_of(), 0).lr]
     assert rates == [5e-4] * 2
     assert all_equal(masters_of(restrained), masters_of(slow)) and all_equal(masters_of(warming), masters_of(slow))
+
+
+FP32: dict[str, Any] = {"dtype": torch.float32}
+BYPASS = {"name": "none", "ratio_from": "sampler"}
+
+
+def forwards_without_gradient(learner: Learner) -> list[int]:
+    """A list that grows by the rows of each forward that no gradient is taken of."""
+    rows: list[int] = []
+    policy = learner.scorer._policy
+
+    def counted(function: Any, tokens: torch.Tensor, *rest: Any) -> Any:
+        if not torch.is_grad_enabled():
+            rows.append(len(tokens))
+        return policy(function, tokens, *rest)
+
+    learner.scorer._policy = counted
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        ({"mini_batches": 1}, 0.0),
+        ({"mini_batches": 2}, 0.5),
+        ({"mini_batches": 3}, 2 / 3),
+        ({"mini_batches": 3, "correction": BYPASS}, 0.0),
+        ({"mini_batches": 2, "correction": {"name": "token_mis", "ratio_from": "sampler"}}, 0.5),
+        ({"mini_batches": 2, "correction": BYPASS, "diagnostics_every": 1}, 2.0),
+        ({"mini_batches": 2, "aligned": False, "ratio_fix": "shadow_forward", "correction": BYPASS}, 2.0),
+    ],
+)
+def test_forwards_without_gradient(config: dict[str, Any], share: float):
+    """Share of the batch's rows that are computed without a gradient. The last group of `make_groups` teaches nothing,
+    so the first mini-batch that is trained may not be the first. Steps that are measured score the last mini-batch once
+    more, after its update; the first of them the first mini-batch too, before and after, for the distance from the
+    start."""
+    learner, batch = make_learner(**FP32, objective={"name": "grpo"}, **config), batch_of()
+    rows = forwards_without_gradient(learner)
+    stats = learner.learn(batch, step=0)
+    assert sum(rows) == round(share * len(batch.tokens))
+    assert (stats.update_log_ratio is None) == (config.get("correction") == BYPASS and share == 0)
+
+
+@pytest.mark.parametrize("name", ["tbpo", "grpo", "gspo"])
+def test_they_are_the_same_as_those_computed_beforehand(name: str):
+    """Contract: with a gate all are computed before the update. Both ways differ in the last bit at most, for rows are
+    multiplied in other micro-batches; fp32 keeps that small."""
+    beforehand, within = (make_learner(**FP32, objective={"name": name}, optimizer={"lr": 1e-5}) for _ in range(2))
+    mismatches = []
+    first = beforehand.learn(batch_of(), 0, mismatches.append)
+    second = within.learn(batch_of(), 0)
+    assert mismatches == [first.mismatch]
+    for field in ("loss", "entropy", "update_log_ratio", "grad_norm", "clipped", "corrected"):
+        assert getattr(second, field) == pytest.approx(getattr(first, field), rel=1e-3, abs=1e-6), field
+    assert vars(second.mismatch) == pytest.approx(vars(first.mismatch), rel=1e-4, abs=1e-5)
+
+
+def test_ratios_of_the_first_update_are_one():
+    """Whatever the policy rounds: nothing is clipped before anything has moved."""
+    learner = make_learner("w8a8", mini_batches=1, objective={"name": "gspo"})
+    stats = learner.learn(batch_of(), 0)
+    assert (stats.clipped, stats.update_log_ratio) == (0.0, 0.0)
+
+
+def test_bytes_are_those_of_gradients_and_moments():
+    """Contract: counted before the first step, equal to what is there after it. Blind spot: DeepSpeed's shares are its
+    own to allocate, and no GPU has held anything yet."""
+    learner = make_learner(optimizer={"name": "muon"})
+    counted = step_bytes(learner.model, learner.config, 1)
+    with reserved(learner.model, learner.config, 1):
+        learner.learn(batch_of(), 0)
+    state = learner.backend.state_dict()["optimizer"]["masters"].values()
+    moments = [t for master in state for part in master["moments"] for t in part.values() if t.ndim]
+    gradients = sum(master.numel() for master in learner.model.masters.values())
+    assert counted == 4 * (gradients + sum(t.numel() for t in moments))
+
+
+def test_shares_and_offload():
+    learner = make_learner("bf16", optimizer={"name": "adamw"})
+    whole = sum(master.numel() for master in learner.model.masters.values()) * 4
+
+    def held(processes: int, **settings: object) -> int:
+        return step_bytes(learner.model, learner.config.model_copy(update=settings), processes)
+
+    assert held(1) == 3 * whole and held(4) == 3 * whole
+    assert held(4, zero_stage=1) == whole + 2 * whole // 4
+    assert held(4, zero_stage=2) == 3 * whole // 4
+    assert held(1, optimizer=OptimizerConfig(name="adamw", offload="cpu")) == whole
+    shard_parameters(learner.model.module, 0, 4)
+    learner.model.train_only(dict(learner.model.module.named_parameters()), ())
+    assert held(4, zero_stage=3) == pytest.approx(3 * whole / 4, rel=0.02)

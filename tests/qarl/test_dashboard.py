@@ -1,7 +1,9 @@
-"""What a person sees of a run: the live panel before and after a step, at any width; lines without a terminal."""
+"""What a person sees of a run: the live panel before and after a step, at any width; lines without a terminal; figures
+in Weights & Biases, offline, where it is installed."""
 
 import io
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,6 +13,7 @@ from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard, sparkline
 from qarl.report.early_warning import EarlyWarning
+from qarl.report.loggers import step_logger
 from qarl.report.metrics import StepMetrics
 from qarl.report.startup import phase, phases_shown_on
 
@@ -112,3 +115,15 @@ def test_early_warnings_are_printed_with_their_step():
         dashboard.stepped(step(2, 0.0), [EarlyWarning("reward", 2, "the reward fell from 1 to 0 [sic]")])
     assert isinstance(console.file, io.StringIO)
     assert "warning, step 2: the reward fell from 1 to 0 [sic]" in console.file.getvalue()
+
+
+def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb", reason="an optional extra, in none of the locks: pip install qarl[log]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = load_config(None, {"log": "wandb"})
+    for steps in ((1, 2), (2, 3)):
+        with step_logger(config, tmp_path) as log:
+            for step in steps:
+                log({"reward": step / 4, "learn/mismatch/k3": 0.0}, step)
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{tmp_path.name}.wandb"))) == 2

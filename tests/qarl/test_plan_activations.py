@@ -1,20 +1,33 @@
-"""The plan's activations against what a forward through the engine's model keeps for its backward, counted.
+"""The plan's activations against what a forward through the engine's model keeps for its backward, counted on a CPU, of
+small layers; and its learning against the peak of a forward and backward on a GPU, traced on tensors without values.
 
-Blind spots: counted on a CPU, of small layers; tests/qarl/test_plan_peak.py has a GPU's, and what lives only while a
-layer computes.
-"""
+Blind spots: kernels' workspaces, the allocator's rounding, NCCL; the optimizer's step and the engine."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental._config as meta
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl.configs.load import config_file, load_config
-from qarl.planning.memory import count_memory
+from qarl.learner.logprobs import _chunk
+from qarl.planning import memory
+from qarl.planning.memory import _Count, count_memory
 from qarl.planning.shapes import shapes_of
+from qarl.quant.graph.operators import Operator
 from qarl.quant.graph.packing import Sequences
+from qarl.quant.kernels import flash_attention as flash
+from qarl.quant.layers import gradients, grouped_backward
+from qarl.quant.materialize import scales
+from qarl.quant.runtime.shards import Shard, cut_rows
 from tests.support.models import low_bit
+from tests.support.published import PUBLISHED
 
 LENGTHS, LAYERS, HIDDEN = (60, 70, 62), 3, 256
 TOKENS = sum(LENGTHS)
@@ -67,3 +80,114 @@ def planned_activations(config: dict[str, Any], scheme: str, checkpointing: bool
     }  # fmt: skip
     run = load_config(config_file("tiny-qwen3"), settings)
     return count_memory(shapes_of(config, "model"), run, device, 1).of("activations")
+
+
+class Peak(TorchDispatchMode):
+    """bytes: most that tensors without values had at once, of those made within. paused: counting nothing as most, as
+    within a compiled kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.now = 0
+        self.paused = False
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_C":  # vLLM's, which write into what they are given
+            return None
+        result = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in (t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_meta):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in before and tensor.nbytes:
+                self.now += storage.nbytes() - self.alive.pop(storage._cdata, (None, 0))[1]
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self.now > self.bytes and not self.paused:
+            for key in [key for key, (storage, _) in self.alive.items() if storage.expired()]:
+                self.now -= self.alive.pop(key)[1]
+            self.bytes = max(self.bytes, self.now)
+        return result
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.paused = True
+            try:
+                return function(*arguments)
+            finally:
+                self.paused = False
+
+        return call
+
+
+class Products:
+    """Of engine's layers: each makes its output and nothing else."""
+
+    def linear(self, name: str, weights: Any, biases: Any, like: Any = None) -> Callable[..., torch.Tensor]:
+        return lambda x: x.new_empty(len(x), sum(weight.shape[0] for weight in weights))
+
+    def experts(self, layer: str, shape: Any, weights: Any) -> Callable[..., torch.Tensor]:
+        return lambda x, *routed: torch.empty_like(x)
+
+
+def traced(config: dict[str, Any], scheme: str, tokens: int, checkpointing: bool, monkeypatch, sharded: bool) -> int:
+    peak = Peak()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), raising=False)
+    for place, name, value in (
+        (flash, "takes", lambda *query: True), (flash, "_engine_version", lambda *query: None),
+        (scales, "_look", lambda extremes: None),
+        (gradients, "compiled", peak.kernel), (Shard, "reduce", lambda shard, whole, dtype: lambda: shard.rows(whole)),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, value)
+    with torch.device("meta"):
+        masters = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    model = low_bit(masters, scheme, operators="engine")
+    model.context.multiply_with(Products())  # pyright: ignore[reportArgumentType]
+    model.checkpoint_layers(checkpointing)
+    model.gradients.configure(in_place=not sharded, fp32_input_grad=False, compiled=True)
+    for turn, master in enumerate(model.masters.values()):
+        if sharded:
+            master.shard = cut_rows(master.shape, 0, 8, 1, turn)  # type: ignore[attr-defined]
+            master.data = master.shard.rows(master.data)  # type: ignore[attr-defined]
+        master.grad = torch.zeros_like(master)
+    for module in model.graph.module.modules():
+        operator = getattr(module, "_forward_method", None)
+        if isinstance(operator, Operator):
+            operator.is_native = False
+            if type(module).__name__ == "SiluAndMul":
+                operator.method = lambda x: x.new_empty(len(x), x.shape[1] // 2)
+    with meta.patch(meta_nonzero_assume_all_nonzero=True), peak:  # pyright: ignore[reportAttributeAccessIssue]
+        ids = torch.zeros(tokens, dtype=torch.int64, device="meta")
+        hidden = model.graph.hidden(ids, Sequences.apart([256] * (tokens // 256)))
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        parts = zip(hidden.split(512), ids.split(512), strict=True)
+        picked: list[Any] = [checkpoint(_chunk, model.head, *part, True, 1.0, **how) for part in parts]
+        del hidden
+        torch.cat([logprobs for logprobs, _ in picked]).sum().backward()
+    return peak.bytes
+
+
+@pytest.mark.parametrize(
+    ("scheme", "checkpointing", "sharded"),
+    [("w4a16", True, False), ("w4a16", False, True), ("w8a8", True, True), ("w8a8", False, False)],
+)
+@pytest.mark.parametrize("tokens", [4096, 22528])
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b"])
+def test_learning_takes_no_more_than_planned(
+    name: str, tokens: int, scheme: str, checkpointing: bool, sharded: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: planned ≥ traced, by a tenth at most, of three layers; a replay under AdamW has no engine and no step
+    that is larger, and of so few layers a checkpoint would be."""
+    assert (memory._GROUPED, memory._AHEAD) == (grouped_backward.TOKENS, gradients.AHEAD)
+    monkeypatch.setattr(_Count, "saving", lambda count: 0)
+    config = {**PUBLISHED[name], "num_hidden_layers": 3}
+    settings = {
+        "scheme": scheme, "learner.micro_batch_tokens": tokens, "learner.gradient_checkpointing": checkpointing,
+        "rollout.max_new_tokens": 1024, "rollout.max_prompt_tokens": 512, "rollout.prompts": 128,
+        "learner.optimizer.name": "adamw", "learner.diagnostics_every": 0, "from_rollouts": "run", "eval.problems": 0,
+        "export": False, **({"learner.zero_stage": 3} if sharded else {}),
+    }  # fmt: skip
+    run = load_config(config_file("tiny-qwen3"), {key: str(value).lower() for key, value in settings.items()})
+    plan = count_memory(shapes_of(config, "model"), run, "cuda", 8 if sharded else 1)
+    planned = sum(part.bytes for part in plan.parts if part.name in ("activations", "working", "ZeRO buffers"))
+    peak = traced(config, scheme, tokens, checkpointing, monkeypatch, sharded)
+    assert peak <= planned <= 1.1 * peak

@@ -1,4 +1,5 @@
-"""What a publish is held to, on values made here: the audit's comparison and the step-0 gate."""
+"""What a publish is held to, on values made here: the audit's comparison and the step-0 gate; and how near an export's
+log-probs have to be."""
 
 import math
 from dataclasses import fields, replace
@@ -9,6 +10,7 @@ import torch
 
 from qarl.learner.mismatch import measure_mismatch
 from qarl.quant.types import LayerReport
+from qarl.run.verify_export import difference_beyond
 from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.gate import GateError, require_same_policy
 
@@ -46,3 +48,15 @@ def test_the_gate_passes_its_bound_and_no_more(field: str):
     for value in (0.51, math.nan, math.inf):
         with pytest.raises(GateError, match=f"is {value:.4g}, above the bound 0.5"):
             require_same_policy(replace(equal, **{field: value}), 0.5, 0.5)
+
+
+def test_an_export_is_held_to_bits_on_cpus_and_to_a_bound_on_cuda():
+    expected = [[-1.0, -2.0], [-0.5]]
+    near = [[-1.0, -2.0], [-0.5 - 3e-3]]
+    assert difference_beyond(None, expected, expected) is None
+    assert difference_beyond(None, near, expected) == ""
+    assert difference_beyond(0.01, near, expected) is None
+    assert difference_beyond(1e-4, near, expected) == (
+        ", by 0.001 nats a token in the mean, above the bound 0.0001 (sync.canary_bound)"
+    )
+    assert difference_beyond(0.01, [[math.nan, -2.0], [-0.5]], expected) is not None

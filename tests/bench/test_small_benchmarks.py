@@ -1,0 +1,114 @@
+"""The laboratory's smaller benchmarks: what they count, add up and refuse; the names of what is measured; the records
+of `python -m benchmarks memory`, from which today's plan is within a tenth.
+
+Blind spots: how fast a machine is; the peaks are of the machine, the libraries and the commit that the records name,
+before vLLM's model was the learner's graph."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import delivery, delta, names, publish, soak
+from benchmarks.learner.trl_worker import SETTINGS
+from benchmarks.memory import planned
+from benchmarks.models import MODELS
+from benchmarks.peak_memory import PeakMemory
+from benchmarks.rounded_policy import rounded_policy
+from qarl.configs.schemes import SCHEME_SPECS
+from qarl.quant.checkpoint.load import empty_model, load_masters
+from tests.support.learners import random_model
+from tests.support.models import low_bit
+
+
+def test_bytes_that_must_move_are_those_of_masters_and_checkpoint():
+    """Contract: materializing reads every master once and writes every published byte once; publishing reads and
+    writes the published bytes. Counted here from shapes alone."""
+    found = publish.measure("w4a16", 2e6, "bfloat16", "float32", repeats=1)
+    config = publish.moe_config(2e6)
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    heads, shared = config.num_attention_heads * config.head_dim, 2 * config.head_dim
+    expert = config.moe_intermediate_size
+    shapes = [(heads, hidden), (shared, hidden), (shared, hidden), (hidden, heads)]
+    shapes += [(expert, hidden), (expert, hidden), (hidden, expert)] * config.num_experts
+    low_bit = layers * sum(SCHEME_SPECS["w4a16"].weight_bytes(shape, torch.bfloat16.itemsize) for shape in shapes)
+    plain = 2 * config.vocab_size * hidden + hidden
+    plain += layers * (config.num_experts * hidden + 2 * hidden + 2 * config.head_dim)
+    parameters = plain + layers * sum(o * i for o, i in shapes)
+    assert found.parameters == parameters and found.master_bytes == 4 * parameters
+    assert found.low_bit_bytes == low_bit + 2 * plain
+    made, sent, both, *_ = found.work
+    assert made.bytes == found.master_bytes + found.low_bit_bytes and sent.bytes == 2 * found.low_bit_bytes
+    assert both.bytes == made.bytes + sent.bytes and all(s > 0 for w in found.work for s in w.seconds)
+    assert "made by" in str(publish.table(found).title)
+
+
+def test_peak_memory_sees_what_was_freed_again():
+    with PeakMemory() as peak:
+        held = np.ones(1 << 26, np.uint8)
+        held += 1
+        del held
+    assert 0.9 * 2**26 < peak.bytes < 4 * 2**26
+
+
+@pytest.mark.parametrize("shape", delta.SHAPES)
+def test_kinds_of_matrices_add_up_to_the_model(shape: str):
+    config = delta.SHAPES[shape]()
+    counted = sum(kind.count * kind.rows * kind.columns for kind in delta.kinds(config))
+    assert counted == pytest.approx(sum(p.numel() for p in empty_model(config).parameters()), rel=2e-3)
+
+
+def test_ratios_are_of_what_they_say():
+    bf16 = {"bf16: write": 2.0, "bf16: load, paused": 8.0}
+    whole = {"whole: write": 1.0, "whole: stage": 2.0, "whole: pause": 1.0, "copy once": 0.5}
+    delta = {"delta: write": 0.25, "delta: stage": 0.25, "delta: pause": 0.5}
+    sizes = {"full_bytes": 40, "unquantized_bytes": 20, "delta_bytes": 1, "bf16_bytes": 100}
+    assert delivery.ratios({**sizes, "seconds": bf16 | whole | delta}) == delivery.Ratios(
+        full_bytes=0.4, quantized_bytes=0.25, full_seconds=0.4, delta_bytes=0.025, delta_seconds=0.1,
+        full_pause=0.125, delta_pause=0.0625, copies=8.0,
+    )  # fmt: skip
+
+
+def test_memory_is_fitted_without_its_warm_up():
+    """Contract: the slope is per hundred steps, of what follows the first tenth; its error is that of block means."""
+    points = [(step, 5000.0 if step <= 20 else 100 + 0.02 * step + (-1) ** step) for step in range(1, 200)]
+    fit = soak.fitted(points, 200)
+    assert fit["slope"] == pytest.approx(2, abs=0.3)
+    assert 0 < fit["error"] < 0.3
+    assert fit["last"] - fit["first"] == pytest.approx(1.8 * 0.95 * 2, abs=0.3)
+
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+
+
+def test_the_plan_is_within_a_tenth_of_what_was_measured():
+    rows = [row for file in RECORDS.glob("memory-*.json") for row in json.loads(file.read_text())["data"]]
+    assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"} and len({row["scheme"] for row in rows}) == 3
+    for row in rows:
+        plan = planned(row["model"], row["scheme"], row.get("fields", {})).total
+        assert abs(plan / row["measured"] - 1) <= 0.1, row
+
+
+def test_names_are_those_of_what_is_measured():
+    assert tuple(SETTINGS) == names.TRL_SETTINGS
+    assert tuple(MODELS) == names.LEARNER_MODELS
+    assert tuple(delta.SHAPES) == names.DELTA_SHAPES
+
+
+def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):
+    """Linear weights are the values of their codes, all else is as it was; a second call leaves the folder alone."""
+    source = tmp_path / "policy"
+    random_model(tied=False).save_pretrained(source)
+    folder = rounded_policy(source, "w4a16", tmp_path / "rounded")
+    before, after = (load_masters(path, torch.float32) for path in (source, folder))
+    model = low_bit(before, "w4a16", operators="transformers")
+    for name, master in model.masters.items():
+        linear = model.linears.get(name.removesuffix(".weight"))
+        expected = master if linear is None else linear.codes().dequantized(torch.float32)
+        assert torch.equal(after.get_parameter(name), expected), name
+        assert linear is None or linear.scheme.name == "bf16" or not torch.equal(master, expected)
+    marked = folder / "marked"
+    marked.touch()
+    assert rounded_policy(source, "w4a16", folder) == folder and marked.exists()
