@@ -82,8 +82,8 @@ def test_a_server_samples_what_is_published(served: Served, tmp_path: Path):
     """Contract: weights reach the server bit for bit (the canary is 0 on CPUs), completions are tokens and log-probs
     of the version published last; a version that does not fit leaves the one before.
 
-    Blind spot: one server; two are `tests/runs/test_train_servers.py`'s. Completions of two calls are not compared: up
-    to four sequences at once, the unquantized output head rounds otherwise (docs/guide/servers.md)."""
+    Blind spot: one server; two are `tests/runs/test_train_processes.py`'s. Completions of two calls are not compared:
+    up to four sequences at once, the unquantized output head rounds otherwise (docs/guide/servers.md)."""
     model = served.model
     engine = joined(served, tmp_path)
     with pytest.raises(EngineError, match="publish again"):

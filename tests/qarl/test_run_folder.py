@@ -1,21 +1,37 @@
-"""A run's folder: locked by its run, gone where the start failed, and what a resumed run may be asked."""
+"""A run's folder: locked by its run, gone where the start failed, what a resumed run may be asked, and what is kept of
+its steps; a disk that refuses, in a line.
 
+Blind spots: writers are not tried one by one, what they raise is; one process. tests/runs/test_train.py has whole
+runs."""
+
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
-from qarl.cli.main import main
+from qarl.cli.main import main, run_command
+from qarl.cli.parser import Parser
 from qarl.configs.errors import ConfigError
-from qarl.configs.load import load_config
+from qarl.configs.load import config_file, load_config
+from qarl.configs.schema.run import RunConfig
+from qarl.learner.processes import Processes
+from qarl.quant.digest import StreamDigest
+from qarl.report import run_folder
 from qarl.report.run_folder import RunFolder
 from qarl.run.check import check_new_folder
 from qarl.run.export_note import export_note
+from qarl.run.session import Position
+from qarl.run.step_checkpoints import StepCheckpoints
+from tests.support import Policies
+from tests.support.engines import disturb, make_model
 
 
 def new_run(path: Path, *steps: int, **noted: Any) -> RunFolder:
@@ -131,3 +147,63 @@ def test_a_newer_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (run.path / "config.yaml").write_text("future_field: 1\n")
     assert main(["train", "--resume", str(run.path)]) == 2
     assert "the run was started by another version of qarl" in capsys.readouterr().err
+
+
+def by_text(file: Path) -> None:
+    file.write_text("x")
+
+
+def by_rust(_file: Path) -> None:
+    raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+
+
+@pytest.mark.parametrize("write", [by_text, by_rust])
+def test_a_full_disk_is_one_line(write, capsys: pytest.CaptureFixture[str]):
+    parser = Parser(prog="qarl")
+    parser.set_defaults(run=lambda *_: write(Path("/dev/full")), fields=False, engine=False)
+    assert run_command(parser, []) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert message.startswith("disk: cannot write") and "No space left on device; make room" in message
+
+
+def test_other_errors_stay_what_they_are():
+    parser = Parser(prog="qarl")
+    parser.set_defaults(run=lambda *_: by_text(Path("/proc/none/x")), fields=False, engine=False)
+    with pytest.raises(FileNotFoundError):
+        run_command(parser, [])
+
+
+def test_a_run_folder_that_cannot_be_filled_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "describe_environment", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunFolder.create(RunConfig(model="tiny-qwen3", output=str(tmp_path / "some" / "run")))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_path: Path):
+    """Contract: the one of the highest accuracy since before the run, ties to the earlier; also over a resumption."""
+    source = random_policy(True)
+    model, folder = make_model(source, "w4a16"), RunFolder(tmp_path)
+    policy: Any = SimpleNamespace(model=model, folder=source, processes=Processes())
+    config, at = load_config(config_file("tiny-qwen3"), {"checkpoint.best": "true"}), Position(first_accuracy=0.3)
+    checkpoints, digests, rollouts = StepCheckpoints(config, folder, policy, at), [], Any
+    for accuracy in (0.2, 0.5, None, 0.5, 0.6):
+        if at.step == 4:  # from here on as if resumed
+            lines = [{"step": 2, "accuracy": 0.5}, {"step": 4, "accuracy": 0.5}, {"step": 5, "accuracy": 1}]
+            folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            checkpoints = StepCheckpoints(config, folder, policy, at)
+        at.step += 1
+        disturb(model, at.step)
+        digest = StreamDigest()
+        for tensor in model.low_bit_tensors():
+            digest.update(tensor)
+        digests.append(digest.hexdigest())
+        checkpoints.after_step(rollouts, accuracy, stopping=False)  # pyright: ignore[reportArgumentType]
+        note = tmp_path / "export-best" / "qarl.json"
+        best = {1: None, 2: 2, 3: 2, 4: 2, 5: 5}[at.step]
+        written = json.loads(note.read_text()) if note.exists() else {"step": None}
+        assert written["step"] == best and written.get("digest") == (best and digests[best - 1])
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["export-best"]

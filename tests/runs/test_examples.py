@@ -1,7 +1,7 @@
 """What examples/ holds runs, at the smallest size.
 
 Scripts are run with a `qarl` that writes down what it is called with; those commands then run for real, one after
-another. `tests/learner/test_own_objective.py` computes the example objective's loss and gradient."""
+another. `tests/learner/test_objectives.py` computes the example objective's loss and gradient."""
 
 import os
 import shlex

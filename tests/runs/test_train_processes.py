@@ -1,4 +1,5 @@
-"""`qarl train --processes 2` with real engines: sampled shares, interrupts, a process that dies, other numbers."""
+"""`qarl train --processes 2` with real engines: sampled shares, interrupts, a process that dies, other numbers; and
+`qarl train` on servers equals `qarl train` alone, also with a fault (`scripts/server_faults.py` makes more)."""
 
 import json
 import signal
@@ -16,10 +17,11 @@ from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
+from tests.support import Policies
 from tests.support.profiles import thorough
-from tests.support.runs import command, environment, lines, succeeded
+from tests.support.runs import ROOT, SMALL, command, environment, lines, succeeded
 
-SMALL = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
+SHORT = ("--rollout.prompts", "16", "--rollout.samples", "4", "--eval.problems", "0", "--export", "false")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -49,7 +51,7 @@ def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
     and one process without DeepSpeed goes on from it."""
     two, one = tmp_path / "two", tmp_path / "one"
     steady = ("--learner.optimizer.decay_steps", "0")  # a rate that does not depend on the number of steps
-    adamw = ("--optimizer", "adamw", *SMALL, *steady, "--checkpoint-every", "1", "--record", "all")
+    adamw = ("--optimizer", "adamw", *SHORT, *steady, "--checkpoint-every", "1", "--record", "all")
     launched = ("--processes", "2", "--learner.zero_stage", "3", "--steps", "500")
     process = started("train", *launched, "--output", str(two), *adamw)
     wait_for_checkpoint(two, process)
@@ -81,7 +83,7 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
     """Contract: within a minute, with a failing exit status, no process left behind and the checkpoint intact."""
     run = tmp_path / "run"
     launched = ("--processes", "2", "--steps", "500", "--checkpoint-every", "1")
-    process = started("train", *launched, "--output", str(run), *SMALL)
+    process = started("train", *launched, "--output", str(run), *SHORT)
     wait_for_checkpoint(run, process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
@@ -117,7 +119,7 @@ def test_torchrun_starts_the_same(tmp_path: Path):
     """The command is launched by torchrun as it is; input that is wrong is told once, and no run folder is made."""
     launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qarl"]
     run = tmp_path / "run"
-    given = ["train", "--output", str(run), "--steps", "1", *SMALL[2:], "--rollout.prompts"]
+    given = ["train", "--output", str(run), "--steps", "1", *SHORT[2:], "--rollout.prompts"]
     wrong = subprocess.run([*launch, *given, "15"], env=environment(), capture_output=True, text=True, timeout=300)
     assert wrong.returncode != 0 and not run.exists()
     assert wrong.stderr.count("rollout.prompts 15 cannot be dealt to 2 processes") == 1
@@ -133,7 +135,7 @@ def test_torchrun_starts_the_same(tmp_path: Path):
 def test_two_nodes_are_two_processes(tmp_path: Path):
     """Contract: torchrun on two nodes, each started by itself with its rank, makes the run of `--processes 2`: every
     metric, every digest. Blind spot: both are this machine and see one file system."""
-    given = ("--steps", "2", *SMALL, "--sync.canary_every", "1", "--checkpoint-every", "1")
+    given = ("--steps", "2", *SHORT, "--sync.canary_every", "1", "--checkpoint-every", "1")
     alone = started("train", "--processes", "2", "--output", str(tmp_path / "one"), *given)
     printed, _ = alone.communicate(timeout=400)
     assert alone.returncode == 0, printed
@@ -146,3 +148,35 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
         assert node.returncode == 0, printed
     whole = lines(tmp_path / "one")
     assert len(whole) == 2 and lines(tmp_path / "two") == whole
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not thorough(), reason="two servers are a minute of CPU; `make test-thorough` starts them")
+@pytest.mark.parametrize(("scheme", "transfer"), [("w4a16", "files"), ("w8a8", "http")])
+def test_a_run_on_two_servers_is_the_run_in_process(
+    scheme: str, transfer: str, random_policy: Policies, tmp_path: Path
+):
+    """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal to the last bit. The
+    output head is quantized: an unquantized one rounds otherwise where four sequences or fewer are decoded at once, and
+    two servers come to that sooner than one engine (docs/guide/servers.md)."""
+    options = [
+        "--model", str(random_policy(False)), "--scheme", scheme, "--layers", "lm_head=w8a8", "--task", "chain_sum",
+        "--reward", "tests.support.rewards:reward", "--rollout.max_prompt_tokens", "64", "--max-new-tokens", "8",
+        "--learner.micro_batch_tokens", "512", "--export", "false", "--sync.canary_every", "1",
+    ]  # fmt: skip
+    served = ("--rollout.servers", "2", "--rollout.server_transfer", transfer)
+    for name, servers in (("inside", ()), ("outside", served)):
+        succeeded("train", *SMALL, *options, *servers, "--output", tmp_path / name)
+    inside = lines(tmp_path / "inside")
+    assert lines(tmp_path / "outside") == inside
+    assert inside[-1]["weight_version"] == 4, "every step learned"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not thorough(), reason="two servers and a dozen runs are minutes; `make test-thorough` makes them")
+@pytest.mark.parametrize("fault", ["cut after", "disk full", "second learner"])
+def test_a_run_with_a_fault_is_the_run_without(fault: str):
+    """Contract: it goes on, or stops with a line and is resumed; metrics and digests are those of a run in process."""
+    command = [sys.executable, "scripts/server_faults.py", "--runs", "100", "--only", fault]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
