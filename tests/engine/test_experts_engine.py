@@ -9,7 +9,6 @@ import torch
 
 from qarl.quant.graph.errors import GraphError
 from qarl.quant.kernels import make_factory
-from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SchemeError
 from qarl.quant.types import LowBitTensor
@@ -48,16 +47,11 @@ def held(experts: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def product_of(layer: RoutedLowBitExperts) -> Any:
-    """The learner's module, built anew from the tensors that are published."""
-    assert layer.low_bit is not None
-    return make_factory("vllm", layer.context.dtype).experts(layer.layer, layer.shape, layer.low_bit)
-
-
 def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> None:
-    """The engine holds the bytes of the learner's product, and multiplies to the same bits, for several batches."""
+    """The engine holds the bytes of the learner's product, built anew from the tensors that are published, and
+    multiplies to the same bits, for several batches."""
     for name, layer in model.experts.items():
-        product = product_of(layer)
+        product: Any = make_factory("vllm", layer.context.dtype).experts(layer.layer, layer.shape, layer.codes())
         ours, theirs = held(product._experts), call(engine, lambda m, n: held(routed_experts(m, n)), name)
         assert ours.keys() == theirs.keys() and ours
         for key, tensor in ours.items():
@@ -75,14 +69,6 @@ def forward(model: torch.nn.Module, name: str, *given: torch.Tensor) -> torch.Te
     return experts.forward_modular(x, weights, index.to(experts.quant_method.topk_indices_dtype or torch.int32)).clone()
 
 
-def check_reported_schemes(model: LowBitModel, engine: VllmEngine) -> None:
-    reported = {row.name: row.scheme for row in engine.layers()}
-    assert reported.keys() >= model.experts.keys()
-    for name, found in model.plan.schemes.items():
-        if name != "lm_head" or name in reported:
-            assert reported[name if name in reported else name.rsplit(".", 2)[0]] == found.name, name
-
-
 def publish_and_compare(
     running: Running, folder: Path, tmp_path: Path, dtype: str, publishes: int, bound: float | None = None
 ) -> None:
@@ -90,7 +76,11 @@ def publish_and_compare(
     model, engine = running
     try:
         require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
-        check_reported_schemes(model, engine)
+        reported = {row.name: row.scheme for row in engine.layers()}
+        assert reported.keys() >= model.experts.keys()
+        for name, found in model.plan.schemes.items():
+            if name != "lm_head" or name in reported:
+                assert reported[name if name in reported else name.rsplit(".", 2)[0]] == found.name, name
         check_every_layer_is_the_engines(model, engine)
         publisher = Publisher(model, engine, SEQUENCES, bound or model.plan.bound, canary_every=publishes)
         if model.operators == "engine":

@@ -3,9 +3,8 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES
 from qarl.quant.types import LowBitTensor
-from qarl.rollout.engine import Engine, EngineError
+from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions
@@ -31,6 +30,7 @@ from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_m
 
 Running = tuple[LowBitModel, VllmEngine]
 Shared = tuple[LowBitModel, VllmEngine, Publisher]
+PROMPTS = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
 MIXED = "first:1=bf16,*.down_proj=w8a8"
 UNIFORM = [
     *((name, "bfloat16") for name in ("bf16", "w4a16", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")),
@@ -123,31 +123,15 @@ def test_transformers_loads_the_export(random_policy: Policies, tmp_path: Path, 
         assert torch.equal(theirs[name], ours), name
 
 
-class Tampered:
-    """An engine whose transport changes what arrives; everything else is the real engine's."""
-
-    def __init__(self, engine: VllmEngine, change: Callable[[list[LowBitTensor]], list[LowBitTensor]]):
-        self._engine = engine
-        self._change = change
-        self.weight_version = 0
-
-    def load(self, stream, version):
-        return self._engine.load(self._change(list(stream)), version)
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-
-def test_a_tensor_too_many_is_refused(random_policy: Policies, tmp_path: Path):
+def test_a_tensor_too_many_is_refused(random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """vLLM finds the surplus in mid-stream; an engine that took half a publish then refuses to answer."""
     folder = random_policy(True)
     model = make_model(folder, "w8a8", "bfloat16")
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
-    extra = LowBitTensor("model.layers.7.mlp.up_proj.weight", torch.zeros(2, 2, dtype=torch.int8))
-    tampered = cast(Engine, Tampered(engine, lambda items: [*items, extra]))
-    publisher = Publisher(model, tampered, SEQUENCES, 0.05, 50)
+    extra, load = LowBitTensor("model.layers.7.mlp.up_proj.weight", torch.zeros(2, 2, dtype=torch.int8)), engine.load
+    monkeypatch.setattr(engine, "load", lambda stream, version: load([*stream, extra], version))
     with pytest.raises((EngineError, PublishError), match=r"layers\.7"):
-        publisher.publish(1)
+        Publisher(model, engine, SEQUENCES, 0.05, 50).publish(1)
     with pytest.raises(EngineError, match="parts of two weight versions"):
         engine.logprobs(SEQUENCES)
     with pytest.raises(EngineError, match="one engine a process"):
@@ -165,17 +149,19 @@ def running(random_policy: Policies, tmp_path_factory: pytest.TempPathFactory) -
     engine.close()
 
 
-def test_changed_bytes_are_caught(running: Running):
+def test_changed_bytes_are_caught(running: Running, monkeypatch: pytest.MonkeyPatch):
     model, engine = running
+    load = engine.load
 
-    def flip(items: list[LowBitTensor]) -> list[LowBitTensor]:
-        changed = items[5].tensor.clone()
-        changed.view(torch.uint8).view(-1)[0] ^= 1
-        return [*items[:5], LowBitTensor(items[5].name, changed), *items[6:]]
+    def flipped(stream: Iterable[LowBitTensor], version: int) -> LoadReport:
+        items = list(stream)
+        items[5] = LowBitTensor(items[5].name, items[5].tensor.clone())
+        items[5].tensor.view(torch.uint8).view(-1)[0] ^= 1
+        return load(items, version)
 
-    publisher = Publisher(model, cast(Engine, Tampered(engine, flip)), SEQUENCES, 0.05, 50)
+    monkeypatch.setattr(engine, "load", flipped)
     with pytest.raises(PublishError, match="other bytes than were sent"):
-        publisher.publish(7)
+        Publisher(model, engine, SEQUENCES, 0.05, 50).publish(7)
 
 
 def test_a_tensor_left_out_is_named(running: Running):
@@ -263,11 +249,10 @@ def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(shared: Sh
     model, engine, publisher = shared
     disturb(model, 8)
     publisher.publish(1)
-    prompts = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
     for temperature, own in itertools.product((1.0, 0.6), (False, True)):
         sampling = Sampling(samples=8, max_new_tokens=24, temperature=temperature, seed=7, ignore_end=True)
-        completions = engine.generate(prompts, sampling)
-        groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(prompts, completions, strict=True)]
+        completions = engine.generate(PROMPTS, sampling)
+        groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(PROMPTS, completions, strict=True)]
         batch = make_batch(groups, pad_token=0)
         with torch.no_grad(), model.context.own_products() if own else contextlib.nullcontext():
             learner, _ = token_logprobs(
@@ -280,17 +265,16 @@ def test_stops_and_loops_end_completions(running: Running):
     """Contract: a stop's tokens are the last that are learned from, and its text is left out; of a loop as many rounds
     are left as were allowed, and the completion counts as cut off."""
     _, engine = running
-    prompts = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
     sampling = Sampling(samples=1, max_new_tokens=24, seed=3, ignore_end=True)
-    free = engine.generate(prompts[:1], sampling)[0][0]
+    free = engine.generate(PROMPTS[:1], sampling)[0][0]
     middle = len(free.text) // 2
     stop = free.text[middle : middle + 2]
-    stopped = engine.generate(prompts[:1], dataclasses.replace(sampling, stop=(stop,)))[0][0]
+    stopped = engine.generate(PROMPTS[:1], dataclasses.replace(sampling, stop=(stop,)))[0][0]
     count = len(stopped.token_ids)
     assert stopped.text == free.text[: free.text.index(stop)] and count < 24
     assert (stopped.token_ids, stopped.logprobs) == (free.token_ids[:count], free.logprobs[:count])
     assert stopped.finish_reason == "stop" and free.truncated and not stopped.truncated
-    answers = engine.generate(prompts, dataclasses.replace(sampling, temperature=0.0, loop_limit=2))
+    answers = engine.generate(PROMPTS, dataclasses.replace(sampling, temperature=0.0, loop_limit=2))
     looping = next(own[0] for own in answers if own[0].finish_reason == "repetition")
     tokens = looping.token_ids
     assert looping.truncated and any(tokens[-n:] == tokens[-2 * n : -n] for n in range(1, 9))
@@ -300,10 +284,9 @@ def test_a_completions_text_is_vllms_own(running: Running):
     """Made at the end of all its tokens, as vLLM makes it token by token where it has to look for a stop text; some end
     in the end token, some in the middle of a character."""
     _, engine = running
-    prompts = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate(SEQUENCES)]
     sampling = Sampling(samples=32, max_new_tokens=24, seed=4)
     late, early = (
-        [completion for group in engine.generate(prompts, asked) for completion in group]
+        [completion for group in engine.generate(PROMPTS, asked) for completion in group]
         for asked in (sampling, dataclasses.replace(sampling, stop=("never sampled",)))
     )
     assert late == early

@@ -3,6 +3,7 @@
 import dataclasses
 import ipaddress
 import json
+import re
 import shutil
 import socket
 import urllib.error
@@ -360,7 +361,7 @@ def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
     open_to_all = {
         path
         for path, method in routes + unlisted
-        if asked(f"{url}{path}".format_map(_Filled()), None, method)[0] != 401
+        if asked(url + re.sub(r"{\w+(:\w+)?}", "x", path), None, method)[0] != 401
     }
     assert open_to_all == {"/health"}
     port = int(url.rpartition(":")[2])
@@ -382,10 +383,3 @@ def test_a_server_that_is_killed_takes_its_engine_along(served: Served):
     server.kill()
     _, alive = psutil.wait_procs(started, timeout=20)
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
-
-
-class _Filled(dict[str, str]):
-    """Whatever a path names is "x"."""
-
-    def __missing__(self, name: str) -> str:
-        return "x"

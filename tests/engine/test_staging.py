@@ -4,7 +4,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +54,6 @@ def parameters(engine: VllmEngine) -> list[weakref.ref[torch.Tensor]]:
     return [weakref.ref(tensor) for tensor in models[0].parameters() if tensor.numel()]
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without Python's collector."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(running: Running, tmp_path: Path):
     """Contract: only layers that changed are made, the engine answers as before until the swap, and then as one that
     loaded the version whole; after several, as a fresh one. Blind spot: as of `test_publish`'s."""
@@ -78,9 +67,12 @@ def test_layers_made_beside_the_model_are_those_of_a_fresh_engine(running: Runni
         made.append(len(staged._pairs))
         assert engine.logprobs(SEQUENCES) == answers
         replaced = parameters(engine) if part == "" else []
-        with uncollected():
+        gc.disable()
+        try:
             staged.swap()
             assert not any(tensor() is not None for tensor in replaced), "the version before is let go of at once"
+        finally:
+            gc.enable()
         before, answers = answers, engine.logprobs(SEQUENCES)
         assert answers != before
         if version == 3:
