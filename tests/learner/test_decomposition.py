@@ -134,17 +134,13 @@ def by_hand(**config: Any) -> Decomposition:
 
 
 @pytest.mark.parametrize("ratio_from", ["learner", "sampler"])
-def test_phantom_clipping_is_that_of_the_study(ratio_from: str):
+def test_phantom_clipping_and_deployed_improvement_by_hand(ratio_from: str):
     """Outside the bounds by α + β, inside by α alone: the first token, whatever the denominator; the third is clipped
     by right, and the last is not clipped. A shadowed ratio has none."""
     found = by_hand(correction={"name": "none", "ratio_from": ratio_from})
     assert found.phantom_clipped == 0.25
     assert (found.alpha, found.beta, found.signal_to_noise) == (0.25, 0.25, 1.0)
     assert by_hand(aligned=False, ratio_fix="shadow_forward").phantom_clipped == 0.0
-
-
-def test_deployed_improvement_by_hand():
-    found = by_hand()
     assert found.deployed_improvement == pytest.approx(0.05) and found.deployed_efficiency == pytest.approx(0.5)
 
 

@@ -162,11 +162,8 @@ def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
     kept, expected = logprob_gradients(model, batch)
     model.checkpoint_layers(True)
     calls = mock.Mock(return_value=None)
-    first = (
-        model.graph.module.get_submodule("model.layers.0.self_attn")
-        if operators == "engine"
-        else (model.linears["model.layers.0.self_attn.q_proj"])
-    )
+    name = "model.layers.0.self_attn"
+    first = model.graph.module.get_submodule(name) if operators == "engine" else model.linears[f"{name}.q_proj"]
     first.register_forward_pre_hook(calls)
     again, found = logprob_gradients(model, batch)
     assert calls.call_count == 2, "the first layer's attention is computed in the forward and once more in the backward"

@@ -23,7 +23,6 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.processes import Processes
-from qarl.quant.digest import StreamDigest
 from qarl.report import run_folder
 from qarl.report.run_folder import RunFolder
 from qarl.run.check import check_new_folder
@@ -32,6 +31,7 @@ from qarl.run.session import Position
 from qarl.run.step_checkpoints import StepCheckpoints
 from tests.support import Policies
 from tests.support.engines import disturb, make_model
+from tests.support.tensors import stream_digest
 
 
 def new_run(path: Path, *steps: int, **noted: Any) -> RunFolder:
@@ -197,10 +197,7 @@ def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_pa
             checkpoints = StepCheckpoints(config, folder, policy, at)
         at.step += 1
         disturb(model, at.step)
-        digest = StreamDigest()
-        for tensor in model.low_bit_tensors():
-            digest.update(tensor)
-        digests.append(digest.hexdigest())
+        digests.append(stream_digest(model.low_bit_tensors()))
         checkpoints.after_step(rollouts, accuracy, stopping=False)  # pyright: ignore[reportArgumentType]
         note = tmp_path / "export-best" / "qarl.json"
         best = {1: None, 2: 2, 3: 2, 4: 2, 5: 5}[at.step]

@@ -40,21 +40,6 @@ def activations(draw: st.DrawFn, exponents: tuple[int, int] = (-30, 30), multipl
     return x.clamp(-largest, largest).to(dtype)
 
 
-@on_cpu_builds
-@given(activations())
-@settings(max_examples=examples(300))
-def test_int8_is_vllms_dynamic_quantization(x: torch.Tensor):
-    """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant`, so backward sees what
-    the product multiplied. Blind spot: the kernel has one code path per instruction set; this machine's is tested."""
-    from vllm._custom_ops import onednn_scaled_int8_quant
-
-    codes, scale, _ = onednn_scaled_int8_quant(x)
-    ours = quantize_activation(x, get_scheme("w8a8"))
-    assert ours.codes.dtype == torch.int8 and ours.scale.dtype == torch.float32
-    assert torch.equal(as_bytes(ours.scale), as_bytes(scale))
-    assert torch.equal(ours.codes, codes)
-
-
 @functools.cache
 def vllm_fp8(group_columns: int) -> Any:
     """vLLM's `QuantFP8` over groups of so many columns; -1: over tokens."""
@@ -67,13 +52,18 @@ def vllm_fp8(group_columns: int) -> Any:
 
 
 @on_cpu_builds
+@pytest.mark.parametrize(("scheme", "dtype"), [("w8a8", torch.int8), ("fp8", torch.float8_e4m3fn)])
 @given(x=activations())
 @settings(max_examples=examples(300))
-def test_fp8_is_vllms_dynamic_quantization(x: torch.Tensor):
-    """The same for fp8 e4m3 and vLLM's `QuantFP8`, per token."""
-    codes, scale = vllm_fp8(-1)(x)
-    ours = quantize_activation(x, get_scheme("fp8"))
-    assert ours.codes.dtype == codes.dtype == torch.float8_e4m3fn
+def test_codes_of_tokens_are_vllms_dynamic_quantization(scheme: str, dtype: torch.dtype, x: torch.Tensor):
+    """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant`, and of its `QuantFP8`, so
+    backward sees what the product multiplied. Blind spot: the kernel has one code path per instruction set; this
+    machine's is tested."""
+    from vllm._custom_ops import onednn_scaled_int8_quant
+
+    codes, scale, *_ = onednn_scaled_int8_quant(x) if scheme == "w8a8" else vllm_fp8(-1)(x)
+    ours = quantize_activation(x, get_scheme(scheme))
+    assert ours.codes.dtype == codes.dtype == dtype and ours.scale.dtype == torch.float32
     assert torch.equal(as_bytes(ours.scale), as_bytes(scale))
     assert torch.equal(as_bytes(ours.codes), as_bytes(codes))
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from qarl.quant import delta as module
 from qarl.quant.delta import DeltaError, VersionCache
-from qarl.quant.digest import StreamDigest
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import SCHEMES, get_scheme
 from qarl.quant.types import LowBitTensor
 from tests.support.profiles import examples, thorough
+from tests.support.tensors import stream_digest
 
 Named = dict[str, torch.Tensor]
 DTYPES = (torch.int32, torch.int8, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32)
@@ -28,13 +28,6 @@ DTYPES = (torch.int32, torch.int8, torch.uint8, torch.int64, torch.bfloat16, tor
 
 def stream(tensors: Named) -> list[LowBitTensor]:
     return [LowBitTensor(name, tensor) for name, tensor in tensors.items()]
-
-
-def digest(tensors: list[LowBitTensor]) -> str:
-    whole = StreamDigest()
-    for item in tensors:
-        whole.update(item)
-    return whole.hexdigest()
 
 
 def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -95,7 +88,7 @@ def test_a_delta_makes_the_version_it_is_of(tensors: list[tuple[torch.dtype, lis
         changed = receiver.apply(delta, number, sender.digest)
         assert list(changed) == [n for n in after if not torch.equal(octets(version[n]), octets(after[n]))]
         assert same(receiver, after) and same(sender, after)
-        assert receiver.digest == sender.digest == digest(stream(after))
+        assert receiver.digest == sender.digest == stream_digest(stream(after))
         assert receiver.version == number
         assert len(delta) < sender.bytes * (1 + 40 / module._BLOCK) + 300 * (1 + len(changed))
         version = after
@@ -140,7 +133,7 @@ def made() -> tuple[VersionCache, bytes, str]:
     """A receiver of version 1, and the delta to version 2 with its digest."""
     before, after = small()
     sender, receiver = (VersionCache(1, stream(before)) for _ in range(2))
-    return receiver, sender.make_delta(2, stream(after)), digest(stream(after))
+    return receiver, sender.make_delta(2, stream(after)), stream_digest(stream(after))
 
 
 def reheaded(delta: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:

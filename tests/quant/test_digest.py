@@ -15,6 +15,7 @@ from qarl.quant.digest import ReceivedDigest, StreamDigest
 from qarl.quant.types import LowBitTensor
 from tests.support.kernels import needs_cuda
 from tests.support.profiles import examples
+from tests.support.tensors import stream_digest
 
 Named = tuple[str, torch.Tensor]
 PIECE = module._PIECE
@@ -23,10 +24,7 @@ SIZES = st.lists(st.integers(1, 5000), min_size=2, max_size=5)
 
 
 def digest(*items: Named) -> str:
-    stream = StreamDigest()
-    for name, tensor in items:
-        stream.update(LowBitTensor(name, tensor))
-    return stream.hexdigest()
+    return stream_digest(LowBitTensor(name, tensor) for name, tensor in items)
 
 
 def tensor(size: int, seed: int = 0) -> torch.Tensor:

@@ -28,18 +28,8 @@ BOUND = {"vllm": 1.0, "reference": 1.5}
 a rounding. The output is always one; vLLM's int4 kernel rounds the dequantized weight, the reference both operands."""
 
 schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
-PRODUCTS = [
-    *(pytest.param("vllm", scheme, marks=no_cuda) for scheme in VLLM_CPU_KERNELS),
-    *(pytest.param("reference", scheme) for scheme in SCHEMES),
-]
-kernels_and_schemes = pytest.mark.parametrize(("kernel", "scheme"), PRODUCTS)
 dtypes = pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values(), ids=COMPUTE_DTYPES)
 every_product = products(vllm=VLLM_CPU_KERNELS, reference=SCHEMES)
-
-
-def arithmetic_dtype(scheme: str, kernel: str, dtype: torch.dtype) -> torch.dtype:
-    """The coarsest dtype a product's operands are rounded to: the w4a8 operator of vLLM keeps scales in bfloat16."""
-    return torch.bfloat16 if scheme == "w4a8" and kernel == "vllm" else dtype
 
 
 def summation_error(x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -76,7 +66,8 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
     with torch.no_grad():
         y = linear(x)
     assert y.dtype == dtype and y.shape == exact.shape
-    bound = BOUND[kernel] * torch.finfo(arithmetic_dtype(scheme, kernel, dtype)).eps + summed / float(exact.norm())
+    coarsest = torch.bfloat16 if scheme == "w4a8" and kernel == "vllm" else dtype  # whose operator's scales are that
+    bound = BOUND[kernel] * torch.finfo(coarsest).eps + summed / float(exact.norm())
     assert relative_error(y, exact) <= bound
     args = get_scheme(scheme).weights
     if args is not None and (args.num_bits == 4 or dtype != torch.bfloat16):
@@ -237,15 +228,17 @@ def test_the_activation_kept_for_backward_is_low_bit(scheme: str, kernel: str, d
     assert [(t.dtype, t.numel()) for t in saved] == [(kind, 24 * count) for kind, count in expected]
 
 
-@kernels_and_schemes
+@every_product
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16], ids=str)
-def test_a_changed_master_takes_effect_at_refresh(kernel: str, scheme: str, master: torch.dtype, aligned: bool):
+def test_a_changed_master_takes_effect_at_refresh(
+    kernel: str, scheme: str, dtype: torch.dtype, master: torch.dtype, aligned: bool
+):
     """Contract: forward multiplies the materialized version. An optimizer step alone changes no output bit, neither
     of weight nor of bias; refresh() does, and then equals a layer built from the new master. Also where the master is
     of the compute dtype, and no rounding separates the two."""
-    linear, fresh = (make_linear(scheme, kernel, seed=s, master_dtype=master, aligned=aligned) for s in (0, 5))
-    x = normal(7, 256, seed=1).to(torch.bfloat16)
+    linear, fresh = (make_linear(scheme, kernel, dtype, seed=s, master_dtype=master, aligned=aligned) for s in (0, 5))
+    x = normal(7, 256, seed=1).to(dtype)
     assert linear.bias is not None and fresh.bias is not None
     before = linear(x)
     with torch.no_grad():

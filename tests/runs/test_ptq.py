@@ -20,7 +20,6 @@ from qarl.ptq.export import check_request, quantize, verify
 from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, methods_for
 from qarl.ptq.source import Source, open_source
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.digest import StreamDigest
 from qarl.quant.model.kept_scales import start_from_codes
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from qarl.report.run_folder import RunFolder
@@ -32,7 +31,7 @@ from tests.support.models import low_bit
 from tests.support.moe_models import with_tokenizer
 from tests.support.profiles import thorough
 from tests.support.runs import succeeded
-from tests.support.tensors import as_bytes
+from tests.support.tensors import as_bytes, stream_digest
 
 BF16 = config_from_tree({"scheme": "bf16"})
 SMALL = ("--steps", "2", "--rollout.prompts", "8", "--rollout.samples", "4", "--eval.problems", "32")
@@ -245,10 +244,7 @@ def test_every_method_gives_a_checkpoint_vllm_loads(run: Path, tmp_path: Path, s
     model = low_bit(load_masters(source.folder, torch.float32), scheme)
     if scheme != "fp8":
         start_from_codes(model, list(read_as(source.layout, tmp_path / "gptq")))
-        published = StreamDigest()
-        for item in model.low_bit_tensors():
-            published.update(item)
-        assert published.hexdigest() == digests["gptq"]
+        assert stream_digest(model.low_bit_tensors()) == digests["gptq"]
     if scheme == "w4a16":
         assert moved["gptq"] < 0.7 * moved["rtn"], moved
         other = dataclasses.replace(source, layout=checkpoint_layout(source.folder, "w8a8", "bfloat16"))

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
+from qarl.quant.digest import StreamDigest
+from qarl.quant.types import LowBitTensor
+
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -32,3 +35,11 @@ def relative_error(given: torch.Tensor, exact: torch.Tensor) -> float:
     """‖given - exact‖ / ‖exact‖, Frobenius norms in float64."""
     given, exact = given.detach().double(), exact.detach().double()
     return float((given - exact).norm() / exact.norm())
+
+
+def stream_digest(items: Iterable[LowBitTensor]) -> str:
+    """What a sender says of a stream."""
+    digest = StreamDigest()
+    for item in items:
+        digest.update(item)
+    return digest.hexdigest()
