@@ -44,27 +44,23 @@ def test_codes_are_those_of_the_cpu(scheme: str, master: torch.dtype):
     assert same_bits(on_cpu.tensors(), ((name, tensor.cpu()) for name, tensor in on_gpu.tensors()))
 
 
-def products_agree(scheme: str, tokens: int, rows: int, columns: int) -> None:
+PRODUCTS = [
+    *((tokens, 256, 512) for tokens in (1, 17, 256)),
+    *((tokens, rows, 2048) for tokens in (1, 22528) for rows in (512, 1024, 4096, 6144, 12288)),
+]
+"""Tokens, rows and columns: rows of the layers of Qwen3-0.6B to 8B over 2048 columns; a decoded token, and a
+micro-batch's."""
+
+
+@schemes
+@pytest.mark.parametrize(("tokens", "rows", "columns"), PRODUCTS)
+def test_products_agree_with_the_dequantized_one(scheme: str, tokens: int, rows: int, columns: int):
     """vLLM's and the reference: relative error below 2 %, far below a wrong scale or code order, above rounding."""
     need(scheme)
     weight = materialize(values(rows, columns).cuda(), get_scheme(scheme), DTYPE)
     x = values(tokens, columns, seed=1).cuda().to(DTYPE)
     expected = make_factory("reference", DTYPE).linear("layer", [weight], [None])(x)
     assert relative_error(make_factory("vllm", DTYPE).linear("layer", [weight], [None])(x), expected) < 0.02
-
-
-@schemes
-@pytest.mark.parametrize("tokens", [1, 17, 256])
-def test_products_agree_with_the_dequantized_one(scheme: str, tokens: int):
-    products_agree(scheme, tokens, 256, 512)
-
-
-@schemes
-@pytest.mark.parametrize("tokens", [1, 22528])
-@pytest.mark.parametrize("rows", [512, 1024, 4096, 6144, 12288])
-def test_products_of_real_shapes(scheme: str, tokens: int, rows: int):
-    """Rows of the layers of Qwen3-0.6B to 8B over 2048 columns; a decoded token, and a micro-batch's."""
-    products_agree(scheme, tokens, rows, 2048)
 
 
 @schemes
@@ -87,19 +83,15 @@ def test_outputs_and_straight_through_gradients_are_those_of_the_cpu(scheme: str
         assert relative_error(ours, expected) < 0.02
 
 
-@schemes
-def test_experts_agree_with_the_dequantized_ones(scheme: str):
-    agree(scheme, (8, 2, 256, 256), 64)
+REAL = (128, 8, 2048, 768)
+"""Experts of Qwen3-30B-A3B: 128 of 768 columns, 8 a token."""
 
 
-@pytest.mark.parametrize("scheme", RUNS_EXPERTS)
-@pytest.mark.parametrize("tokens", [1, 4096])
-def test_experts_agree_at_a_real_shape(scheme: str, tokens: int):
-    """Qwen3-30B-A3B's: 128 of 768 columns, 8 a token."""
-    agree(scheme, (128, 8, 2048, 768), tokens)
-
-
-def agree(scheme: str, sizes: tuple[int, int, int, int], tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "tokens"),
+    [(name, (8, 2, 256, 256), 64) for name in SCHEMES] + [(name, REAL, n) for name in RUNS_EXPERTS for n in (1, 4096)],
+)
+def test_experts_agree_with_the_dequantized_ones(scheme: str, sizes: tuple[int, int, int, int], tokens: int):
     """vLLM's output and gradients within 3 % of the dequantized product's."""
     need(scheme, experts=True)
     experts, top_k, hidden, inner = sizes

@@ -41,16 +41,12 @@ def phases(folder: str, prefix: str) -> set[str]:
     return {f"{prefix}{name}" for name in re.findall(r'with (?:self\.\w+\.|self\.)?(?:stop)?watch\("(\w+)"\)', sources)}
 
 
-def diagnosed() -> Iterator[str]:
-    """The metrics of the learner's diagnostics, as a batch records them."""
-    for name, value in make_learner().learn(batch_of(), step=0).records.items():
-        yield from fields(type(value), f"learn/{name}/") if dataclasses.is_dataclass(value) else [f"learn/{name}"]
-
-
 def test_every_metric_is_in_the_glossary_and_nothing_else():
     rows = re.findall(r"^\| `([\w/]+)` \| ", (ROOT / "docs/reference/metrics.md").read_text(), flags=re.MULTILINE)
     assert len(rows) == len(set(rows))
-    written = {*fields(StepMetrics), *phases("qarl", "seconds/"), *phases("learner", "seconds/learn/"), *diagnosed()}
+    written = {*fields(StepMetrics), *phases("qarl", "seconds/"), *phases("learner", "seconds/learn/")}
+    for name, value in make_learner().learn(batch_of(), step=0).records.items():  # of the learner's diagnostics
+        written |= {*fields(type(value), f"learn/{name}/")} if dataclasses.is_dataclass(value) else {f"learn/{name}"}
     assert {"reward", "learn/mismatch/k3", "learn/ages/age", "seconds/sample", "seconds/learn/backward"} <= written
     assert set(rows) == written
 
@@ -77,26 +73,20 @@ def test_pages_stay_short():
     assert max(count for page, count in words.items() if page.parent.name == "guide") <= 900
 
 
-def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path):
-    """Links within the repository, their headings too; addresses elsewhere are not followed."""
+def test_links_lead_somewhere_and_files_that_are_named_exist(page: Path):
+    """Links within the repository, their headings too; addresses elsewhere are not followed. `room/file.py` in
+    backticks; a changelog may tell of what is gone."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http", "mailto:")):
             continue
         name, _, heading = target.partition("#")
         linked = (page.parent / name).resolve() if name else page
         assert linked.exists(), f"{page.name} links to {target}"
-        assert not heading or heading in anchors(linked), f"{page.name} links to {target}"
-
-
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path):
-    """`room/file.py` in backticks; a changelog may tell of what is gone."""
+        if heading:
+            headings = [text.lower() for text in re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)]
+            anchors = {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in headings}
+            assert heading in anchors, f"{page.name} links to {target}"
     if page.name == "CHANGELOG.md":
         return
     rooms = "configs|quant|rollout|learner|sync|qarl|scripts|tests|examples"

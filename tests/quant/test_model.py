@@ -192,15 +192,6 @@ def test_a_new_weight_version_is_made_by_refresh_alone(tied: bool, scheme: str):
     assert same_stream(model, stream_bytes(other))
 
 
-def test_logits_are_of_the_wanted_positions_in_order():
-    """Row-major order, for ragged choices; the other positions' logits are not computed but would be the same."""
-    model = low_bit(qwen3(), "w4a16", torch.float32)
-    tokens = some_tokens(4, 9)
-    wanted = torch.rand(4, 9, generator=torch.Generator().manual_seed(3)) < 0.4
-    assert wanted.any() and not wanted.all()
-    torch.testing.assert_close(model.logits(tokens, wanted), all_logits(model, tokens)[wanted], rtol=1e-5, atol=1e-5)
-
-
 def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
     """A canary that raises must not turn the plain baseline into the aligned method."""
     model = low_bit(qwen3(), "w4a16", aligned=False)

@@ -210,7 +210,6 @@ def test_unusable_weights_are_refused(
 LORA = ["--learner.lora.name", "lora", "--learner.lora.rank", "8", "--lr", "5e-3", "--learner.kl.name", "k3"]
 
 
-@pytest.mark.slow
 def test_a_lora_run_from_start_to_export(tmp_path: Path):
     """Contract: every step publishes merged codes that the engine takes for the learner's (mismatch, canary); the
     checkpoint is of the adapters alone and continues; `qarl export` writes the bytes of the run's own export, in which
@@ -245,7 +244,6 @@ def masters(run: Path, step: int) -> dict[str, torch.Tensor]:
     return state["learner"]["masters"]
 
 
-@pytest.mark.slow
 def test_a_replay_is_the_recorded_run_to_the_last_bit(tmp_path: Path):
     """Contract: every metric of the learner, every version's digest, all masters and what is recorded of every token
     are those of the run with an engine. Blind spot: one process; groups that dynamic sampling dropped are not on
