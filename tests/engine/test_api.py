@@ -175,20 +175,9 @@ def test_a_loop_of_ones_own_is_the_trainers(random_policy: Callable[[bool], Path
     train = runpy.run_path(str(ROOT / "examples/own_loop.py"))["train"]
     train.__globals__["reward"] = lambda problem, answer: reward(problem, answer.text)
     published = [digest for _, digest in train(3, model=str(random_policy(True)), prompts=8)]
-    options = [
-        "--prompts",
-        "8",
-        "--steps",
-        "3",
-        "--eval.problems",
-        "0",
-        "--export",
-        "false",
-        "--output",
-        tmp_path / "run",
-    ]
+    options = ["--prompts", "8", "--steps", "3", "--eval.problems", "0", "--export", "false"]
     source = ["--config", "tiny-qwen3", "--model", random_policy(True), "--reward", "tests.support.rewards:reward"]
-    succeeded("train", *source, *options, "--learner.optimizer.decay_steps", "0")
+    succeeded("train", *source, *options, "--output", tmp_path / "run", "--learner.optimizer.decay_steps", "0")
     assert published == [line["digest"] for line in lines(tmp_path / "run")] and len(set(published)) == 3
 
 

@@ -64,12 +64,9 @@ def test_no_answer_hangs_a_run():
     assert time.monotonic() - start < (TIME_LIMIT + 5) * len(SLOW)
 
 
-def test_a_reference_that_cannot_be_read_gives_no_signal():
+def test_references_may_come_in_a_box_or_between_dollars_and_one_that_cannot_be_read_gives_no_signal():
     unreadable = [response("", r"\boxed{1}")]
     assert math_scorer()(unreadable) == [None] and math_checker()(unreadable) == [False]
-
-
-def test_references_may_come_in_a_box_or_between_dollars():
     for reference in (r"\boxed{7}", "$7$", " 7 ", r"$\boxed{7}$"):
         assert math_checker()([response(reference, r"\boxed{7}"), response(reference, "7")]) == [True, False]
 

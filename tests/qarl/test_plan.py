@@ -66,11 +66,6 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     return tell
 
 
-@pytest.fixture
-def one_h100(driver: Callable[..., None]) -> None:
-    driver(81559)
-
-
 def test_sizes_come_from_config_json_or_from_what_is_published(tmp_path: Path):
     for name, shapes in NAMED.items():
         if name in PUBLISHED:
@@ -171,7 +166,8 @@ def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
     assert main(["plan", "--gpus", "8x80GB", *works[2:]]) == 0
 
 
-def test_train_is_refused_before_anything_is_loaded(one_h100: None, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_train_is_refused_before_anything_is_loaded(driver: Callable[..., None], capsys: pytest.CaptureFixture[str]):
+    driver(81559)
     assert main(["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base"]) == 2
     said = capsys.readouterr().err
     assert "GiB too much on 1 × NVIDIA H100 80GB HBM3; nothing was loaded" in said
@@ -193,10 +189,16 @@ def test_cpus_refuse_beyond_a_quarter_more_than_there_is(
     assert "GiB too much on this machine's CPUs; nothing was loaded" in capsys.readouterr().err
 
 
-def test_the_machine_is_what_the_driver_tells(one_h100: None, monkeypatch: pytest.MonkeyPatch):
+def test_the_machine_is_what_the_driver_tells(driver: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    """Of unlike memory the smallest."""
+    driver(81559)
     found = this_machine()
     assert (found.name, found.device, found.count) == ("1 × NVIDIA H100 80GB HBM3", "cuda", 1)
     assert (found.memory, found.taken) == (81559 * 2**20, 559 * 2**20) and found.host
+    driver(81559, 24576)
+    assert this_machine().memory == 24576 * 2**20
+    assert this_machine().name.startswith("2 GPUs, of which the smallest, NVIDIA H100")
+    driver(81559)
     for chosen in ("0", "GPU-0a"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert len(machines.visible_gpus()) == 1
@@ -209,12 +211,6 @@ def test_the_machine_is_what_the_driver_tells(one_h100: None, monkeypatch: pytes
     for text in ("80GB", "0xH100", "8xP100", "8 H100"):
         with pytest.raises(ConfigError, match="known are A100"):
             parse_machine(text)
-
-
-def test_gpus_of_unlike_memory_count_as_the_smallest(driver: Callable[..., None]):
-    driver(81559, 24576)
-    found = this_machine()
-    assert found.memory == 24576 * 2**20 and found.name.startswith("2 GPUs, of which the smallest, NVIDIA H100")
 
 
 LITERAL = ["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base", "--dry-run"]

@@ -168,7 +168,10 @@ def cut(model: Path) -> None:
         (cut, "is truncated: its header speaks of"),
         (lambda m: change_json(m / "config.json", quantization_config={"quant_method": "gptq"}), "already quantized"),
         (lambda m: change_json(m / "config.json", max_position_embeddings=64), "'model' has 64 positions"),
-        (lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'), "lacks 1 of its 1"),
+        (
+            lambda m: (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'),
+            "lacks 1 of its 1 weight files, the first being 'b'",
+        ),
         # What follows is not in the files' own bytes, but in what they build.
         (lambda m: change_json(m / "config.json", hidden_size=256), "in its files and"),
         (lambda m: change_json(m / "config.json", model_type="t5"), "'t5', no causal language model"),

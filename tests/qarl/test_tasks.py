@@ -38,13 +38,14 @@ def test_problem_k_does_not_depend_on_what_else_was_asked(split, start, count, s
     ]
 
 
-def test_problems_are_the_same_in_another_process(chain_sum) -> None:
+def test_problems_are_the_same_in_another_process_and_others_with_another_seed(chain_sum) -> None:
     script = (
         "from qarl.tasks import ReasoningGymTask; "
         "print([p.question for p in ReasoningGymTask('chain_sum').problems('heldout', 0, 4, 7)])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str([p.question for p in chain_sum.problems("heldout", 0, 4, 7)])
+    assert chain_sum.problems("train", 0, 8, 0) != chain_sum.problems("train", 0, 8, 1)
 
 
 def test_splits_share_no_question(chain_sum) -> None:
@@ -52,10 +53,6 @@ def test_splits_share_no_question(chain_sum) -> None:
     heldout = {p.question for seed in (0, 1) for p in chain_sum.problems("heldout", 0, 1000, seed)}
     assert len(train) > 3000 and len(heldout) > 300
     assert not train & heldout
-
-
-def test_seeds_give_different_problems(chain_sum) -> None:
-    assert chain_sum.problems("train", 0, 8, 0) != chain_sum.problems("train", 0, 8, 1)
 
 
 def test_chain_sum_defaults_to_two_terms_of_at_most_two_digits(chain_sum) -> None:
@@ -110,24 +107,13 @@ def test_a_system_prompt_stands_before_every_question() -> None:
     assert problem.chat == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": problem.question}]
 
 
-def judged(reward) -> float | None:
-    """The reward that a function gives a wrong answer to one problem, through a whole task."""
-    task = load_task(TaskConfig(name="chain_sum"))
-    task = dataclasses.replace(task, reward=each(reward))
-    return task.rewards([Response(Problem("id-9", "3 + 4 =", "7"), "some text")])[0]
-
-
 def test_a_bad_reward_names_problem_and_completion() -> None:
     """What else a reward may do wrong: tests/qarl/test_rewards.py and tests/qarl/test_planted_faults.py."""
+    task = dataclasses.replace(load_task(TaskConfig(name="chain_sum")), reward=each(lambda problem, text: 1e300))
     with pytest.raises(RewardError, match=r"returned 1e\+300 \(float\); .*at most 1e\+15 in magnitude") as caught:
-        judged(lambda problem, text: 1e300)
+        task.rewards([Response(Problem("id-9", "3 + 4 =", "7"), "some text")])
     for part in ("chain_sum", "id-9", "3 + 4 =", "some text"):
         assert part in str(caught.value)
-
-
-def test_none_is_no_signal_and_other_numbers_pass() -> None:
-    assert judged(lambda problem, text: None) is None
-    assert judged(lambda problem, text: -len(text)) == -9.0
 
 
 def test_a_checker_says_true_or_false() -> None:

@@ -13,11 +13,7 @@ from typing import Any
 ELSEWHERE = "qarl.integrations."
 """What needs other trainers' libraries, which few have."""
 LIBRARIES = (
-    "numba",
-    "pandas",
-    "pyarrow.parquet",
-    "reasoning_gym",
-    "torch.utils.tensorboard",
+    *("numba", "pandas", "pyarrow.parquet", "reasoning_gym", "torch.utils.tensorboard"),
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.llm",

@@ -12,15 +12,9 @@ from tests.support.tensors import as_bytes
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
