@@ -120,7 +120,7 @@ def test_expert_choices_are_replayed(tmp_path: Path):
 def test_bits_are_equal_where_that_is_asked_for(tmp_path: Path, scheme: str):
     """Every sampled token of every step; gate, canary and export demand it too."""
     if torch.cuda.get_device_capability() < FIRST_CAPABILITY:
-        pytest.skip("refused below 9.0: tests/quant/test_batch_invariance.py")
+        pytest.skip("refused below 9.0: tests/quant/test_cuda_kernels.py")
     run = tmp_path / "run"
     completed(qarl_alone("train", *SMALL, "--bitwise", "true", "--scheme", scheme, "--output", run))
     assert all(line["learn/mismatch/equal"] == 1 for line in lines(run))
