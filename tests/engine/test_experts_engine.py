@@ -122,7 +122,7 @@ ONE_ALONE = "model.layers.1.mlp.experts.*=w4a16-g32"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "scheme", "dtype", "tied", "layers", "publishes"),
+    ("kind", "scheme", "dtype", "tied", "layers", "count"),
     [
         ("qwen3_moe", "bf16", "bfloat16", True, "[]", 20),
         ("qwen3_moe", "bf16", "float16", False, "[]", 20),
@@ -141,14 +141,7 @@ ONE_ALONE = "model.layers.1.mlp.experts.*=w4a16-g32"
     ],
 )
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
-    random_experts: Policies,
-    tmp_path: Path,
-    kind: str,
-    scheme: str,
-    dtype: str,
-    tied: bool,
-    layers: str,
-    publishes: int,
+    random_experts: Policies, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool, layers: str, count: int
 ):
     """Contract: before and after publishes of changing weights the engine holds, expert by expert, the tensors of the
     learner's own product, multiplies to the same bits, and answers as an engine that loaded the last weights from
@@ -160,7 +153,7 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     model = make_model(folder, scheme, dtype, layers=layers)
     assert len({layer.scheme.name for layer in model.experts.values()}) == (1 if layers == "[]" else 2)
     engine = start_engine(model, folder, tmp_path / "start", dtype)
-    publish_and_compare((model, engine), folder, tmp_path, dtype, publishes)
+    publish_and_compare((model, engine), folder, tmp_path, dtype, count)
 
 
 @pytest.mark.slow

@@ -32,11 +32,7 @@ HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=
 
 
 def new_run(
-    path: Path,
-    steps: int | list[dict[str, Any]] = 4,
-    of: int = 4,
-    tokens: bool = True,
-    fields: dict[str, str] | None = None,
+    path: Path, steps: int | list[Any] = 4, of: int = 4, tokens: bool = True, fields: dict[str, str] | None = None
 ) -> Path:
     """A run's folder with metrics of that many steps, or these, and two completions a step."""
     folder = RunFolder.create(load_config(None, {"output": str(path), "steps": str(of), **(fields or {})}))

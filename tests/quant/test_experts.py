@@ -60,10 +60,9 @@ def test_vllms_experts_are_its_dense_layers_expert_by_expert(
     weights, index = route()
     x = heavy(len(index), shape.hidden, seed=9, rows=False).to(dtype)
     factory, total = make_factory(kernel, dtype), torch.zeros(x.shape)
-    assert experts.low_bit is not None
     with torch.no_grad():
         y = experts(x, index, weights)
-        for e, expert in enumerate(experts.low_bit.experts):
+        for e, expert in enumerate(experts.codes().experts):
             chosen = index == e
             rows = chosen.any(-1).nonzero()[:, 0]
             if not len(rows):
@@ -81,14 +80,13 @@ def exact_output(
     experts: RoutedLowBitExperts, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, masters: bool = False
 ) -> torch.Tensor:
     """In float64, token by token. masters: multiply those, unquantized."""
-    y = torch.zeros(x.shape, dtype=torch.float64)
-    assert experts.low_bit is not None
+    y, codes = torch.zeros(x.shape, dtype=torch.float64), experts.codes().experts
     for n in range(len(x)):
         for weight, e in zip(weights[n].tolist(), index[n].tolist(), strict=True):
             gate_up, down = (master.detach()[e].double() for master in experts.masters)
             token = x[n : n + 1]
             if not masters:
-                gate_up, down = unpacked(experts.low_bit.experts[e].gate_up), unpacked(experts.low_bit.experts[e].down)
+                gate_up, down = unpacked(codes[e].gate_up), unpacked(codes[e].down)
                 token = as_multiplied(token, experts)
             gate, up = (token.double() @ gate_up.t()).chunk(2, dim=-1)
             hidden = F.silu(gate) * up
@@ -135,8 +133,7 @@ def test_changed_masters_take_effect_at_refresh(scheme: str, aligned: bool):
 @pytest.mark.parametrize("scheme", CPU_SCHEMES)
 def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
     """No reference cycle keeps a replaced product alive: with large models each would hold gigabytes."""
-    experts, factory = make_experts(scheme, "vllm").low_bit, make_factory("vllm", torch.bfloat16)
-    assert experts is not None
+    experts, factory = make_experts(scheme, "vllm").codes(), make_factory("vllm", torch.bfloat16)
     gc.disable()
     try:
         if kind == "linear":

@@ -99,8 +99,7 @@ def test_an_adapted_layer_is_one_with_the_merged_master(scheme: str, aligned: bo
     full.master, full_partner.master = (nn.Parameter(each.merged()[0]) for each in (linear, partner))
     fuse_scales([[full_partner, full]])
     full.refresh()
-    assert linear.low_bit is not None and full.low_bit is not None
-    assert same_bits(linear.low_bit.tensors(), full.low_bit.tensors())
+    assert same_bits(linear.codes().tensors(), full.codes().tensors())
     assert torch.equal(linear(x), full(x)) and not torch.equal(linear(x), base)
     assert torch.equal(linear.weight_used(), full.weight_used())
 

@@ -138,14 +138,7 @@ QUANTIZED = {"dense": 14, "qwen3_moe": 15, "mixtral": 18}
     ],
 )
 def test_rtn_is_materialize_bit_for_bit(
-    random_policy: Policies,
-    random_experts: Policies,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    kind: str,
-    scheme: str,
-    dtype: str,
-    tied: bool,
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool
 ):
     """Contract: round to nearest by llmcompressor is QaRL's export of the same unquantized checkpoint: names, dtypes,
     shapes, bytes; every expert is quantized, no router is. So the baseline and QaRL differ in what was trained, not in
@@ -153,7 +146,8 @@ def test_rtn_is_materialize_bit_for_bit(
     if (kind, scheme) != ("dense", "w4a16"):
         request.getfixturevalue("forked_compressor")
     dense = kind == "dense"
-    masters = random_policy(tied) if dense else with_tokenizer(kind, random_experts(tied), tmp_path / "masters")
+    policy = request.getfixturevalue("random_policy" if dense else "random_experts")(tied)
+    masters = policy if dense else with_tokenizer(kind, policy, tmp_path / "masters")
     folder = unquantized(masters, tmp_path / "unquantized", dtype)
     layout = checkpoint_layout(folder, scheme, dtype)
     (tmp_path / "work").mkdir()

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,23 +181,18 @@ def test_export_and_eval_commands(tmp_path: Path):
 @pytest.mark.parametrize(
     ("kind", "harm", "message"),
     [
-        ("dense", lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"), "lacks 1 tensors, the first being"),
-        ("dense", lambda tensors: tensors["model.norm.weight"][3].fill_(float("nan")), "holds NaN or infinity"),
-        ("experts", lambda tensors: tensors.pop(EXPERT), f"'{EXPERT}' is missing"),
+        ("policy", lambda each: each.pop("model.layers.0.mlp.up_proj.weight"), "lacks 1 tensors, the first being"),
+        ("policy", lambda each: each["model.norm.weight"][3].fill_(float("nan")), "holds NaN or infinity"),
+        ("experts", lambda each: each.pop(EXPERT), f"'{EXPERT}' is missing"),
     ],
     ids=["incomplete", "damaged", "without an expert"],
 )
 def test_unusable_weights_are_refused(
-    tmp_path: Path,
-    random_policy: Policies,
-    random_experts: Policies,
-    kind: str,
-    harm: Callable[[dict[str, torch.Tensor]], object],
-    message: str,
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, harm: Callable[[Any], object], message: str
 ):
     """What only reading all of the weights shows, before a run folder is made; the rest of a model's files is
     `tests/qarl/test_refusals.py`'s."""
-    config, policy = ("tiny-qwen3", random_policy) if kind == "dense" else ("tiny-qwen3-moe", random_experts)
+    config, policy = "tiny-qwen3" if kind == "policy" else "tiny-qwen3-moe", request.getfixturevalue(f"random_{kind}")
     weights = Path(shutil.copytree(policy(True), tmp_path / "model")) / "model.safetensors"
     tensors = load_file(weights)
     harm(tensors)

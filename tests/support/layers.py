@@ -40,8 +40,7 @@ def make_linear(
 
 def dequantized_weight(linear: LowBitLinear) -> torch.Tensor:
     """codes · scale of the published tensors, float64 [O, I]."""
-    assert linear.low_bit is not None
-    return unpacked(linear.low_bit)
+    return unpacked(linear.codes())
 
 
 def dequantized_activation(x: torch.Tensor, layer: LowBitLinear | RoutedLowBitExperts) -> torch.Tensor:
@@ -146,8 +145,7 @@ def experts_fake_quant_gradients(
     for e in range(experts.shape.experts):
         rows, slots = (index == e).nonzero(as_tuple=True)
         if experts.context.aligned:
-            assert experts.low_bit is not None
-            matrices = unpacked(experts.low_bit.experts[e].gate_up), unpacked(experts.low_bit.experts[e].down)
+            matrices = unpacked(experts.codes().experts[e].gate_up), unpacked(experts.codes().experts[e].down)
         else:
             matrices = gate_up[e].to(experts.context.dtype), down[e].to(experts.context.dtype)
         both, out = straight_through(gate_up[e], matrices[0]), straight_through(down[e], matrices[1])
