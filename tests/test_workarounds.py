@@ -1,8 +1,7 @@
 """docs/lab/workarounds.md is true: files and tests exist, and every fault it works around is still there.
 
 Most faults are looked for in the library's source, which takes milliseconds and is blind to a fault that moved
-elsewhere; tests of what a workaround is for (publishes against a fresh engine, and so on) see those.
-"""
+elsewhere; tests of what a workaround is for (publishes against a fresh engine, and so on) see those."""
 
 import importlib.metadata
 import re

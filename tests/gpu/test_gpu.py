@@ -3,8 +3,7 @@
 Blind spot: nothing here has run on a GPU yet; the CPU's tests of the same chain are test_materialize, test_linear,
 test_experts and test_publish.
 
-Axes: N tokens, O output rows, I input columns, E experts.
-"""
+Axes: N tokens, O output rows, I input columns, E experts."""
 
 from importlib.util import find_spec
 from itertools import chain

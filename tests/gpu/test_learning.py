@@ -1,8 +1,7 @@
 """What may change memory and time on a GPU, and not what is learned: packing, checkpointing, LoRA, parts of a gradient.
 Nothing here has run yet. tests/learner/test_invariance.py has the same of CPUs.
 
-Axes: B sequences, T tokens.
-"""
+Axes: B sequences, T tokens."""
 
 import dataclasses
 from typing import Any

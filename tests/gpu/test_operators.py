@@ -1,7 +1,6 @@
 """The learner's operators on a GPU against the engine's, and its backwards against CPUs'. Nothing here has run yet.
 
-Axes: N tokens, C columns, H heads, D head size, E experts.
-"""
+Axes: N tokens, C columns, H heads, D head size, E experts."""
 
 import dataclasses
 from collections.abc import Callable

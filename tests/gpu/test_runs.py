@@ -1,7 +1,6 @@
 """Whole runs on a GPU, and how far learner and sampler are apart there. Nothing here has run yet.
 
-Axes: T tokens, L decoder layers, K experts a token.
-"""
+Axes: T tokens, L decoder layers, K experts a token."""
 
 import json
 import subprocess

@@ -5,8 +5,7 @@ on every machine, and so are their digests: compared exactly. A trajectory goes 
 another order: compared within a tolerance, far below what a wrong bound, mask or scale does. Blind to what a real
 engine does (tests/engine) and to everything that needs more than three updates.
 
-Record anew, where a change is meant: python -m tests.learner.test_golden
-"""
+Record anew, where a change is meant: python -m tests.learner.test_golden"""
 
 import hashlib
 import json

@@ -1,7 +1,6 @@
 """Settings that may change time and memory, not what is learned: packing, chunked log-probs, checkpointed layers.
 
-Axes: B sequences, T tokens.
-"""
+Axes: B sequences, T tokens."""
 
 import dataclasses
 from typing import Any

@@ -1,7 +1,6 @@
 """Two processes under ZeRO 0-3 against one process without: the same masters, codes and checkpoints.
 
-The processes are real, over gloo (`tests/support/zero_worker.py`); one launch does all jobs of this file.
-"""
+The processes are real, over gloo (`tests/support/zero_worker.py`); one launch does all jobs of this file."""
 
 import functools
 import hashlib

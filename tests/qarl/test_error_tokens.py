@@ -44,15 +44,13 @@ def test_loops(tokens: list[int], expected: str):
 
 
 def test_shares_and_their_split_by_advantage():
-    """Eight tokens: a loop of four in the worse answer, one of them improbable too; one improbable in the better."""
+    """Eight tokens: a loop of four in the worse answer, one of them improbable too; one improbable in the better. Equal
+    rewards have no sign: 0.1 three times has a mean that is not 0.1 in floating point."""
     worse, better = completion([5, 5, 5, 5], (1,)), completion([1, 2, 3, 4], (0,))
     found = count_error_tokens([group((worse, 0.0), (better, 1.0))])
     assert (found.improbable_tokens, found.repeated_tokens, found.error_tokens) == (2 / 8, 4 / 8, 5 / 8)
     assert (found.error_tokens_negative, found.error_tokens_positive) == (1.0, 1 / 4)
 
-
-def test_equal_rewards_have_no_sign():
-    """0.1 three times has a mean that is not 0.1 in floating point."""
     found = count_error_tokens([group(*[(completion([1, 2]), 0.1)] * 3)])
     assert found.error_tokens == 0.0
     assert found.error_tokens_negative is None and found.error_tokens_positive is None

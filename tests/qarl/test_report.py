@@ -214,7 +214,8 @@ def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
     assert [row[0] for row in data["settings"]] == ["scheme", "learner.aligned"]
 
 
-def test_long_runs_are_thinned(tmp_path: Path):
+def test_long_runs_are_thinned_and_numbers_are_short(tmp_path: Path):
+    assert [digits(value) for value in (0.123456, 12345.6, 3.0, -1e-9, 0.0)] == [0.1235, 12346, 3, -1e-9, 0]
     run = new_run(tmp_path / "run", steps=2 * MOST_POINTS + 1, of=5000, tokens=False)
     (reward,) = data_of(run)["curves"][0]["lines"]
     assert len(reward["x"]) <= MOST_POINTS and reward["x"][-1] == 2 * MOST_POINTS + 1
@@ -368,10 +369,6 @@ def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
     order = '<meta http-equiv="refresh" content="10">'
     assert all(order in seen for seen in pages) and order not in page.read_text()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "run"]
-
-
-def test_numbers_are_short():
-    assert [digits(value) for value in (0.123456, 12345.6, 3.0, -1e-9, 0.0)] == [0.1235, 12346, 3, -1e-9, 0]
 
 
 def test_early_warnings_are_named(tmp_path: Path):

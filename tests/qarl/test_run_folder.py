@@ -158,16 +158,12 @@ def by_rust(_file: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [by_text, by_rust])
-def test_a_full_disk_is_one_line(write, capsys: pytest.CaptureFixture[str]):
+def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(write, capsys: pytest.CaptureFixture[str]):
     parser = Parser(prog="qarl")
     parser.set_defaults(run=lambda *_: write(Path("/dev/full")), fields=False, engine=False)
     assert run_command(parser, []) == 1
     message = " ".join(capsys.readouterr().err.split())
     assert message.startswith("disk: cannot write") and "No space left on device; make room" in message
-
-
-def test_other_errors_stay_what_they_are():
-    parser = Parser(prog="qarl")
     parser.set_defaults(run=lambda *_: by_text(Path("/proc/none/x")), fields=False, engine=False)
     with pytest.raises(FileNotFoundError):
         run_command(parser, [])

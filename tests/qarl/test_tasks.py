@@ -71,28 +71,21 @@ def test_chain_sum_gives_partial_credit_that_is_not_accuracy(text, score, correc
     assert chain_sum.correct(problem, text) is correct
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"seed": 2}, "'seed' is chosen"), ({"min_terms": 3, "max_terms": 2}, "max_terms must be >= min_terms")],
-)
-def test_options_that_a_task_has_not_or_refuses(options, message) -> None:
-    with pytest.raises(TaskError, match=message):
-        ReasoningGymTask("chain_sum", options)
-
-
 def test_a_task_too_small_to_set_questions_aside_says_so(chain_sum, monkeypatch) -> None:
     monkeypatch.setattr("qarl.tasks.procedural.is_heldout", lambda question: False)
     with pytest.raises(TaskError, match=r"no heldout question in 256 draws.*too small to set questions aside"):
         chain_sum.problems("heldout", 0, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("split", "start", "count", "message"),
-    [("test", 0, 1, "unknown split 'test'; allowed: train, heldout"), ("train", -1, 1, "start=-1")],
-)
-def test_bad_requests(split, start, count, message, chain_sum) -> None:
-    with pytest.raises(TaskError, match=message):
-        chain_sum.problems(split, start, count, 0)
+def test_options_and_requests_that_a_task_refuses(chain_sum) -> None:
+    for message, refused in (
+        ("'seed' is chosen", lambda: ReasoningGymTask("chain_sum", {"seed": 2})),
+        ("max_terms must be >= min_terms", lambda: ReasoningGymTask("chain_sum", {"min_terms": 3, "max_terms": 2})),
+        ("unknown split 'test'; allowed: train, heldout", lambda: chain_sum.problems("test", 0, 1, 0)),
+        ("start=-1", lambda: chain_sum.problems("train", -1, 1, 0)),
+    ):
+        with pytest.raises(TaskError, match=message):
+            refused()
 
 
 @pytest.mark.parametrize("field", ["prompt", "answer", "subset", "split", "heldout"])
@@ -136,15 +129,12 @@ def test_every_task_has_a_name_and_a_line(columns: int, monkeypatch, capsys):
     assert named == sorted(reasoning_gym_datasets())
 
 
-def test_one_task_shows_options_defaults_and_an_example(capsys):
+def test_one_task_shows_options_defaults_and_an_example_or_which_options_it_needs(capsys):
     assert main(["tasks", "countdown"]) == 0
     text = capsys.readouterr().out
     for part in ("min_numbers [4]  Minimum numbers to provide", "question:\n", "answer:\n", "--task countdown"):
         assert part in text
     assert "seed [" not in text, "options that are QaRL's to choose"
-
-
-def test_a_task_that_needs_options_says_so(capsys):
     assert main(["tasks", "composite"]) == 0
     assert "no example without options" in capsys.readouterr().out
     assert main(["tasks", "math"]) == 0

@@ -63,7 +63,8 @@ def row_errors(model: torch.nn.Module) -> dict[str, float]:
     return errors
 
 
-def test_two_builds_are_bit_identical(built, tmp_path) -> None:
+def test_two_builds_are_bit_identical_and_two_recipes_never_share_a_folder(built, tmp_path) -> None:
+    assert ensure_recipe("small", replace(SMALL, warm_start_steps=0), built.parent, silent) != built
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
     build_tiny(SMALL, tmp_path / "again", silent)
     assert contents(tmp_path / "again") == contents(built)
@@ -133,10 +134,6 @@ def test_a_dead_builds_leftover_is_removed(built, tmp_path) -> None:
     (leftover / "junk").touch()
     folder = ensure_recipe("small", SMALL, tmp_path, silent)
     assert not leftover.exists() and contents(folder) == contents(built)
-
-
-def test_two_recipes_never_share_a_folder(built) -> None:
-    assert ensure_recipe("small", replace(SMALL, warm_start_steps=0), built.parent, silent) != built
 
 
 def test_two_at_once_build_once(built, tmp_path) -> None:

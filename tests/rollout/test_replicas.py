@@ -1,8 +1,7 @@
 """Servers that fail: what is asked again and of whom, who is left out and taken back, and when it ends.
 
 Real sockets and real HTTP; what answers is a stand-in for the network's far end with an answer as vLLM gives it. Blind
-spot: what a real server does meanwhile, which `scripts/server_faults.py` tries.
-"""
+spot: what a real server does meanwhile, which `scripts/server_faults.py` tries."""
 
 import asyncio
 import copy

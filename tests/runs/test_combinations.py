@@ -2,8 +2,7 @@
 
 Two in every run of the suite, sixty in `make test-thorough`. What runs is killed after its first step's
 checkpoint and resumed in every third case. `draw` may draw anything; `refusals` says, from the options alone, whether
-and why the command must refuse them. Blind spot: two steps show that parts fit together, not that they learn.
-"""
+and why the command must refuse them. Blind spot: two steps show that parts fit together, not that they learn."""
 
 import os
 import random

@@ -1,8 +1,7 @@
 """A proxy between a learner and one server that breaks one request, as networks and ailing servers do.
 
 Requests and answers pass unchanged, but for the one it is armed for: the n-th of a phase. What it can do to answers is
-what a server could send; what the server itself does is its own.
-"""
+what a server could send; what the server itself does is its own."""
 
 import asyncio
 import contextlib

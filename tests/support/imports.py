@@ -34,8 +34,7 @@ def import_libraries() -> None:
     this process and its forks have small caches.
 
     vLLM collects nine times an engine, and each time would walk the millions of objects that modules are made of: 3 s a
-    start. It also freezes and unfreezes on its own, which would undo this, so both do nothing from here on.
-    """
+    start. It also freezes and unfreezes on its own, which would undo this, so both do nothing from here on."""
     for name in LIBRARIES:
         importlib.import_module(name)
     from numba.core.registry import cpu_target

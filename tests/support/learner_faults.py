@@ -2,8 +2,7 @@
 
 `QARL_TEST_FAULT` is JSON: {"log": file for what is warned of, with times; "die_at": line of a publish at which the
 process is killed, "count": file for how many lines a publish has, "full_disk": weight version whose files have no room;
-"version": which publish, by the weight version it makes; "engine_dies_at": which call of the engine's `generate`}.
-"""
+"version": which publish, by the weight version it makes; "engine_dies_at": which call of the engine's `generate`}."""
 
 import itertools
 import json

@@ -1,7 +1,6 @@
 """One process of `tests/learner/test_sharded.py`: python -m torch.distributed.run -m tests.support.shard_worker FOLDER.
 
-What is made of rows here, without a model, goes to `FOLDER/made.pt`.
-"""
+What is made of rows here, without a model, goes to `FOLDER/made.pt`."""
 
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """One process of `tests/learner/test_zero.py`, forked in the environment that torchrun gives: zero JOB.json.
 
-A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`.
-"""
+A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`."""
 
 import json
 import math
