@@ -378,7 +378,7 @@ class _Count:
     def experts_backward(self) -> float:
         """All experts' matrices, dequantized, and the more of what is there when a row's gate is derived and when the
         gradient of all gates and ups is, before it is added in fp32. Tokens before have left their inputs' gradients.
-        tests/qarl/test_plan_peak.py holds it to a trace."""
+        tests/qarl/test_plan_activations.py holds it to a trace."""
         s, b, n = self.shapes, self.itemsize, self.tokens
         c, i = s.hidden, s.intermediate
         rows, matrices = min(n, _GROUPED) * s.experts_a_token, s.experts * i * c
