@@ -18,6 +18,7 @@ import torch
 from benchmarks.learner.batch import draw_sequences
 from benchmarks.learner.worker import groups_of
 from benchmarks.models import MODELS, PAD, write_model
+from benchmarks.stopwatch import SynchronizedStopwatch
 from qarl.configs.load import load_config
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch
@@ -155,7 +156,7 @@ def _learner(folder: Path, options: PrecisionOptions, dtype: str, rounding: str)
 def _learn(learner: Learner, batches: list[Batch]) -> tuple[float, float]:
     """Step over all batches, measuring every second one. Returns the mean share of lost updates, and what measuring
     adds to a step: of medians, since the machine has other work."""
-    learner.stopwatch.synchronized()
+    learner.stopwatch = SynchronizedStopwatch()
     lost, phases, totals = [], ([], []), []
     for number, batch in enumerate(batches, start=1):  # the first has more to do, and is not measured
         stats = learner.learn(batch, number)

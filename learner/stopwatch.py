@@ -5,25 +5,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 
 class Stopwatch:
-    """`with watch("forward"): …` adds to that phase; `take()` hands over the seconds and starts anew.
-
-    synchronize: wait for the CUDA device at both ends of a phase, so that seconds are its work's and not its launch's.
-    Waiting costs time of its own; a benchmark does. It changes nothing on CPUs.
-    entered: called with each phase's name as it begins.
+    """`with watch("forward"): …` adds to that phase; `take()` hands over the seconds and starts anew. On CUDA, which is
+    not waited for, they are those of what launches a phase's work. entered: called with each phase's name as it begins.
     """
 
-    def __init__(self, entered: Callable[[str], None] | None = None, synchronize: bool = False) -> None:
-        self._synchronize = synchronize
+    def __init__(self, entered: Callable[[str], None] | None = None) -> None:
         self._entered = entered
         self._seconds: defaultdict[str, float] = defaultdict(float)
-
-    def synchronized(self) -> None:
-        """Wait for the device from here on."""
-        self._synchronize = True
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -42,6 +32,4 @@ class Stopwatch:
         return seconds
 
     def _now(self) -> float:
-        if self._synchronize and torch.cuda.is_available():
-            torch.cuda.synchronize()
         return time.perf_counter()

@@ -25,6 +25,7 @@ def run(job: Job) -> Steps:
     sequences = Sequences.load(Path(job.batch))
     import torch
 
+    from benchmarks.stopwatch import SynchronizedStopwatch
     from qarl.configs.schema.learner import LearnerConfig
     from qarl.learner.batching import make_batch
     from qarl.learner.learner import Learner
@@ -39,7 +40,7 @@ def run(job: Job) -> Steps:
     masters = load_masters(Path(job.model), torch.float32, torch.device("cuda" if cuda else "cpu"))
     model = LowBitModel(masters, get_scheme(job.setting), LayerContext(dtype, job.kernel))
     learner = Learner(model, LearnerConfig.model_validate(learner_options(job)))
-    learner.stopwatch.synchronized()
+    learner.stopwatch = SynchronizedStopwatch()
 
     def step(number: int) -> dict[str, float]:
         start, cpu = time.perf_counter(), time.process_time()

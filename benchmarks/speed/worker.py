@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from pydantic import TypeAdapter
 
 from benchmarks.process import WorkerError, answer_line
 from benchmarks.speed.job import PHASES, Answer, Cell, Job
+from benchmarks.stopwatch import SynchronizedStopwatch
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.run import RolloutConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
-from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -32,6 +33,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Prompt, Sampling
+from qarl.rollout.vllm.engine import vllm_requests
 from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher
 
@@ -86,8 +88,20 @@ def _prompts(count: int, tokens: int, draw: random.Random, vocabulary: int) -> l
     return [Prompt(str(n), "", tuple(draw.randrange(first, vocabulary) for _ in range(tokens))) for n in range(count)]
 
 
+def sampled_by_step(engine: Any, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
+    """What `VllmEngine.generate` does, a step of the engine at a time: after each, how many sequences it gave a token.
+    Exhaust it before any other call."""
+    from vllm.inputs import tokens_input
+
+    vllm = engine._llm.llm_engine
+    for number, (prompt, params) in enumerate(zip(*vllm_requests(prompts, sampling), strict=True)):
+        vllm.add_request(str(number), tokens_input(prompt["prompt_token_ids"]), params)
+    while vllm.has_unfinished_requests():
+        yield len(vllm.step())  # one output a sequence that got a token
+
+
 def _cell(engine: Any, context: int, batch: int, job: Job, draw: random.Random, vocabulary: int) -> Cell:
-    """engine: one in process, which has `sampled_by_step`. Prefill is up to the first step of the engine that gives
+    """engine: vLLM in this process. Prefill is up to the first step of the engine that gives
     every sequence a token; each step after it that does so again is decoding. Of a repeat the median step counts, of
     the repeats the quickest."""
     sampling = Sampling(1, 1 + job.options.decode_tokens, seed=job.options.seed, ignore_end=True)
@@ -95,7 +109,7 @@ def _cell(engine: Any, context: int, batch: int, job: Job, draw: random.Random, 
     for _ in range(_REPEATS):
         prompts = _prompts(batch, context, draw, vocabulary)
         start = time.perf_counter()
-        ends = [(time.perf_counter(), sequences) for sequences in engine.sampled_by_step(prompts, sampling)]
+        ends = [(time.perf_counter(), sequences) for sequences in sampled_by_step(engine, prompts, sampling)]
         whole = [end for end, sequences in ends if sequences == batch]
         if len(whole) < _LEAST_STEPS:
             raise WorkerError(
@@ -115,7 +129,7 @@ def _steps(engine: Engine, kind: str, job: Job, vocabulary: int) -> list[dict[st
     optimizer = {"name": job.options.optimizer, "lr": 1e-6}
     options = {"optimizer": optimizer, "mini_batches": job.options.updates, "kernel": job.options.kernel}
     learner = Learner(model, LearnerConfig.model_validate({**options, "diagnostics_every": 0}))
-    learner.stopwatch.synchronized()
+    learner.stopwatch = SynchronizedStopwatch()
     draw = random.Random(job.options.seed + 1)
     sequences = [list(prompt.token_ids) for prompt in _prompts(2, 16, draw, vocabulary)]
     publisher = Publisher(model, engine, sequences, get_scheme(job.scheme).bound, canary_every=10**9)
@@ -133,7 +147,7 @@ def _step(
     """sample → learn → publish, as a run does it. Half of each group is rewarded, so every sequence teaches, and all
     completions have one length, so every scheme learns from as many tokens."""
     prompts = _prompts(job.options.prompts, job.options.prompt_tokens, draw, vocabulary)
-    watch = Stopwatch(synchronize=True)
+    watch = SynchronizedStopwatch()
     gc.collect()
     start = time.perf_counter()
     with watch("sample"):

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,24 +56,12 @@ class VllmEngine:
         """See `Engine.generate`. Log-probs are of the distribution sampled from
         (`VllmOptions.logprobs_mode`)."""
         self._refuse_half_loaded()
-        inputs, params = _requests(prompts, sampling)
+        inputs, params = vllm_requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
         tokenizer = self._llm.get_tokenizer()
         completions = [self._completion(output, tokenizer, bool(sampling.stop)) for output in outputs]
         step = sampling.samples
         return [completions[i : i + step] for i in range(0, len(completions), step)]
-
-    def sampled_by_step(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[int]:
-        """What `generate` does, a step of the engine at a time, for benchmarks: after each, how many sequences it gave
-        a token. Exhaust it before any other call."""
-        from vllm.inputs import tokens_input
-
-        self._refuse_half_loaded()
-        engine = self._llm.llm_engine
-        for number, (prompt, params) in enumerate(zip(*_requests(prompts, sampling), strict=True)):
-            engine.add_request(str(number), tokens_input(prompt["prompt_token_ids"]), params)
-        while engine.has_unfinished_requests():
-            yield len(engine.step())  # one output a sequence that got a token
 
     def _completion(self, finished, tokenizer: Any, has_text: bool) -> Completion:
         (output,) = finished.outputs
@@ -154,7 +142,7 @@ class VllmEngine:
             raise EngineError(f"vLLM failed in {method!r} at weight version {self.weight_version}: {error}") from error
 
 
-def _requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[str, list[int]]], list[Any]]:
+def vllm_requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[dict[str, list[int]]], list[Any]]:
     """vLLM's inputs and parameters, `sampling.samples` of each prompt one after the other."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from benchmarks.models import MODELS, write_model
 from benchmarks.process import answer_line, last_answer
 from benchmarks.speed import measure as speed
+from benchmarks.speed import worker
 from benchmarks.speed.figures import Spread, engine_rows, kept, step_rows
 from benchmarks.speed.job import PHASES, Answer, Cell
 from benchmarks.speed.table import tables
@@ -73,6 +74,7 @@ def test_a_process_measures_engine_and_steps(tmp_path: Path, monkeypatch: pytest
     Blind spots: vLLM's steps, and low bits, which this engine does not multiply."""
     write_model(dataclasses.replace(MODELS["tiny"], config={**MODELS["tiny"].config, "vocab_size": 64}), tmp_path, 0)
     use_transformers_engine(monkeypatch)
+    monkeypatch.setattr(worker, "sampled_by_step", lambda engine, *asked: engine.sampled_by_step(*asked))
     small = options(batches=(1,), contexts=(4, 6), decode_tokens=4, tokens=3, prompt_tokens=4, kernel="reference")
     asked = dataclasses.replace(speed.job(tmp_path, "bf16", 0, small, SMALL), kinds=("plain", "qarl"))
     made = run(asked)
