@@ -34,7 +34,7 @@ def _sample(known: argparse.Namespace, console: Console) -> int:
     plan = plan_evaluation(known.target, known.overrides, known.max_new_tokens)
     for each in [plan] if known.beside is None else [plan, plan_same(plan, known.beside)]:
         with phases_shown_on(Console(stderr=True)), phase(f"asking {each.target}"):
-            from qarl.run.ask import answers
+            from qarl.run.evaluate import answers
 
             completions = answers(each, known.question, known.seed)
         for completion in completions:

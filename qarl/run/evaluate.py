@@ -86,3 +86,15 @@ def evaluate(plan: Plan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
                 result = answered(engine, task, prompter, plan.asking, plan.rollout, seed)
             results.append(dataclasses.replace(result, name=name))
     return Evaluation(target=plan.target, dtype=plan.dtype, settings=plan.settings(seed), results=tuple(results))
+
+
+def answers(plan: Plan, question: str, seed: int) -> list[Completion]:
+    """To a single question (`qarl sample`), of the plan's checkpoint, in its chat template, behind the task's system
+    prompt, by the plan's settings. Raises what `Prompter.prompt` does for a question that is too long, or that the
+    model has no template for."""
+    prompter = open_prompter(plan.checkpoint, plan.rollout, plan.task)
+    problem = Problem(id="asked", question=question, answer="")
+    if plan.task.system is not None:  # a question alone needs no template
+        problem = problem.behind(plan.task.system)
+    with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
+        return engine.generate([prompter.prompt(problem)], Sampling.of(plan.rollout, seed, asking=plan.asking))[0]
