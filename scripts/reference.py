@@ -1,16 +1,13 @@
 #!/usr/bin/env python3
-"""Write what docs/reference/ has from the code: the options, from the schema, and the metrics of the learner's
-diagnostics, from what each says of its own. scripts/reference.py [--check]
+"""Write what docs/reference/ has from the code: the options, from the schema. scripts/reference.py [--check]
 
 --check changes nothing and exits with 1 where a page differs.
 """
 
-import re
 import sys
 from pathlib import Path
 
 from qarl.cli.help import all_fields
-from qarl.learner.diagnostics.observers import OBSERVERS
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -27,18 +24,10 @@ each dot is a level. Defaults in brackets are those of `qarl train` without a mo
 """
 
 
-METRICS = re.compile(
-    r"(?<=<!-- diagnostics: made by scripts/reference.py -->\n).*?(?=<!-- end of diagnostics -->)", re.S
-)
-
-
 def pages() -> dict[str, str]:
     """File below docs/reference/ → its text."""
     _, fields = all_fields(COLUMNS).split("\n\n", 1)  # after the sentence on defaults
-    rows = [f"| `learn/{m.name}` | {m.unit} | {m.meaning} |\n" for each in OBSERVERS for m in each.metrics]
-    table = "".join(["| field | unit | meaning |\n", "|---|---|---|\n", *rows])
-    metrics = METRICS.sub(lambda _: table, (REFERENCE / "metrics.md").read_text(encoding="utf-8"))
-    return {"options.md": OPTIONS.format(fields=fields), "metrics.md": metrics}
+    return {"options.md": OPTIONS.format(fields=fields)}
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qarl.learner.diagnostics.base import Learning, Metric, MicroBatch, Observer
+from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer
 from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.processes import Processes
 
@@ -30,19 +30,6 @@ class MismatchByAge:
 class MismatchByAgeMeter(Observer):
     """Filled in update by update: sums of tokens so many versions behind, [B, k]."""
 
-    metrics = (
-        Metric(
-            "ages/age", "updates",
-            "How many updates the weights that sampled are behind those that an update of this step moves, rising; a "
-            "list, as the next two: the mismatch [by age](../explain/mismatch.md#by-age).",
-        ),
-        Metric(
-            "ages/mean_abs", "nats",
-            "Mean \\|log π_learner − log π_sampler\\| of the tokens of each age, at the weights that their update "
-            "moves.",
-        ),
-        Metric("ages/tokens", "tokens", "How many they are."),
-    )  # fmt: skip
     figures = (
         Figure(
             id="by-age", title="Mismatch by age", unit="nats", axis="updates since the weights that sampled",

@@ -64,26 +64,15 @@ class MicroBatch:
     tokens: LossTokens
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One number of a diagnostic. name: below learn/ in metrics.jsonl, a field of a record after its "/". unit,
-    meaning: its row in docs/reference/metrics.md."""
-
-    name: str
-    unit: str
-    meaning: str
-
-
 class Observer:
     """Watches one batch. Every process calls every method, in the same order: what they compute together they may
     compute here. Nothing here changes what is learned.
 
-    metrics: all that `record` has. figures: what `qarl report` draws of them, written into a run's start.json.
+    figures: what `qarl report` draws of its metrics, written into a run's start.json.
     counts_arrivals: whether optimizer steps have to count what arrives of them. flips: counts the codes that
     materializations change, None where nobody asks.
     """
 
-    metrics: ClassVar[tuple[Metric, ...]] = ()
     figures: ClassVar[tuple[Figure, ...]] = ()
     counts_arrivals = False
     flips: FlipCount | None = None

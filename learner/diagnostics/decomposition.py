@@ -25,7 +25,7 @@ import torch
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import ratio_from
 from qarl.learner.batching import Batch
-from qarl.learner.diagnostics.base import Learning, Metric, MicroBatch, Observer, is_due
+from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.objectives import ObjectiveInput, find_objective
 from qarl.learner.optim.optimizer import UpdateDiagnostics
@@ -38,7 +38,16 @@ SAMPLE_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Of the sample's response tokens: `ShadowForwards.metrics` says what of. None where nothing was measured."""
+    """Of the sample's response tokens; None where nothing was measured.
+
+    dtype, scheme, staleness, kernel: mean |part|, nats; kernel None where the weights that sampled are gone. alpha:
+    mean |staleness + kernel|, what a ratio of two low-bit policies would be; beta: mean |dtype + scheme|, the gap in
+    precision at W_k. signal_to_noise: alpha over beta, None where that is 0. phantom_clipped: share of tokens that the
+    objective clips and would not clip if the ratio were exp(α): the study's definition, at W_k, for any denominator.
+    deployed_improvement: mean of Δ · sign(A), nats, over tokens with an advantage A; Δ is what the last update changed
+    of log π of the published codes. deployed_efficiency: that over mean |Δ|: 1 where every token of the low-bit policy
+    moves as its advantage asks, near 0 where they move at random.
+    """
 
     dtype: float | None = None
     scheme: float | None = None
@@ -112,49 +121,6 @@ def clipped_tokens(current: torch.Tensor, proximal: torch.Tensor, batch: Batch, 
 class ShadowForwards(Observer):
     """Of a sample of the last mini-batch, in the steps that diagnose."""
 
-    metrics = (
-        Metric(
-            "log_ratio/dtype", "nats",
-            "The learner's own forward against the same in the engine's dtype. 0 unless `learner.compute_dtype` "
-            "is another.",
-        ),
-        Metric(
-            "log_ratio/scheme", "nats",
-            "Unquantized masters against the codes made of them. 0 for an aligned learner, which multiplies the "
-            "codes.",
-        ),
-        Metric(
-            "log_ratio/staleness", "nats",
-            "The codes of W_k against those of W_j: what the step's earlier updates moved. 0 with `mini_batches` "
-            "1. Of a batch sampled by a version before, against the engine.",
-        ),
-        Metric(
-            "log_ratio/kernel", "nats",
-            "The codes of W_j as the learner multiplies them, against the engine: kernels, operators, batching. "
-            "Null for a batch sampled by a version before (`rollout.max_staleness`), whose weights are gone.",
-        ),
-        Metric(
-            "log_ratio/alpha", "nats",
-            "\\|staleness + kernel\\|: what a ratio of two low-bit policies would be, the α of the precision study.",
-        ),
-        Metric("log_ratio/beta", "nats", "\\|dtype + scheme\\|: its β, the gap in precision at W_k."),
-        Metric("log_ratio/signal_to_noise", "–", "`alpha` over `beta`. Null where β is 0."),
-        Metric(
-            "log_ratio/phantom_clipped", "share",
-            "Tokens that the objective clips and would not clip if the ratio were exp(α): the study's definition, "
-            "at W_k, for any denominator.",
-        ),
-        Metric(
-            "log_ratio/deployed_improvement", "nats",
-            "Mean of Δ · sign(A) over tokens with an advantage A; Δ is what the last update changed of log π of "
-            "the published codes.",
-        ),
-        Metric(
-            "log_ratio/deployed_efficiency", "–",
-            "That over the mean of \\|Δ\\|: 1 where every token of the low-bit policy moves as its advantage asks, "
-            "near 0 where they move at random.",
-        ),
-    )  # fmt: skip
     figures = (
         Figure(
             id="parts", title="Where the log-ratio comes from", unit="nats a token",

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qarl.learner.diagnostics.base import Learning, Metric, Observer, is_due
+from qarl.learner.diagnostics.base import Learning, Observer, is_due
 from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.optim.optimizer import UpdateDiagnostics
 from qarl.quant.materialize.code_changes import Changed, FlipCount
@@ -38,27 +38,6 @@ class LayerChanges:
 class LostUpdates(Observer):
     """Counts over a batch's updates and their materializations."""
 
-    metrics = (
-        Metric(
-            "lost_updates", "share",
-            "Weights the optimizer meant to move whose stored master stayed. Null but every "
-            "`learner.diagnostics_every` steps ([precision.md](../guide/precision.md)).",
-        ),
-        Metric(
-            "crossed_bfloat16", "share",
-            "Masters that round to another bfloat16 than before the update: what a sampler in bfloat16 sees of it. "
-            "Null as above, and with LoRA.",
-        ),
-        Metric(
-            "flipped_codes", "share", "Low-bit codes the update changed. Null as above, and without low-bit layers."
-        ),
-        Metric(
-            "layers/layer", "–",
-            "Names of the model's layers, in its order; a list, as the next two. Null as `learn/lost_updates`.",
-        ),
-        Metric("layers/flipped_codes", "share", "Of each layer's codes; null for a layer without any."),
-        Metric("layers/crossed_bfloat16", "share", "Of each layer's masters."),
-    )  # fmt: skip
     figures = (
         Figure(
             id="codes", title="Updates that count", unit="share",

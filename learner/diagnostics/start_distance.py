@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qarl.learner.batching import Batch
-from qarl.learner.diagnostics.base import Metric, Observer, is_due
+from qarl.learner.diagnostics.base import Observer, is_due
 from qarl.learner.diagnostics.decomposition import sample_rows
 from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.mismatch import measure_mismatch
@@ -28,14 +28,6 @@ SAMPLE_TOKENS = 1024
 class StartDistance(Observer):
     """The run's `StartingPolicy`, measured in the steps that diagnose."""
 
-    metrics = (
-        Metric(
-            "kl_from_start", "nats a token",
-            "KL(π_start ‖ π), with and without a penalty: on completions that π_start sampled, at most 1,024 tokens of "
-            "the first batch. Holds no second model; a measurement is one forward of them. After the update. Null but "
-            "every `learner.diagnostics_every` steps, and where those were off when the run began.",
-        ),
-    )  # fmt: skip
     figures = (
         Figure(
             id="start", title="Distance from the start", unit="nats a token",
