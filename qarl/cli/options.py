@@ -1,14 +1,13 @@
 """What the commands of `qarl` share: fields of the configuration as options, types of options, lines, and JSON."""
 
 import argparse
-import json
-import math
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic_core import to_json
 from rich.console import Console
 
 from qarl.configs.errors import ConfigError
@@ -83,20 +82,10 @@ def json_file(text: str) -> str:
 def write_json(file: str | None, data: Any) -> None:
     """Write `data` to `file`, if there is one: a line for each key, NaN and infinities, which JSON has not, as null."""
     if file:
-        lines = [json.dumps(item, separators=(",", ":"), allow_nan=False) for item in _finite(data)]
-        if isinstance(data, dict):
-            values = (json.dumps(value, separators=(",", ":"), allow_nan=False) for value in _finite(data).values())
-            lines = [f"{name}: {value}" for name, value in zip(lines, values, strict=True)]
+        items = [{key: value} for key, value in data.items()] if isinstance(data, dict) else [[item] for item in data]
         begin, end = "{}" if isinstance(data, dict) else "[]"
-        Path(file).write_text("\n".join([begin, ",\n".join(lines), end, ""]))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
-    return [_finite(item) for item in data] if isinstance(data, list | tuple) else data
+        lines = ",\n".join(to_json(item, inf_nan_mode="null").decode()[1:-1] for item in items)
+        Path(file).write_text(f"{begin}\n{lines}\n{end}\n", encoding="utf-8")
 
 
 def split(text: str) -> tuple[str, ...]:
