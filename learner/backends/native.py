@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.optim.master_step import on_host
+from qarl.learner.optim.muon import MOMENTUM
 from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters
-from qarl.learner.optim.row_muon import MOMENTUM
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import fill, shard_of, shard_parameters, whole_value

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from qarl.configs.schema.learner import OptimizerConfig
+from qarl.learner.optim.muon import RowMuon, StackedMuon
 from qarl.learner.optim.rounding import Rounding, stochastic_round
-from qarl.learner.optim.row_muon import RowMuon
-from qarl.learner.optim.stacked_muon import StackedMuon
 from qarl.quant.runtime.shards import Shard
 
 Index = tuple[int | slice, ...]
@@ -40,7 +39,7 @@ class MasterStep:
 
     indices: its matrices for Muon, empty for AdamW. rounding: of a 16-bit master, with its generator (on the master's
     device) where that is stochastic. home: where moments lie between steps; None: with the master. cut: of a matrix
-    for Muon of which this process has some rows; `row_muon.orthogonalize` then comes before each step.
+    for Muon of which this process has some rows; `muon.orthogonalize` then comes before each step.
     """
 
     def __init__(

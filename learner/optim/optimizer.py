@@ -16,7 +16,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.loss_scale import PrecisionError, short_name
 from qarl.learner.optim.master_step import Index, MasterStep, UpdateCounts
-from qarl.learner.optim.row_muon import in_turns, orthogonalize
+from qarl.learner.optim.muon import in_turns, orthogonalize
 from qarl.learner.processes import FailedElsewhereError, Processes
 from qarl.quant.runtime.shards import shard_of
 

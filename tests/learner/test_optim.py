@@ -14,9 +14,9 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim import rounding
 from qarl.learner.optim.master_step import MasterStep
+from qarl.learner.optim.muon import StackedMuon
 from qarl.learner.optim.optimizer import MasterOptimizer, matrices_of
 from qarl.learner.optim.rounding import stochastic_round
-from qarl.learner.optim.stacked_muon import StackedMuon
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.profiles import examples

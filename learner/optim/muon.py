@@ -1,4 +1,4 @@
-"""Muon over matrices of which each process has some rows.
+"""torch's Muon over matrices of which each process has some rows, and over many matrices of one shape.
 
 Momentum and weight decay are elementwise, and stay with the rows. An update is orthogonalized whole: as many matrices
 at a time as there are processes, each of them by one. What travels is bfloat16 both ways, and nothing is lost by it:
@@ -16,6 +16,8 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch h
 from qarl.quant.runtime.shards import Shard
 
 MOMENTUM = "momentum_buffer"
+_ELEMENTS = 1 << 26
+"""That are orthogonalized at once: 128 MiB in bfloat16, and three times that in between."""
 
 
 class RowMuon(torch.optim.Optimizer):
@@ -102,3 +104,40 @@ def _exchange(
 def in_turns(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
     """`count` items at a time."""
     return (items[start : start + count] for start in range(0, len(items), count))
+
+
+class StackedMuon(torch.optim.Muon):
+    """Over many matrices of one shape, such as a layer's experts: one product for all of them on a GPU.
+
+    Values, settings and state are those of torch's Muon but for the last bits of products in bfloat16.
+    params: fp32 [R, C] each, all of one shape, with a gradient each or none.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """See `torch.optim.Muon.step`."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._step(parameters, group)
+
+    def _step(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        foreach: Any = torch  # whose functions over many tensors have no public names
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+        foreach._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        lr, count = group["lr"], max(1, _ELEMENTS // parameters[0].numel())
+        foreach._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        step = -_adjust_lr(lr, group["adjust_lr_fn"], parameters[0].shape)
+        for start in range(0, len(parameters), count):
+            part = slice(start, start + count)
+            updates = momenta[part]
+            if group["nesterov"]:
+                updates = foreach._foreach_lerp(gradients[part], momenta[part], group["momentum"])
+            whole = torch.stack([*updates]).bfloat16()
+            settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            directions = torch.vmap(_zeropower_via_newtonschulz, in_dims=(0, None, None, None))(whole, *settings)
+            foreach._foreach_add_(parameters[part], [*directions.to(torch.float32).unbind()], alpha=step)
