@@ -20,7 +20,8 @@ class Batch:
     """Sequences padded on the right.
 
     tokens: int64 [B, T], prompt then response then padding. length: int64 [B], prompt + response.
-    response_mask: bool [B, T-1], True where tokens[:, 1:] is a token to learn from: the response's.
+    response_mask: bool [B, T-1], True where tokens[:, 1:] is a token to learn from: the response's, but for what an
+    environment wrote between the turns of a conversation.
     sampler_logprobs: fp32 [B, T-1], the sampler's, and advantages: fp32 [B, T-1]; both zero outside the mask.
     group: int64 [B], which prompt each sequence answers. experts: int32 [B, T, L, K], those the sampler routed each
     token to in each decoder layer, -1 where it did not tell; None where routing is not replayed. ended: bool [B], whose
@@ -94,10 +95,11 @@ def make_batch(
     for row, (_, prompt, completion) in enumerate(pairs):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
         tokens[row, :end] = torch.tensor([*prompt, *completion.token_ids])
-        response_mask[row, start - 1 : end - 1] = True
+        response_mask[row, start - 1 : end - 1] = torch.tensor(completion.sampled, dtype=torch.bool)
         sampler[row, start - 1 : end - 1] = torch.tensor(completion.logprobs)
         if version is not None:
             behind[row, start - 1 : end - 1] = version - torch.tensor(completion.versions)
+            behind[row] *= response_mask[row]
     advantages = torch.where(response_mask, of_sequences[:, None], 0.0)
     length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
     experts = _stack_experts([c.experts for _, _, c in pairs], longest)

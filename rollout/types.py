@@ -9,21 +9,28 @@ from qarl.configs.schema.run import EvalConfig, RolloutConfig
 
 @dataclass(frozen=True)
 class Prompt:
-    """id: of the problem it states. token_ids: chat-templated prompt, int."""
+    """id: of the problem it states. token_ids: chat-templated prompt, int; of a later turn, all that was said before.
+    draws: (prompt, sample, turn), the stream its completion draws from; None: by its place in the call.
+    max_new_tokens: where fewer than the call's."""
 
     id: str
     text: str
     token_ids: tuple[int, ...]
+    draws: tuple[int, int, int] | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response.
+    """One sampled response, or a conversation after its prompt: the policy's turns and what was said between them.
 
     token_ids: generated tokens, the end token included when sampled. logprobs: the sampler's log-prob of each,
-    in nats, computed in fp32. weight_version: of the weights that sampled its first token. switches: (token, version),
-    from which token on later weights sampled it; none where no version was published meanwhile. finish_reason: "stop",
-    "length" or "repetition".
+    in nats, computed in fp32. text: of the last turn. weight_version: of the weights that sampled its first token.
+    switches: (token, version), from which token on later weights sampled it; none where no version was published
+    meanwhile. finish_reason: "stop", "length" or "repetition", of the last turn.
+    environment: spans [start, end) of `token_ids` that an environment wrote, between two turns each: their log-probs
+    are 0, and nothing is learned from them. reward: what the rollout gave; None: the task's reward judges the text.
+    events: what happened in a conversation, with its count, such as ("tool_errors", 2).
     experts: numpy integer [tokens of prompt and response that were routed, decoder layers, experts a token], or None
     where the engine was not asked for them.
     """
@@ -35,6 +42,17 @@ class Completion:
     finish_reason: str
     experts: Any = field(default=None, compare=False, repr=False)
     switches: tuple[tuple[int, int], ...] = ()
+    environment: tuple[tuple[int, int], ...] = ()
+    reward: float | None = None
+    events: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def sampled(self) -> list[bool]:
+        """Which tokens are the policy's."""
+        mask = [True] * len(self.token_ids)
+        for start, end in self.environment:
+            mask[start:end] = [False] * (end - start)
+        return mask
 
     @property
     def truncated(self) -> bool:

@@ -53,10 +53,16 @@ class TaskConfig(Section):
         description="what accuracy counts: exact, math, or your function, true for a right answer; without it the "
         "task's own",
     )
+    rollout: Text | None = Field(
+        default=None,
+        description="your async function that speaks with the policy over several turns, as mine.py:name "
+        "(docs/guide/tasks.md); without it one answer a prompt",
+    )
     time_limit: float = Field(
         default=60.0,
         gt=0,
-        description="seconds your reward may take for a completion, or for a batch where it takes batches",
+        description="seconds your reward may take for a completion, or for a batch where it takes batches; and your "
+        "rollouts between turns",
     )
     on_error: Literal["stop", "retry", "none"] = Field(
         default="stop",

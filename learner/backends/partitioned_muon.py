@@ -17,8 +17,8 @@ from torch import nn
 
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.master_step import muon
-from qarl.learner.optim.optimizer import flat_span, matrices_of
 from qarl.learner.optim.muon import MOMENTUM, in_turns
+from qarl.learner.optim.optimizer import flat_span, matrices_of
 from qarl.learner.processes import Processes
 
 

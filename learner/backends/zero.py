@@ -21,8 +21,8 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.backends.partitioned_muon import PartitionedMuon, pieces_of
 from qarl.learner.backends.zero_loading import deepspeed_settings, quiet_deepspeed
 from qarl.learner.optim.master_step import adamw, on_host
-from qarl.learner.optim.optimizer import Step, matrices_of, muon_masters, require_same_masters
 from qarl.learner.optim.muon import MOMENTUM
+from qarl.learner.optim.optimizer import Step, matrices_of, muon_masters, require_same_masters
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
 

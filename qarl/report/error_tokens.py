@@ -6,7 +6,7 @@
 
 A token that is either is an error token. Both are proxies: a rare word is improbable and a drawn line is a loop.
 
-Axes: T tokens, of all completions laid end to end.
+What an environment wrote is neither, and is not counted. Axes: T tokens, of all completions laid end to end.
 """
 
 import math
@@ -41,8 +41,10 @@ class ErrorTokenCounts:
 def count_error_tokens(groups: Sequence[Group]) -> ErrorTokenCounts:
     """Over all completions of the groups, of which one at least has a token."""
     completions = [c for g in groups for c in g.completions]
-    sign = np.repeat([s for g in groups for s in _signs(g.rewards)], [len(c.token_ids) for c in completions])
-    improbable, repeated = improbable_tokens(completions), repeated_tokens([c.token_ids for c in completions])
+    sampled = np.concatenate([np.asarray(c.sampled, dtype=bool) for c in completions])
+    sign = np.repeat([s for g in groups for s in _signs(g.rewards)], [len(c.token_ids) for c in completions])[sampled]
+    improbable = improbable_tokens(completions)[sampled]
+    repeated = repeated_tokens([c.token_ids for c in completions])[sampled]
     error = improbable | repeated
 
     def share(of: np.ndarray) -> float | None:

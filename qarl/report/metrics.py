@@ -14,7 +14,7 @@ from qarl.learner.learn_stats import LearnStats
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder
-from qarl.rollout.types import Group
+from qarl.rollout.types import Completion, Group
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class StepMetrics:
     mixed_reward_groups: share of groups whose rewards differ (the others teach nothing). error_tokens and the four that
     split it: `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's
     rewards were equal. digest: of the version that was published; canary: mean |Δ log p| of the publish's, where it had
-    one, nats. staleness: versions between the weights that sampled and those that learn, mean over completions; None in
-    a run that samples none ahead. seconds: wall time by phase, the only fields that two equal runs differ in.
+    one, nats. conversation: what happened in conversations (`Completion.events`), means over them; None where prompts
+    are answered once. staleness: versions between the weights that sampled and those that learn, mean over completions;
+    None in a run that samples none ahead. seconds: wall time by phase, the only fields that two equal runs differ in.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StepMetrics:
     repeated_tokens: float
     error_tokens_negative: float | None
     error_tokens_positive: float | None
+    conversation: dict[str, float] | None
     skipped_batches: int
     learn: LearnStats | None
     accuracy: float | None
@@ -68,11 +70,18 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "unscored": sum(g.unscored for g in groups),
         "reward": sum(rewards) / len(rewards),
         "reward_deviation": sum(pstdev(g.rewards) for g in groups if g.rewards) / len(groups),
-        "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
+        "response_tokens": sum(sum(c.sampled) for c in completions) / len(completions),
         "truncated": sum(c.truncated for c in completions) / len(completions),
         "mixed_reward_groups": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
+        "conversation": _mean_events(completions),
         **dataclasses.asdict(count_error_tokens(groups)),
     }
+
+
+def _mean_events(completions: list[Completion]) -> dict[str, float] | None:
+    counts = [dict(c.events) for c in completions]
+    names = sorted({name for each in counts for name in each})
+    return {name: sum(each.get(name, 0) for each in counts) / len(counts) for name in names} or None
 
 
 @contextmanager

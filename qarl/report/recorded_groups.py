@@ -32,14 +32,17 @@ def _completions(rows: TokenRows) -> Iterator[Completion]:
     tokens, logprobs, versions = (np.split(rows.tokens[name], ends) for name in names)
     about = rows.completions
     for row in range(len(rows)):
+        environment = np.isnan(logprobs[row])  # none was sampled
+        edges = np.flatnonzero(np.diff(environment, prepend=False, append=False)).tolist()
         experts = about["experts"][row]
         yield Completion(
             token_ids=tuple(tokens[row].tolist()),
-            logprobs=tuple(logprobs[row].tolist()),
+            logprobs=tuple(np.nan_to_num(logprobs[row]).tolist()),
             text=about["completion"][row],
             weight_version=int(versions[row][0]),
             finish_reason=about["finish_reason"][row],
             experts=None if experts is None else np.load(io.BytesIO(experts), allow_pickle=False),
+            environment=tuple(zip(edges[::2], edges[1::2], strict=True)),
             switches=tuple((at, int(versions[row][at])) for at in (np.diff(versions[row]).nonzero()[0] + 1).tolist()),
         )
 

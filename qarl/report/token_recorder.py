@@ -104,7 +104,9 @@ def _token_columns(
     log: TokenLog | None,
 ) -> dict[str, np.ndarray]:
     """All token columns but the texts, as `TokenRows` has them."""
+    environment = ~np.concatenate([np.asarray(c.sampled, dtype=bool) for c in kept])
     sampler = np.concatenate([np.asarray(c.logprobs, dtype=np.float32) for c in kept])
+    sampler[environment] = np.nan  # by which its tokens are known again
     old = unquantized = ratio = advantage = np.full(len(sampler), np.nan, dtype=np.float32)
     clip = np.full(len(sampler), -1)
     if log is not None:
@@ -117,10 +119,10 @@ def _token_columns(
             spans = zip(rows, starts, lengths, strict=True)
             return np.concatenate([values[row, start : start + length].numpy() for row, start, length in spans])
 
-        old = np.where(known, taken(log.old), np.float32(np.nan))
-        unquantized = np.where(measured, taken(log.unquantized.values), np.float32(np.nan))
-        ratio = np.where(updated, taken(log.log_ratio), np.float32(np.nan))
-        clip = np.where(updated, taken(log.clip), -1)
+        old = np.where(known & ~environment, taken(log.old), np.float32(np.nan))
+        unquantized = np.where(measured & ~environment, taken(log.unquantized.values), np.float32(np.nan))
+        ratio = np.where(updated & ~environment, taken(log.log_ratio), np.float32(np.nan))
+        clip = np.where(updated & ~environment, taken(log.clip), -1)
         advantage = taken(log.batch.advantages)
     return {
         "token_id": np.concatenate([np.asarray(c.token_ids, dtype=np.int32) for c in kept]),
@@ -133,7 +135,7 @@ def _token_columns(
         "clip": clip,
         "advantage": advantage,
         "improbable": improbable_tokens(kept),
-        "repeated": repeated_tokens([c.token_ids for c in kept]),
+        "repeated": repeated_tokens([c.token_ids for c in kept]) & ~environment,
     }
 
 
@@ -156,5 +158,5 @@ def _completion_columns(
         "reward": [group.rewards[sample] for group, sample in kept],
         "group_rewards": [list(group.rewards) for group, _ in kept],
         "experts": [None if c.experts is None else array_bytes(c.experts) for c in completions],
-        "worst_token": [None if np.isnan(part).any() or not len(part) else int(part.argmax()) for part in parts],
+        "worst_token": [None if np.isnan(part).all() else int(np.nanargmax(part)) for part in parts],
     }

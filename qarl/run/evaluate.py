@@ -1,7 +1,7 @@
 """Held-out questions through an engine: a run's own evaluation, and `qarl eval`'s."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from qarl.configs.schema.run import EvalConfig, RolloutConfig
@@ -12,7 +12,7 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
-from qarl.run.prompts import Prompter, open_prompter
+from qarl.run.prompts import Prompter, open_prompter, sample
 from qarl.tasks import Problem, Response, Split, Task
 
 
@@ -42,7 +42,7 @@ def answered(
     problems = problems_once(task, split, asking.problems, seed)
     share = together.share(problems)
     sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
-    completions = engine.generate([prompter.prompt(problem) for problem in share], sampling)
+    _, completions = sample(engine, task, prompter, share, sampling)
     responses = [
         Response(problem, completion.text, completion.token_ids)
         for problem, own in zip(share, completions, strict=True)
@@ -57,14 +57,14 @@ def answered(
     return Result(task.name, tuple(together.concatenated(questions)))
 
 
-def _question(problem: Problem, completions: list[Completion], verdicts: list[bool]) -> Question:
+def _question(problem: Problem, completions: Sequence[Completion], verdicts: list[bool]) -> Question:
     return Question(
         id=problem.id,
         question=problem.question,
         reference=problem.answer,
         answers=tuple(final_answer(completion.text) for completion in completions),
         correct=tuple(verdicts),
-        tokens=tuple(len(completion.token_ids) for completion in completions),
+        tokens=tuple(sum(completion.sampled) for completion in completions),
         truncated=tuple(completion.truncated for completion in completions),
     )
 

@@ -1,5 +1,6 @@
 """Problems → chat-templated prompts for one tokenizer, and completions → groups with rewards."""
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -12,8 +13,13 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
-from qarl.rollout.types import Completion, Group, Prompt
+from qarl.conversations import converse
+from qarl.rollout.engine import Engine
+from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.tasks import Problem, Response, Task
+
+Sampled = tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]
+"""Prompts, and the completions of each."""
 
 
 class Prompter:
@@ -107,17 +113,28 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
         raise ModelError(f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}") from error
 
 
+def sample(engine: Engine, task: Task, prompter: Prompter, problems: Sequence[Problem], sampling: Sampling) -> Sampled:
+    """Prompts of the problems, and `sampling.samples` completions of each: answers, or conversations where the task has
+    a rollout. Raises what the engine and `qarl.conversations.converse` do."""
+    prompts = [prompter.prompt(problem) for problem in problems]
+    if task.rollout is None:
+        return prompts, engine.generate(prompts, sampling)
+    how = (task.rollout, task.time_limit, prompter.tokenizer)
+    return prompts, asyncio.run(converse(engine, *how, problems, prompts, sampling))
+
+
 def score_groups(
     task: Task,
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
 ) -> list[Group]:
-    """One group a problem, of the completions that have a reward. Raises `qarl.tasks.RewardError` where a reward is not
-    a finite number."""
-    answered = zip(problems, completions, strict=True)
-    responses = [Response(problem, a.text, a.token_ids) for problem, answers in answered for a in answers]
-    rewards, groups = iter(task.rewards(responses)), []
+    """One group a problem, of the completions that have a reward, their own or the task's. Raises
+    `qarl.tasks.RewardError` where a reward is not a finite number."""
+    answered = [(problem, a) for problem, answers in zip(problems, completions, strict=True) for a in answers]
+    of_task = iter(task.rewards([Response(p, a.text, a.token_ids) for p, a in answered if a.reward is None]))
+    rewards = iter([next(of_task) if a.reward is None else a.reward for _, a in answered])
+    groups = []
     for prompt, answers in zip(prompts, completions, strict=True):
         own = zip(answers, islice(rewards, len(answers)), strict=True)
         scored = [(completion, reward) for completion, reward in own if reward is not None]

@@ -1,31 +1,32 @@
 """A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.stopwatch import Stopwatch
-from qarl.rollout.types import Completion, Group, Prompt, Sampling
-from qarl.run.prompts import score_groups
+from qarl.rollout.types import Group, Sampling
+from qarl.run.prompts import Sampled, sample, score_groups
 from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
 from qarl.tasks import Problem, RewardError
 
-Completions = Sequence[Sequence[Completion]]
-
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What this process asks the engine in a round of a step: prompts, stating the problems one by one."""
+    """What this process asks the engine in a round of a step."""
 
     problems: list[Problem]
-    prompts: list[Prompt]
     sampling: Sampling
+
+    def answered(self, session: Session) -> Sampled:
+        """What the session's engine answers."""
+        return sample(session.engine, session.policy.task, session.policy.prompter, self.problems, self.sampling)
 
 
 def sample_step(
-    session: Session, config: RunConfig, step: int, watch: Stopwatch, first: Callable[[], Completions] | None = None
+    session: Session, config: RunConfig, step: int, watch: Stopwatch, first: Callable[[], Sampled] | None = None
 ) -> tuple[list[Group], list[Group]]:
     """All groups sampled in `step`, and those to learn from. first: what the engine, asked already, answers in the
     step's first round; None asks it now.
@@ -74,7 +75,7 @@ def make_request(session: Session, config: RunConfig, step: int, attempt: int = 
     problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
     first = processes.span(rollout.prompts).start
     sampling = Sampling.of(rollout, step_seed(config.seed, step, attempt), first)
-    return SampleRequest(problems, [policy.prompter.prompt(problem) for problem in problems], sampling)
+    return SampleRequest(problems, sampling)
 
 
 def _round(
@@ -83,12 +84,12 @@ def _round(
     step: int,
     attempt: int,
     watch: Stopwatch,
-    answer: Callable[[], Completions] | None,
+    answer: Callable[[], Sampled] | None,
 ) -> list[Group]:
     """Each process samples and scores its share; all get all groups."""
     policy = session.policy
     with watch("sample"):
         request = make_request(session, config, step, attempt)
-        completions = answer() if answer else session.engine.generate(request.prompts, request.sampling)
+        prompts, completions = answer() if answer else request.answered(session)
     with watch("score"):
-        return policy.processes.concatenated(score_groups(policy.task, request.problems, request.prompts, completions))
+        return policy.processes.concatenated(score_groups(policy.task, request.problems, prompts, completions))

@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.stopwatch import Stopwatch
-from qarl.rollout.types import Completion, Group
+from qarl.rollout.types import Group
+from qarl.run.prompts import Sampled
 from qarl.run.rollout_step import make_request, sample_step
 from qarl.run.session import Position, Session
 
@@ -42,7 +43,7 @@ class Rollouts:
         self._ahead = 0 if config.from_rollouts is not None else config.rollout.max_staleness
         self._threads = ThreadPoolExecutor(max(1, self._ahead), "sampling-ahead")
         self._ready = deque(map(_batch, at.ahead))
-        self._begun: deque[tuple[int, Future[list[list[Completion]]]]] = deque()  # by steps, those after `_ready`
+        self._begun: deque[tuple[int, Future[Sampled]]] = deque()  # by steps, those after `_ready`
         self._next = at.step + len(self._ready)
 
     def take(self) -> Batch:
@@ -82,7 +83,7 @@ class Rollouts:
         while self._next <= self._at.step + self._ahead and self._next < self.config.steps:
             request = make_request(self.session, self.config, self._next)
             # A thread waits for servers and does nothing else: what processes do together is the main one's.
-            answer = self._threads.submit(self.session.engine.generate, request.prompts, request.sampling)
+            answer = self._threads.submit(request.answered, self.session)
             self._begun.append((self._next, answer))
             self._next += 1
 

@@ -1,7 +1,11 @@
 """From the configuration's words to a task."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.schema.task import TaskConfig
 from qarl.tasks.base import Scorer, Source, TaskError
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
@@ -13,6 +17,7 @@ from qarl.tasks.table import Columns, Table, make_table
 from qarl.tasks.task import Task
 
 MATH = "math"
+_ROLLOUT = "taking (policy, problem): async def rollout(policy, problem)"
 _PAPER = "hf:Elliott/Openr1-Math-46k-8192"
 _PAPER_COLUMNS = Columns("prompt", "reward_model.ground_truth")
 """OpenR1-Math-46K of Yan et al. 2025 (arXiv 2504.14945), which the paper trains on, in verl's columns."""
@@ -33,7 +38,23 @@ def load_task(config: TaskConfig) -> Task:
         reward = tolerant(reward_of(config.reward, shown, config.time_limit), config.on_error)
     if config.correct is not None:
         checker = checker_of(config.correct, shown, config.time_limit)
-    return Task(source=source, reward=reward, checker=checker, system=config.system, template=config.template)
+    return Task(
+        source=source, reward=reward, checker=checker, system=config.system, template=config.template,
+        rollout=load_rollout(config.rollout) if config.rollout else None, time_limit=config.time_limit,
+    )  # fmt: skip
+
+
+def load_rollout(spec: str) -> Callable[..., Any]:
+    """The function that `spec` names. Raises `TaskError` for one that is missing, is not async or takes something
+    else."""
+    function = load_function(FunctionKind("rollout", _ROLLOUT, TaskError), spec)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise TaskError(f"rollout {spec!r} cannot be called: {error}; it must be one {_ROLLOUT}") from error
+    if not inspect.iscoroutinefunction(function):
+        raise TaskError(f"rollout {spec!r} must be an async function, {_ROLLOUT}")
+    return function
 
 
 def _source(config: TaskConfig) -> tuple[Source, Scorer, Scorer]:

@@ -20,7 +20,8 @@ class Task:
     differ.
 
     source: of problems. reward, checker: see `Scorer`. system: a system prompt before every question. template:
-    arguments of the model's chat template.
+    arguments of the model's chat template. rollout: speaks with the policy over several turns (`qarl.conversations`),
+    and time_limit: seconds it may take between two; None: each prompt is answered once.
     """
 
     source: Source
@@ -28,6 +29,8 @@ class Task:
     checker: Scorer
     system: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Callable[..., Any] | None = None
+    time_limit: float = 60.0
 
     @property
     def name(self) -> str:

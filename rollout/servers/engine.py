@@ -225,7 +225,10 @@ class ServerEngine:
             return server.read(answer, labels)
 
         pairs = ((j, prompt, k) for j, prompt in enumerate(prompts) for k in range(sampling.samples))
-        requests = [(sampling.first_prompt + j, request(prompt, j, k)) for j, prompt, k in pairs]
+        requests = [
+            (prompt.draws[0] if prompt.draws else sampling.first_prompt + j, request(prompt, j, k))
+            for j, prompt, k in pairs
+        ]
         return await self._replicas.dispatch(requests, read)
 
     async def _scored(self, server: Replica, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -150,7 +150,7 @@ def vllm_requests(prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[d
     inputs, params = [], []
     for j, prompt in enumerate(prompts):
         for k in range(sampling.samples):
-            arguments = sampling_arguments(sampling, j, k)
+            arguments = sampling_arguments(sampling, prompt, j, k)
             loops = arguments.pop("repetition_detection")
             inputs.append({"prompt_token_ids": list(prompt.token_ids)})
             params.append(

@@ -3,30 +3,30 @@
 import hashlib
 from typing import Any
 
-from qarl.rollout.types import Sampling
+from qarl.rollout.types import Prompt, Sampling
 
 _LONGEST_PERIOD = 8
 """Tokens of a loop that is ended, as of those that metrics count (`qarl.report.error_tokens`)."""
 
 
-def sampling_arguments(sampling: Sampling, prompt: int, sample: int) -> dict[str, Any]:
-    """Of sample `sample` of prompt `prompt` (counted from the call's first): `vllm.SamplingParams` by name, plain data
-    throughout."""
+def sampling_arguments(sampling: Sampling, prompt: Prompt, j: int, k: int) -> dict[str, Any]:
+    """Of sample k of a prompt, the call's j-th: `vllm.SamplingParams` by name, plain data throughout."""
     loops = None
     if sampling.loop_limit is not None:
         loops = {"max_pattern_size": _LONGEST_PERIOD, "min_pattern_size": 1, "min_count": sampling.loop_limit}
-    seed = _stream(sampling.seed, sampling.first_prompt + prompt, sample) if sampling.temperature > 0 else None
+    draws = prompt.draws or (sampling.first_prompt + j, k, 0)
+    limit = sampling.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "max_tokens": sampling.max_new_tokens,
+        "max_tokens": limit,
         "logprobs": 0,
         "stop": list(sampling.stop) or None,
         "repetition_detection": loops,
         "ignore_eos": sampling.ignore_end,
-        "seed": seed,
+        "seed": _stream(sampling.seed, *draws) if sampling.temperature > 0 else None,
         # Texts are made at the end (`texts.text_of`), but where a stop text has to be seen. While it samples vLLM would
         # also decode every sampled token by itself, for its log-prob's label, between two steps of the model.
         "detokenize": bool(sampling.stop),
@@ -41,7 +41,9 @@ def scoring_arguments() -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
 
-def _stream(seed: int, prompt: int, sample: int) -> int:
-    """A 63-bit seed for one completion; mixes (seed, prompt, sample) so that streams do not overlap."""
-    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=8).digest()
+def _stream(seed: int, prompt: int, sample: int, turn: int) -> int:
+    """A 63-bit seed for one completion; mixes (seed, prompt, sample), and a later turn, so that streams do not
+    overlap."""
+    later = f"/{turn}" if turn else ""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}{later}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

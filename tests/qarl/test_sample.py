@@ -28,6 +28,8 @@ class Recorder:
         self.asked: list[tuple[int, int, int]] = []
         self.seeds: list[int] = []
 
+    rollout = None
+
     def problems(self, split: str, start: int, count: int, seed: int) -> list[SimpleNamespace]:
         assert split == "train"
         self.asked.append((start, count, seed))

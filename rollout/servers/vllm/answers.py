@@ -20,7 +20,7 @@ def completion_request(prompt: Prompt, sampling: Sampling, j: int, k: int, salt:
     """Sample k of prompt j of a call. salt: of the prefix cache, so that no key or value of other weights is reused."""
     return {
         "token_ids": list(prompt.token_ids),
-        "sampling_params": sampling_arguments(sampling, j, k),
+        "sampling_params": sampling_arguments(sampling, prompt, j, k),
         "output_mode": "text" if sampling.stop else "tokens",
         "cache_salt": salt,
     }

@@ -1,0 +1,168 @@
+"""Conversations of several turns, in the tokens that were sampled: a user's `async def rollout(policy, problem)`.
+
+What is said to the policy is appended to its tokens, and nothing is rendered anew. Turns of many conversations are
+sampled together, once each that goes on waits for one; an engine's answer does not depend on those beside it.
+"""
+
+import asyncio
+import math
+import numbers
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from qarl.configs.functions import in_words
+from qarl.rollout.engine import Engine
+from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.tasks.base import Problem, RewardError
+
+Rollout = Callable[["Conversation", Problem], Awaitable[Any]]
+
+
+class OutOfRoomError(Exception):
+    """No token of `rollout.max_new_tokens` is left for another turn. Where a rollout does not catch it, the
+    conversation ends here, cut off, and is judged by its last turn."""
+
+
+class Conversation:
+    """What a rollout is given to speak with the policy.
+
+    tokenizer: the policy's. events: what happened, with its count, for the metrics; a rollout may add its own. prompt:
+    what the policy is given first. limit: tokens after it, of turns and of what is said. ask: samples a completion.
+    """
+
+    def __init__(self, prompt: Prompt, tokenizer: Any, limit: int, ask: Callable[[Prompt], Awaitable[Completion]]):
+        self.tokenizer, self.events = tokenizer, Counter[str]()
+        self._prompt, self._limit, self._ask = prompt, limit, ask
+        self._turns: list[Completion] = []
+        self._said: list[tuple[int, ...]] = []
+        self._out_of_room = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """After the prompt: turns, and what was said between them."""
+        parts = zip(self._said, self._turns, strict=True)
+        return tuple(token for said, turn in parts for token in (*said, *turn.token_ids))
+
+    async def generate(self, said: str | Sequence[int] = (), max_new_tokens: int | None = None) -> Completion:
+        """The policy's next turn, after `said` to it: a text, in which no special token is read, or token ids.
+
+        max_new_tokens: of this turn at most, within what is left. Raises `OutOfRoomError` where `said` leaves no room
+        for a turn, and `ValueError` for something said before the first turn, whose place is the prompt, for nothing
+        after a turn, and for ids that the tokenizer does not have.
+        """
+        tokens = self.encode(said) if isinstance(said, str) else tuple(said)
+        if bool(tokens) != bool(self._turns) or not all(0 <= token < len(self.tokenizer) for token in tokens):
+            raise ValueError(
+                f"{said!r:.80} is said after {len(self._turns)} turns: before the first say nothing, afterwards a text "
+                f"or some of the tokenizer's {len(self.tokenizer)} ids"
+            )
+        left = self._limit - len(self.token_ids) - len(tokens)
+        if left < 1:
+            self._out_of_room = True
+            raise OutOfRoomError(f"{len(tokens)} tokens leave a turn no room in rollout.max_new_tokens {self._limit}")
+        number, sample, _ = self._prompt.draws or (0, 0, 0)
+        before = (*self._prompt.token_ids, *self.token_ids, *tokens)
+        limit = left if max_new_tokens is None else max(1, min(left, max_new_tokens))
+        draws = (number, sample, len(self._turns))
+        turn = await self._ask(replace(self._prompt, token_ids=before, draws=draws, max_new_tokens=limit))
+        self._said.append(tokens)
+        self._turns.append(turn)
+        self.events["empty_turns"] += not turn.text.strip()
+        self.events["cut_off_turns"] += turn.truncated
+        return turn
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A text's tokens; special tokens that are written in it are text."""
+        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    def completion(self, reward: float | None) -> Completion:
+        """The conversation as one completion. reward: what it is worth; None: the task's reward judges the last turn.
+        Raises `ValueError` where the policy was never asked."""
+        if not self._turns:
+            raise ValueError("asked the policy for no turn; await policy.generate()")
+        spans, logprobs, versions = [], [], []
+        for said, turn in zip(self._said, self._turns, strict=True):
+            spans += [(len(logprobs), len(logprobs) + len(said))] if said else []
+            versions += turn.versions[:1] * len(said) + turn.versions
+            logprobs += [0.0] * len(said) + list(turn.logprobs)
+        last, steps = self._turns[-1], enumerate(pairwise(versions), 1)
+        counts = {"turns": len(self._turns), "environment_tokens": sum(end - start for start, end in spans)}
+        return replace(
+            last, token_ids=self.token_ids, logprobs=tuple(logprobs), weight_version=versions[0],
+            switches=tuple((place, later) for place, (earlier, later) in steps if later != earlier),
+            finish_reason="length" if self._out_of_room else last.finish_reason, environment=tuple(spans),
+            reward=reward, events=tuple(sorted((counts | self.events).items())),
+        )  # fmt: skip
+
+
+async def converse(
+    engine: Engine,
+    rollout: Rollout,
+    time_limit: float,
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+) -> list[list[Completion]]:
+    """`sampling.samples` conversations of each problem, each as a completion of its prompt. time_limit: seconds in
+    which one of them must move. sampling: `max_new_tokens` bounds a conversation after its prompt. Raises `RewardError`
+    where the rollout fails, and what the engine raises."""
+    waiting: list[tuple[Prompt, asyncio.Future[Completion]]] = []
+    moved = asyncio.Event()
+
+    def ask(prompt: Prompt) -> Awaitable[Completion]:
+        waiting.append((prompt, asyncio.get_running_loop().create_future()))
+        moved.set()
+        return waiting[-1][1]
+
+    async def conversation(problem: Problem, prompt: Prompt) -> Completion:
+        policy, outcome = Conversation(prompt, tokenizer, sampling.max_new_tokens, ask), None
+        try:
+            with suppress(OutOfRoomError):  # cut off, and judged as it is
+                outcome = await rollout(policy, problem)
+            return policy.completion(_reward(outcome))
+        except (Exception, SystemExit) as error:
+            raise RewardError(
+                f"the rollout of problem {problem.id!r} raised {in_words(error)}\n  question: {problem.question!r}"
+            ) from error
+        finally:
+            moved.set()
+
+    pairs = enumerate(zip(problems, prompts, strict=True), sampling.first_prompt)
+    begun = [(p, replace(prompt, draws=(j, k, 0))) for j, (p, prompt) in pairs for k in range(sampling.samples)]
+    tasks = [asyncio.create_task(conversation(*each)) for each in begun]
+    try:
+        while going_on := [task for task in tasks if not task.done()]:
+            if len(waiting) < len(going_on):
+                moved.clear()
+                try:
+                    await asyncio.wait_for(moved.wait(), time_limit)
+                except TimeoutError:
+                    raise RewardError(
+                        f"a rollout waited longer than task.time_limit {time_limit:g} s; raise it"
+                    ) from None
+                continue
+            for task in tasks:
+                if task.done():
+                    task.result()  # which raises where it failed
+            answers = engine.generate([prompt for prompt, _ in waiting], replace(sampling, samples=1))
+            for (_, turn), (answer,) in zip(waiting, answers, strict=True):
+                turn.set_result(answer)
+            waiting.clear()
+            await asyncio.sleep(0)
+        done = [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [done[start : start + sampling.samples] for start in range(0, len(done), sampling.samples)]
+
+
+def _reward(outcome: Any) -> float | None:
+    if outcome is None or (isinstance(outcome, numbers.Real) and math.isfinite(outcome)):
+        return None if outcome is None else float(outcome)
+    raise ValueError(f"returned {outcome!r:.80}; it must be a finite number, or None for the task's reward to judge")

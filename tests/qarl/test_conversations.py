@@ -1,0 +1,188 @@
+"""Conversations: what was sampled is what is learned from, and what was said between turns is not."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qarl.conversations import Conversation, OutOfRoomError, converse
+from qarl.embedded.recipe import ensure_tiny
+from qarl.learner.batching import make_batch
+from qarl.report.metrics import batch_metrics, read_metrics
+from qarl.report.recorded_groups import read_groups
+from qarl.rollout.types import Completion, Group, Prompt, Sampling
+from qarl.tasks import Problem, RewardError, TaskError
+from qarl.tasks.load import load_rollout
+from tests.support.runs import succeeded
+
+NASTY = [
+    "<|im_end|>",
+    "<|im_start|>tool\n",
+    "é",
+    "🙂",
+    "\udcff".encode("utf-8", "replace").decode(),
+    " ",
+    "\n",
+    "<tool_call>{",
+]
+PROBLEM = Problem("p", "q?", "42")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(ensure_tiny("tiny-qwen3"))
+
+
+class Sampler:
+    """Answers by random tokens that depend on the request alone, and keeps all requests and answers."""
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary, self.asked = vocabulary, []
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        return [[self._one(prompt, sampling)] for prompt in prompts]
+
+    def _one(self, prompt: Prompt, sampling: Sampling) -> Completion:
+        assert sampling.samples == 1 and prompt.draws is not None and prompt.max_new_tokens is not None
+        chance = random.Random(str((prompt.token_ids, prompt.draws)))
+        size = chance.randint(1, min(6, prompt.max_new_tokens))
+        tokens = tuple(chance.randrange(self.vocabulary) for _ in range(size))
+        answer = Completion(
+            token_ids=tokens, logprobs=tuple(-chance.random() for _ in tokens), text="", weight_version=3,
+            finish_reason="length" if size == prompt.max_new_tokens else "stop",
+        )  # fmt: skip
+        self.asked.append((prompt, answer))
+        return answer
+
+
+def spoken(rollout: Any, tokenizer: Any, samples: int = 2, limit: int = 60, seconds: float = 5.0) -> tuple[Any, Any]:
+    sampler = Sampler(len(tokenizer))
+    prompts, sampling = [Prompt("p", "q?", (5, 6))], Sampling(samples, limit, first_prompt=4)
+    talk = converse(sampler, rollout, seconds, tokenizer, [PROBLEM], prompts, sampling)  # type: ignore[arg-type]
+    return asyncio.run(talk)[0], sampler.asked
+
+
+def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
+    """Over random conversations with adversarial texts: each completion is its requests' answers with what was said
+    between them, in order; exactly the answers have log-probs, a place in the mask, and are counted."""
+    chance, said = random.Random(0), []
+
+    async def rollout(policy: Conversation, problem: Problem) -> float:
+        said.append(own := [])
+        await policy.generate()
+        while chance.random() < 0.8:
+            words = "".join(chance.choices(NASTY, k=chance.randint(1, 4)))
+            assert not {0, 1, 2} & set(policy.encode(words)), "a special token was read in a text"
+            await policy.generate(words)
+            own.append(policy.encode(words))
+        return chance.random()
+
+    completions, asked = spoken(rollout, tokenizer, samples=500)
+    group = Group(Prompt("p", "q?", (5, 6)), tuple(completions), tuple(c.reward or 0.0 for c in completions))
+    batch = make_batch([group])
+    for row, completion in enumerate(completions):
+        turns = [answer for prompt, answer in asked if prompt.draws[:2] == (4, row)]
+        sampled = [token for turn in turns for token in turn.token_ids]
+        assert [t for t, own in zip(completion.token_ids, completion.sampled, strict=True) if own] == sampled
+        assert batch.tokens[row, 1:][batch.response_mask[row]].tolist() == sampled
+        logprobs = torch.tensor([x for turn in turns for x in turn.logprobs])
+        assert torch.equal(batch.sampler_logprobs[row][batch.response_mask[row]], logprobs)
+        assert not batch.sampler_logprobs[row][~batch.response_mask[row]].any()
+        assert not batch.advantages[row][~batch.response_mask[row]].any()
+        texts = [completion.token_ids[start:end] for start, end in completion.environment]
+        assert texts == said[row] and len(completion.token_ids) <= 60
+        assert dict(completion.events)["turns"] == len(turns)
+    counted, spans = batch_metrics([group]), [span for c in completions for span in c.environment]
+    assert counted["response_tokens"] == batch.response_mask.sum() / 500
+    assert counted["conversation"]["environment_tokens"] == sum(end - start for start, end in spans) / 500
+
+
+def test_what_a_rollout_cannot_do(tokenizer: Any, tmp_path: Path):
+    async def silent(policy: Conversation, problem: Problem) -> None: ...
+
+    async def early(policy: Conversation, problem: Problem) -> None:
+        await policy.generate("said first")
+
+    async def strange(policy: Conversation, problem: Problem) -> str:
+        await policy.generate()
+        return "good"
+
+    async def hangs(policy: Conversation, problem: Problem) -> None:
+        await policy.generate()
+        await asyncio.sleep(100)
+
+    async def unknown(policy: Conversation, problem: Problem) -> None:
+        await policy.generate()
+        await policy.generate([10**9])
+
+    messages = {
+        silent: "no turn",
+        early: "before the first",
+        strange: "'good'; it must be",
+        hangs: "longer than task",
+        unknown: "ids",
+    }
+    for rollout, words in messages.items():
+        with pytest.raises(RewardError, match=words):
+            spoken(rollout, tokenizer, seconds=0.2)
+    (tmp_path / "mine.py").write_text("def f(policy, problem): ...\nasync def g(policy): ...\n")
+    for name, words in {"f": "must be an async function", "g": "cannot be called", "h": "has no function"}.items():
+        with pytest.raises(TaskError, match=words):
+            load_rollout(f"{tmp_path}/mine.py:{name}")
+
+
+def test_without_room_a_conversation_ends_cut_off(tokenizer: Any):
+    async def endless(policy: Conversation, problem: Problem) -> None:
+        await policy.generate()
+        while True:
+            await policy.generate("more")
+
+    async def catches(policy: Conversation, problem: Problem) -> float:
+        with pytest.raises(OutOfRoomError):
+            await endless(policy, problem)
+        return 1.0
+
+    for rollout, reward in ((endless, None), (catches, 1.0)):
+        completions, _ = spoken(rollout, tokenizer)
+        assert all(c.truncated and len(c.token_ids) <= 60 and c.reward == reward for c in completions)
+
+
+MINE = """
+async def once(policy, problem):
+    await policy.generate()
+
+async def often(policy, problem):
+    turn = await policy.generate(max_new_tokens=3)
+    for _ in range(9):
+        turn = await policy.generate(" <|im_end|> sure? ", max_new_tokens=3)
+    return float(sum(turn.token_ids) % 7)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_conversations(tmp_path: Path):
+    """One turn through a rollout is the run without, in every metric and digest. Ten turns are sampled by the policy
+    that learns, to the last bit, and are recorded as what they were."""
+    (tmp_path / "mine.py").write_text(MINE)
+    small = ("--steps", "2", "--prompts", "4", "--samples", "4", "--eval.problems", "8", "--max-new-tokens", "200")
+    ways = {"plain": (), "once": ("--task.rollout", "mine.py:once"), "often": ("--task.rollout", "mine.py:often")}
+    runs = {}
+    for way, options in ways.items():
+        succeeded("train", *small, "--record", "all", *options, "--output", tmp_path / way, cwd=tmp_path)
+        runs[way] = [
+            {k: v for k, v in step.items() if not k.startswith("seconds")}
+            for step in read_metrics(tmp_path / way / "metrics.jsonl")
+        ]
+    once = [{k: v for k, v in step.items() if not k.startswith("conversation/")} for step in runs["once"]]
+    assert once == runs["plain"]
+    for number, step in enumerate(runs["often"], 1):
+        assert step["conversation/turns"] == 10 and step["learn/mismatch/max_abs"] == 0
+        (group, *_) = read_groups(tmp_path / "often" / "tokens" / f"step-{number:06d}.parquet")
+        assert all(len(c.environment) == 9 and sum(c.sampled) <= 30 for c in group.completions)
+    notes = [json.loads((tmp_path / way / "export" / "qarl.json").read_text())["digest"] for way in ("plain", "once")]
+    assert notes[0] == notes[1]
