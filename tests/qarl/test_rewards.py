@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from qarl.configs.load import config_from_tree
 from qarl.configs.schema.task import TaskConfig
+from qarl.run.session import check_prompts
 from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, scorers, short_reward
 from qarl.tasks.rewards import exact_answer, exact_reward, last_box
 from qarl.tasks.scorers import in_this_process
@@ -212,6 +214,11 @@ def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatc
     assert [record.args[:2] for record in caplog.records] == [(1, 3), (2, 3)]
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         rewards(own(questions, code.format(9), on_error="retry"), "a", "b")
+    trial = {"name": "q.jsonl", "reward": "mine.py:f", "on_error": "none"}
+    sizes = {"max_prompt_tokens": 64, "max_new_tokens": 8}
+    check_prompts(config_from_tree({"task": trial, "rollout": sizes, "eval": {"problems": 0}}))  # without the reward
+    with pytest.raises(TaskError, match="is for your own reward"):
+        load_task(TaskConfig(name="q.jsonl", on_error="none"))
 
 
 def test_after_a_failure_the_next_call_has_a_process_again(questions: Path):
