@@ -1,7 +1,7 @@
 """Held-out questions through an engine: a run's own evaluation, and `qarl eval`'s."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from qarl.configs.schema.run import EvalConfig, RolloutConfig
@@ -42,7 +42,8 @@ def answered(
     problems = problems_once(task, split, asking.problems, seed)
     share = together.share(problems)
     sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
-    _, completions = sample(engine, task, prompter, share, sampling)
+    prompts = [prompter.prompt(problem) for problem in share]
+    completions = sample(engine, task, prompter.tokenizer, share, prompts, sampling)
     responses = [
         Response(problem, completion.text, completion.token_ids)
         for problem, own in zip(share, completions, strict=True)
@@ -57,7 +58,7 @@ def answered(
     return Result(task.name, tuple(together.concatenated(questions)))
 
 
-def _question(problem: Problem, completions: Sequence[Completion], verdicts: list[bool]) -> Question:
+def _question(problem: Problem, completions: list[Completion], verdicts: list[bool]) -> Question:
     return Question(
         id=problem.id,
         question=problem.question,

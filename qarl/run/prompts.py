@@ -18,9 +18,6 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.tasks import Problem, Response, Task
 
-Sampled = tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]
-"""Prompts, and the completions of each."""
-
 
 class Prompter:
     """Turns problems into prompts with the model's own chat template (or plainly, where it has none).
@@ -113,14 +110,19 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
         raise ModelError(f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}") from error
 
 
-def sample(engine: Engine, task: Task, prompter: Prompter, problems: Sequence[Problem], sampling: Sampling) -> Sampled:
-    """Prompts of the problems, and `sampling.samples` completions of each: answers, or conversations where the task has
-    a rollout. Raises what the engine and `qarl.conversations.converse` do."""
-    prompts = [prompter.prompt(problem) for problem in problems]
+def sample(
+    engine: Engine,
+    task: Task,
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+) -> list[list[Completion]]:
+    """`sampling.samples` completions of each problem's prompt: answers, or conversations where the task has a rollout.
+    Raises what the engine and `qarl.conversations.converse` do."""
     if task.rollout is None:
-        return prompts, engine.generate(prompts, sampling)
-    how = (task.rollout, task.time_limit, prompter.tokenizer)
-    return prompts, asyncio.run(converse(engine, *how, problems, prompts, sampling))
+        return engine.generate(prompts, sampling)
+    return asyncio.run(converse(engine, task.rollout, task.time_limit, tokenizer, problems, prompts, sampling))
 
 
 def score_groups(

@@ -1,32 +1,36 @@
 """A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.stopwatch import Stopwatch
-from qarl.rollout.types import Group, Sampling
-from qarl.run.prompts import Sampled, sample, score_groups
+from qarl.rollout.types import Completion, Group, Prompt, Sampling
+from qarl.run.prompts import sample, score_groups
 from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
 from qarl.tasks import Problem, RewardError
 
+Completions = Sequence[Sequence[Completion]]
+
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What this process asks the engine in a round of a step."""
+    """What this process asks the engine in a round of a step: prompts, stating the problems one by one."""
 
     problems: list[Problem]
+    prompts: list[Prompt]
     sampling: Sampling
 
-    def answered(self, session: Session) -> Sampled:
+    def answered(self, session: Session) -> Completions:
         """What the session's engine answers."""
-        return sample(session.engine, session.policy.task, session.policy.prompter, self.problems, self.sampling)
+        tokenizer = session.policy.prompter.tokenizer
+        return sample(session.engine, session.policy.task, tokenizer, self.problems, self.prompts, self.sampling)
 
 
 def sample_step(
-    session: Session, config: RunConfig, step: int, watch: Stopwatch, first: Callable[[], Sampled] | None = None
+    session: Session, config: RunConfig, step: int, watch: Stopwatch, first: Callable[[], Completions] | None = None
 ) -> tuple[list[Group], list[Group]]:
     """All groups sampled in `step`, and those to learn from. first: what the engine, asked already, answers in the
     step's first round; None asks it now.
@@ -75,7 +79,7 @@ def make_request(session: Session, config: RunConfig, step: int, attempt: int = 
     problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
     first = processes.span(rollout.prompts).start
     sampling = Sampling.of(rollout, step_seed(config.seed, step, attempt), first)
-    return SampleRequest(problems, sampling)
+    return SampleRequest(problems, [policy.prompter.prompt(problem) for problem in problems], sampling)
 
 
 def _round(
@@ -84,12 +88,12 @@ def _round(
     step: int,
     attempt: int,
     watch: Stopwatch,
-    answer: Callable[[], Sampled] | None,
+    answer: Callable[[], Completions] | None,
 ) -> list[Group]:
     """Each process samples and scores its share; all get all groups."""
     policy = session.policy
     with watch("sample"):
         request = make_request(session, config, step, attempt)
-        prompts, completions = answer() if answer else request.answered(session)
+        completions = answer() if answer else request.answered(session)
     with watch("score"):
-        return policy.processes.concatenated(score_groups(policy.task, request.problems, prompts, completions))
+        return policy.processes.concatenated(score_groups(policy.task, request.problems, request.prompts, completions))

@@ -28,7 +28,7 @@ class Recorder:
         self.asked: list[tuple[int, int, int]] = []
         self.seeds: list[int] = []
 
-    rollout = None
+    rollout = tokenizer = None
 
     def problems(self, split: str, start: int, count: int, seed: int) -> list[SimpleNamespace]:
         assert split == "train"
