@@ -29,7 +29,6 @@ from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.optim.schedule import make_schedule
 from qarl.learner.overflow import require_finite_sampler
 from qarl.learner.processes import Processes
-from qarl.learner.restraint import UNDAMPED, Damping
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.scorer import Part, Scorer
 from qarl.learner.starting_policy import StartingPolicy
@@ -93,26 +92,25 @@ class Learner:
         step: int,
         gate: Callable[[Mismatch], None] | None = None,
         log: TokenLog | None = None,
-        restraint: Damping = UNDAMPED,
     ) -> LearnStats:
         """Step over the batch in shuffled mini-batches, materializing a weight version after each.
 
         step: of the training, from 0; it decides the learning rate, the shuffle, and whether lost updates and flipped
         codes are measured. gate: called with the batch's mismatch before anything is updated; it may raise. A
         mini-batch with a non-finite gradient is skipped and counted; masters then stay as they were. log:
-        filled in for this batch. Pass it on every rank or on none (collective). restraint: of this batch's updates.
+        filled in for this batch. Pass it on every rank or on none (collective).
 
         The old log-probs of the first mini-batch are those of its own forward, before whose update nothing has moved;
         the others' are computed beforehand, and not at all where nothing is made of them (`needs_old`), but for steps
         that measure lost updates.
         """
-        lr = self.schedule.rate(step) * restraint.rate
+        lr = self.schedule.rate(step)
         self.backend.set_learning_rate(lr)
         self.stopwatch.take()
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
-        learning = self._learning(batch, step, trained, log, restraint)
+        learning = self._learning(batch, step, trained, log)
         watching = observers(learning)
         for observer in watching:
             observer.before_batch()
@@ -129,14 +127,12 @@ class Learner:
         records = {name: value for observer in watching for name, value in observer.record().items()}
         return batch_stats(updates, old, lr, self.loss_scale.scale, self.stopwatch.take(), records)
 
-    def _learning(
-        self, batch: Batch, step: int, trained: list[torch.Tensor], log: TokenLog | None, restraint: Damping
-    ) -> Learning:
+    def _learning(self, batch: Batch, step: int, trained: list[torch.Tensor], log: TokenLog | None) -> Learning:
         reference = None if self._reference is None else RowLogprobs(batch)
         return Learning(
-            batch=batch, step=step, trained=trained, config=self.config, loss_config=restraint.of_loss(self.config),
-            model=self.model, processes=self.processes, stopwatch=self.stopwatch, old=RowLogprobs(batch),
-            reference=reference, log=log, start=self._start, add_logprobs=self.scorer.add,
+            batch=batch, step=step, trained=trained, config=self.config, model=self.model, processes=self.processes,
+            stopwatch=self.stopwatch, old=RowLogprobs(batch), reference=reference, log=log, start=self._start,
+            add_logprobs=self.scorer.add,
         )  # fmt: skip
 
     def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:
@@ -201,7 +197,7 @@ class Learner:
             advantages=rows.advantages,
         )
         with self.stopwatch("forward"):
-            share = policy_loss(terms, learning.loss_config, size)
+            share = policy_loss(terms, learning.config, size)
             return share, *self._balanced(share.loss, rows, len(part.index) / size.sequences)
 
     def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

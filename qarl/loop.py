@@ -3,7 +3,6 @@
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.processes import Processes
-from qarl.learner.restraint import Damping
 from qarl.learner.stopwatch import Stopwatch
 from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
@@ -48,12 +47,12 @@ def train(
             write_start(folder, session.audited, published, at.first_accuracy)
         rollouts, resume_step = Rollouts(session, config, at, Stopwatch(dashboard.entered)), at.step if resume else None
         recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
-        signs = RunWatch(read_until(folder.metrics, at.step), config.early_warning, config.steps)
+        signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
         keeping = StepCheckpoints(config, folder, policy, at).last_step_kept()
         writing = metrics_writer(config, folder, resume_step, processes.first)
         with keeping as checkpoints, writing as write, deferred_interrupt() as interrupted:
             while at.step < config.steps:
-                metrics = _step(rollouts, at, recorder, signs.restraint)
+                metrics = _step(rollouts, at, recorder)
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
@@ -64,7 +63,7 @@ def train(
     return finish(policy, config, folder, at, sampled)
 
 
-def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: Damping) -> StepMetrics:
+def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder) -> StepMetrics:
     """One step of the loop; moves `at` forward."""
     session, config, watch, policy = rollouts.session, rollouts.config, rollouts.watch, rollouts.session.policy
     sampled, groups = rollouts.take()
@@ -73,7 +72,7 @@ def _step(rollouts: Rollouts, at: Position, recorder: TokenRecorder, restraint: 
     if batch is not None and batch.advantages.any():
         log = recorder.log(batch, groups)
         with watch("learn"):
-            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log, restraint)
+            learned = policy.learner.learn(batch, at.step, session.gate if at.version == 0 else None, log)
     at.skipped_batches += learned is None
     at.version += learned is not None
     at.step += 1  # learned: whatever fails from here on, a checkpoint is of this step

@@ -288,10 +288,9 @@ class RunConfig(Section):
         default=None,
         description="run recorded with --record all, whose completions are learned from again, without an engine",
     )
-    early_warning: Literal["warn", "lower_rate", "lower_cap", "stop"] = Field(
+    early_warning: Literal["warn", "stop"] = Field(
         default="warn",
-        description="at each sign that a run goes wrong (docs/guide/report.md): warn; or halve the learning rate; "
-        "or halve the correction's cap, in logarithms; or stop",
+        description="at a sign that a run goes wrong (docs/guide/report.md): warn, once for each, or stop",
     )
     log: Literal["none", "wandb"] = Field(
         default="none", description="where metrics go besides metrics.jsonl and TensorBoard (docs/reference/metrics.md)"
@@ -325,11 +324,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"learner.optimizer.warmup_steps {warmup} is more than steps {self.steps}, so the learning rate would "
                 "never be reached; lower the first or raise the second"
-            )
-        if self.early_warning == "lower_cap" and not hasattr(self.learner.correction, "cap"):
-            raise ValueError(
-                f"early_warning 'lower_cap' lowers the cap of a correction, and learner.correction.name "
-                f"{self.learner.correction.name!r} has none; choose lower_rate, or a correction such as token_tis"
             )
         self._refuse_an_engine()
         if self.checkpoint.best and not self.eval.problems:

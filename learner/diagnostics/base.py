@@ -26,16 +26,14 @@ from qarl.quant.model.low_bit_model import LowBitModel
 @dataclass(frozen=True)
 class Learning:
     """One batch being learned, as observers see it. step: of the training, from 0. trained: rows of each of its
-    mini-batches that have an advantage, int64 [n]. loss_config: what the loss goes by, damped where a run asks for it.
-    old, reference: the learner's log-probs before the updates, and those of a KL penalty's reference, as they come to
-    be known. start: of the run. add_logprobs: computes a model's log-probs of the rows at an index, by all processes
-    together."""
+    mini-batches that have an advantage, int64 [n]. old, reference: the learner's log-probs before the updates, and
+    those of a KL penalty's reference, as they come to be known. start: of the run. add_logprobs: computes a model's
+    log-probs of the rows at an index, by all processes together."""
 
     batch: Batch
     step: int
     trained: list[torch.Tensor]
     config: LearnerConfig
-    loss_config: LearnerConfig
     model: LowBitModel
     processes: Processes
     stopwatch: Stopwatch

@@ -92,7 +92,7 @@ def _together(runs: Sequence[RecordedRun]) -> str:
 def _of_early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
-        for warning in early_warnings(run.metrics, run.config.early_warning):
+        for warning in early_warnings(run.metrics):
             yield "warning", f"At step {warning.step}{of}: {warning.text}."
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from qarl.configs.errors import QarlError
-from qarl.learner.restraint import Damping
 
 WINDOW = 10
 """Steps that are averaged."""
@@ -99,37 +98,23 @@ _FIELDS = {
 }  # fmt: skip
 
 
-_MEASURES = {
-    "lower_rate": "; the learning rate is half of what it was from the next step on",
-    "lower_cap": "; mismatch weights are capped at the root of the cap before from the next step on",
-}
-
-
 class RunWatch:
     """Over one run. before: the lines of metrics.jsonl so far, of a run that goes on; what they showed is not shown
-    again. measure: what a sign leads to (`early_warning`). steps: of the run; a sign at its last one stops nothing."""
+    again. stop_before: the step before which a sign stops the run (`early_warning: stop`); 0: none does."""
 
-    def __init__(self, before: Iterable[Mapping[str, Any]] = (), measure: str = "warn", steps: int = 0):
+    def __init__(self, before: Iterable[Mapping[str, Any]] = (), stop_before: int = 0):
         self._series = {name: _Series() for name in _FIELDS}
         self._seen: set[str] = set()
-        self._measure, self._stop_before = measure, 0
+        self._stop_before = 0
         for line in before:
             self.add(line)
-        self._stop_before = steps if measure == "stop" else 0
-
-    @property
-    def restraint(self) -> Damping:
-        """Of the next step: a half for each sign that was seen, in the part of the run before a resume too."""
-        factor = 0.5 ** len(self._seen)
-        rate, cap = (factor if self._measure == measure else 1.0 for measure in _MEASURES)
-        return Damping(rate, cap)
+        self._stop_before = stop_before
 
     def add(self, line: Mapping[str, Any]) -> list[EarlyWarning]:
         """What a step shows for the first time. line: of metrics.jsonl. Raises `EarlyWarningError`."""
         for name, field in _FIELDS.items():
             self._series[name].add(line.get(field))
-        measure = _MEASURES.get(self._measure, "")
-        new_signs = {sign: text + measure for sign, text in self._signs() if sign not in self._seen}
+        new_signs = {sign: text for sign, text in self._signs() if sign not in self._seen}
         self._seen |= new_signs.keys()
         warnings = [EarlyWarning(sign, line["step"], text) for sign, text in new_signs.items()]
         if warnings and line["step"] < self._stop_before:
@@ -214,7 +199,7 @@ class RunWatch:
         return fallen > max(ERRORS * reward.error, REWARD_LOST * (reward.best - reward.start))
 
 
-def early_warnings(lines: Iterable[Mapping[str, Any]], measure: str = "warn") -> list[EarlyWarning]:
-    """Of a whole run. lines: of metrics.jsonl. measure: as of `RunWatch`."""
-    watch = RunWatch((), measure)
+def early_warnings(lines: Iterable[Mapping[str, Any]]) -> list[EarlyWarning]:
+    """Of a whole run. lines: of metrics.jsonl."""
+    watch = RunWatch()
     return [warning for line in lines for warning in watch.add(line)]

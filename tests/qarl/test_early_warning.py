@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from qarl.configs.errors import ConfigError
-from qarl.configs.load import load_config
-from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.restraint import Damping
 from qarl.report.early_warning import EarlyWarningError, RunWatch, early_warnings
 
 Curve = Callable[[float], float]
@@ -109,38 +105,9 @@ def test_a_warning_stops_a_run_that_asks_for_it():
     lines = lines_of(200, 0, late(0.6, 0.0))
     (warning,) = early_warnings(lines)
     for steps, stopped in ((200, True), (warning.step, False)):
-        watch = RunWatch(lines[: warning.step - 1], "stop", steps)
+        watch = RunWatch(lines[: warning.step - 1], steps)
         if stopped:
             with pytest.raises(EarlyWarningError, match=rf"stopped at step {warning.step}: the reward fell .*--early"):
                 watch.add(lines[warning.step - 1])
         else:
             assert watch.add(lines[warning.step - 1]) == [warning]
-
-
-@pytest.mark.parametrize(("measure", "lowered"), [("lower_rate", Damping(rate=0.25)), ("lower_cap", Damping(cap=0.25))])
-def test_each_sign_lowers_rate_or_cap_by_half(measure: str, lowered: Damping):
-    """From the step after it on, and after a resume as in a run that was not interrupted; the warning says so."""
-    reward, curves, signs = COLLAPSES["noise"]
-    assert len(signs) == 2
-    lines = lines_of(200, 0, reward, **curves)
-    watch, plain = RunWatch((), measure), RunWatch()
-    seen = 0
-    for number, line in enumerate(lines):
-        resumed = RunWatch(lines[:number], measure)
-        assert watch.restraint == resumed.restraint and (watch.restraint == Damping()) == (seen == 0)
-        warnings = watch.add(line)
-        assert all("from the next step on" in warning.text for warning in warnings)
-        seen += len(warnings)
-        plain.add(line)
-    assert (seen, watch.restraint, plain.restraint) == (2, lowered, Damping())
-
-
-def test_restraint_by_hand():
-    """A cap of 2 at the power of a half is the root of 2, a floor of 0.25 is 0.5; nothing else of the loss moves, and a
-    correction without a cap is not there to be lowered."""
-    masked = LearnerConfig.model_validate({"correction": {"name": "token_mis", "cap": 2.0, "floor": 0.25}})
-    moved = Damping(cap=0.5).of_loss(masked)
-    assert (moved.correction.cap, moved.correction.floor) == (pytest.approx(2**0.5), 0.5)  # pyright: ignore
-    assert moved.objective == masked.objective and Damping(rate=0.5).of_loss(masked) is masked
-    with pytest.raises(ConfigError, match=r"lower_cap.*'none' has none"):
-        load_config(None, {"early_warning": "lower_cap", "learner.correction.name": "none"})
