@@ -8,8 +8,7 @@ class Figure:
     """Metrics over steps, or, where `axis` is given, metrics that are lists.
 
     lines: name → metric, by its name in metrics.jsonl. unit: of all of them. logarithmic: their axis. axis: what the
-    lists go over, in words. places: the metric that has the numbers on that axis; None: counted from 1. labels: the
-    metric that has names for them.
+    lists go over, in words. places: the metric that has the numbers on that axis; None: counted from 1.
     """
 
     id: str
@@ -20,4 +19,3 @@ class Figure:
     logarithmic: bool = False
     axis: str | None = None
     places: str | None = None
-    labels: str | None = None

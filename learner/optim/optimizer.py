@@ -24,10 +24,11 @@ from qarl.quant.runtime.shards import shard_of
 @dataclass(frozen=True)
 class UpdateDiagnostics:
     """What became of an update in the masters. lost: of the weights with a momentum, the share whose stored value is
-    what it was. crossed: master's name → its weights that round to another bfloat16 than before, and all of them."""
+    what it was. crossed: of all `weights`, those that round to another bfloat16 than before."""
 
     lost: float
-    crossed: dict[str, tuple[int, int]]
+    crossed: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,13 @@ class MasterOptimizer:
 
     def _arrived(self, done: Mapping[str, UpdateCounts | None]) -> UpdateDiagnostics:
         """Of all processes; of a master without a gradient there are no counts."""
-        zero = torch.zeros((), dtype=torch.int64, device=self._masters[0].device)
-        rows = []
-        for name, master in zip(self._steps, self._masters, strict=True):
-            counts = done.get(name) or UpdateCounts(zero, zero, zero)
-            rows.append(torch.stack([counts.meant, counts.lost, counts.crossed, zero + master.numel()]))
-        of_masters: list[list[int]] = self._processes.total(torch.stack(rows)).tolist()
-        meant, lost = (sum(row[place] for row in of_masters) for place in (0, 1))
-        crossed = {name: (row[2], row[3]) for name, row in zip(self._steps, of_masters, strict=True)}
-        return UpdateDiagnostics(lost / max(meant, 1), crossed)
+        counted = torch.zeros(4, dtype=torch.int64, device=self._masters[0].device)
+        for counts in done.values():
+            if counts is not None:
+                counted[:3] += torch.stack([counts.meant, counts.lost, counts.crossed])
+        counted[3] = sum(master.numel() for master in self._masters)
+        meant, lost, crossed, weights = self._processes.total(counted).tolist()
+        return UpdateDiagnostics(lost / max(meant, 1), crossed, weights)
 
     def _require_range(self) -> None:
         """Raise `PrecisionError` naming the first master that is not finite; the device is waited for once."""

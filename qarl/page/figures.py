@@ -96,8 +96,7 @@ def _drawn(figure: Figure, axis: str, lines: list[dict[str, Any]]) -> dict[str, 
 
 
 def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
-    """What steps measure as lists, unless all of it is at place 0: means over all steps that did. labels: names of the
-    places, where all runs have the same."""
+    """What steps measure as lists, unless all of it is at place 0: means over all steps that did."""
     measured = [[m for run in kind.runs for m in run.metrics] for kind in kinds]
     figures = []
     for figure in diagnosed(kinds):
@@ -109,10 +108,8 @@ def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
             for name, field in figure.lines.items()
             for line in _profile(number, metrics, name, field, figure.places)
         ]
-        labels = [m[figure.labels] for metrics in measured for m in metrics if figure.labels and m.get(figure.labels)]
         if any(max(line["x"]) > 0 for line in lines):
-            alike = labels and all(names == labels[0] for names in labels)
-            figures.append(_drawn(figure, figure.axis, lines) | {"labels": labels[0] if alike else None})
+            figures.append(_drawn(figure, figure.axis, lines))
     return figures
 
 

@@ -6,7 +6,6 @@ moves under unchanged codes does not count.
 """
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,9 +19,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Materialized(Protocol):
-    """A layer that is materialized in place: `LowBitLinear` or `RoutedLowBitExperts`. layer: its checkpoint name."""
-
-    layer: str
+    """A layer that is materialized in place: `LowBitLinear` or `RoutedLowBitExperts`."""
 
     @property
     def low_bit(self) -> LowBitWeight | LowBitExperts | None:
@@ -38,7 +35,7 @@ class Changed:
     count: int = 0
 
     def add(self, changed: int, count: int) -> None:
-        """Take in another materialization, or another part of a layer."""
+        """Take in more of them."""
         self.changed += changed
         self.count += count
 
@@ -48,18 +45,8 @@ class Changed:
         return self.changed / self.count if self.count else None
 
 
-class FlipCount:
-    """Over any number of materializations. layers: codes of each layer that has any, by checkpoint name; layers in the
-    compute dtype have none."""
-
-    def __init__(self) -> None:
-        self.layers: defaultdict[str, Changed] = defaultdict(Changed)
-
-    @property
-    def share(self) -> float | None:
-        """Of all layers; None where none has codes."""
-        layers = self.layers.values()
-        return Changed(sum(layer.changed for layer in layers), sum(layer.count for layer in layers)).share
+class FlipCount(Changed):
+    """Codes, over any number of materializations; layers in the compute dtype have none."""
 
     @contextlib.contextmanager
     def over(self, layer: Materialized) -> Iterator[None]:
@@ -67,7 +54,7 @@ class FlipCount:
         before = [weight.codes.clone() for weight in quantized_weights(layer.low_bit)]
         yield
         for old, weight in zip(before, quantized_weights(layer.low_bit), strict=True):
-            self.layers[layer.layer].add(changed_codes(old, weight), weight.shape[0] * weight.shape[1])
+            self.add(changed_codes(old, weight), weight.shape[0] * weight.shape[1])
 
 
 def changed_codes(before: torch.Tensor, weight: LowBitWeight) -> int:

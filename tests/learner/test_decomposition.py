@@ -308,10 +308,10 @@ def test_crossings_by_hand():
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4a16", "bf16"])
-def test_changes_by_layer_are_those_of_its_masters_and_codes(scheme: str):
-    """Contract: over one update of a mixture of experts, each layer's share of crossings is that of the masters before
-    and after, of flips that of the codes it publishes, unpacked; a layer in the compute dtype (routers, output head,
-    embeddings) has no codes. The shares over all are the layers' put together, of crossings less vectors."""
+def test_changes_are_those_of_masters_and_codes(scheme: str):
+    """Contract: over one update of a mixture of experts, the share of crossings is that of the masters before and
+    after, of flips that of the published codes, unpacked; layers in the compute dtype (routers, output head,
+    embeddings) have no codes."""
     model = low_bit(random_moe(CONFIGS["qwen3_moe"]), scheme)
     learner = Learner(model, LearnerConfig.model_validate({"mini_batches": 1, "optimizer": {"lr": 1e-4}}))
     before = masters_of(learner)
@@ -320,16 +320,7 @@ def test_changes_by_layer_are_those_of_its_masters_and_codes(scheme: str):
     found = learner.learn(batch_of(), 0)
     after = masters_of(learner)
     crossed = {name: float((before[name].bfloat16() != after[name].bfloat16()).float().mean()) for name in after}
-    layers = found.records["layers"]
-    assert layers.layer is not None and layers.flipped_codes is not None and layers.crossed_bfloat16 is not None
-    by_layer = dict(zip(layers.layer, layers.crossed_bfloat16, strict=True))
-    query = "model.layers.0.self_attn.q_proj"
-    assert by_layer[query] == pytest.approx(crossed[f"{query}.weight"]) and 0 < crossed[f"{query}.weight"] < 1
-    assert by_layer["model.embed_tokens"] == pytest.approx(crossed["model.embed_tokens.weight"])
-    assert "model.norm" not in by_layer
     differ = {name: torch.cat([apart(*pair) for pair in zip(old[name], codes[name], strict=True)]) for name in old}
-    flipped = {n: share for n, share in zip(layers.layer, layers.flipped_codes, strict=True) if share is not None}
-    assert flipped == pytest.approx({name: float(codes.float().mean()) for name, codes in differ.items()})
     published = [t.name.rpartition(".")[0] for t in model.low_bit_tensors() if t.name.endswith("weight_scale")]
     assert sum(map(len, differ.values())) == sum(math.prod(model.shapes[layer]) for layer in published)
     whole = float(torch.cat([*differ.values()]).double().mean()) if differ else None

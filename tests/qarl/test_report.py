@@ -18,7 +18,6 @@ from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.diagnostics.ages import MismatchByAgeMeter
-from qarl.learner.diagnostics.lost_updates import LostUpdates
 from qarl.page.build import MARK, report_page
 from qarl.page.figures import MOST_POINTS, digits
 from qarl.page.runs import configurations, read_runs
@@ -97,37 +96,23 @@ def findings_of(run: Path) -> list[Finding]:
     return verdict(configurations(read_runs([run])))
 
 
-def changes(shares: list[float | None], crossed: list[float | None], layers: str = "ab") -> dict[str, Any]:
-    return {
-        "learn/layers/layer": list(layers), "learn/layers/flipped_codes": shares,
-        "learn/layers/crossed_bfloat16": crossed,
-    }  # fmt: skip
-
-
 def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path: Path):
-    """By layer and by age. Bands from the lowest to the highest; a layer without codes has no point; names only where
-    all runs have one; a run whose tokens are all new draws nothing by age."""
+    """By age. Bands from the lowest to the highest; a run whose tokens are all new draws nothing."""
     ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
-    measured = [changes([0.1, None], [0.5, 0.25]) | ages[0], {}, changes([0.3, None], [0.5, 0.75]) | ages[1], {}]
-    others = [changes([None], [0.5], "c") | {"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}, {}]
+    measured = [ages[0], {}, ages[1], {}]
+    others = [{"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}, {}]
     run = new_run(tmp_path / "run", [line(n, **more) for n, more in enumerate(measured, 1)])
     other = new_run(
         tmp_path / "other", [line(n, **more) for n, more in enumerate(others, 1)], fields={"scheme": "bf16"}
     )
-    note = StartNote(audit=[], canary=None, accuracy=None, figures=[*MismatchByAgeMeter.figures, *LostUpdates.figures])
+    note = StartNote(audit=[], canary=None, accuracy=None, figures=list(MismatchByAgeMeter.figures))
     for path in (run, other):
         (path / "start.json").write_text(json.dumps(asdict(note)))
-    by_age, by_layer = data_of(run)["profiles"]
+    (by_age,) = data_of(run)["profiles"]
     assert by_age["lines"] == [{"of": 0, "name": "mean", "x": [0, 1], "y": [0, 0.2], "low": [0, 0.1], "high": [0, 0.3]}]
-    assert by_layer["labels"] == ["a", "b"]
-    assert by_layer["lines"] == [
-        {"of": 0, "name": "flipped codes", "x": [1], "y": [0.2], "low": [0.1], "high": [0.3]},
-        {"of": 0, "name": "crossed bfloat16", "x": [1, 2], "y": [0.5, 0.5], "low": [0.5, 0.25], "high": [0.5, 0.75]},
-    ]
-    by_age, by_layer = data_of(run, other)["profiles"]
+    (by_age,) = data_of(run, other)["profiles"]
     assert [each["of"] for each in by_age["lines"]] == [0, 1]
-    assert by_layer["labels"] is None and [each["of"] for each in by_layer["lines"]] == [0, 0, 1]
-    assert [figure["id"] for figure in data_of(other)["profiles"]] == ["layers"]
+    assert data_of(other)["profiles"] == []
 
 
 def test_what_became_of_error_tokens(tmp_path: Path):

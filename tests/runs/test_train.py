@@ -52,7 +52,7 @@ def test_a_run_from_start_to_export(tmp_path: Path, scheme: str, dtype: str, mor
         assert m["learn/updates"] in (1, 2)  # a mini-batch of equal rewards teaches nothing
         assert (m["learn/mismatch/mean_abs"] < 0.005) or not aligned
         assert (m["learn/mismatch/equal"] == 1) or not exact
-        measured = {m[f"learn/{name}"] is not None for name in ("lost_updates", "layers/layer")}
+        measured = {m[f"learn/{name}"] is not None for name in ("lost_updates", "crossed_bfloat16")}
         assert measured == {m["step"] == 1} and "learn/flipped_codes" in m, "every tenth step from the first"
         assert ("accuracy" in m) == (m["step"] % 2 == 0), "what a step has not is left out"
     assert sum(m["learn/updates"] for m in metrics) > 4
