@@ -39,7 +39,6 @@ from qarl.configs.load import load_config  # noqa: E402
 from qarl.report.record import record  # noqa: E402
 from qarl.rollout.engine import EngineError  # noqa: E402
 from qarl.rollout.servers.engine import ServerEngine  # noqa: E402
-from qarl.rollout.servers.vllm.replica import VllmReplica  # noqa: E402
 from qarl.rollout.vllm.options import VllmOptions, prepare_environment  # noqa: E402
 from scripts.server_farm import KEY, Farm  # noqa: E402
 from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  # noqa: E402
@@ -224,7 +223,7 @@ class Trial:
         def ask() -> None:
             try:
                 options = VllmOptions(farm.options.rollout.model_copy(update={"server_seconds": SECONDS}))
-                ServerEngine(VllmReplica, [url], KEY, folder, farm.checkpoint, options, "another run").close()
+                ServerEngine([url], KEY, folder, farm.checkpoint, options, "another run").close()
                 self._second.append("a second learner was not refused")
             except EngineError as error:
                 self._second.append(str(error))

@@ -19,11 +19,11 @@ import aiohttp
 from qarl.quant.digest import digested
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.servers.protocol import Replica, seconds_of
 from qarl.rollout.servers.publish import publish_files
 from qarl.rollout.servers.replicas import Replicas, all_of
 from qarl.rollout.servers.sender import VersionSender
-from qarl.rollout.servers.versions import Version
+from qarl.rollout.servers.versions import Version, seconds_of
+from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.rollout.vllm.texts import load_tokenizer, text_of
@@ -40,8 +40,7 @@ _log = logging.getLogger(__name__)
 class ServerEngine:
     """Servers that run already.
 
-    connect: makes the replica at a URL, of a session whose headers carry the key and of the seconds that an answer may
-    take. urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are written, on a
+    urls: where. key: that they ask for, or None. folder: the run's own, where weight versions are written, on a
     file system that they see under the same path, unless `server_transfer` is http: then they are sent the files.
     checkpoint: whose tokenizer makes texts of tokens. options: of the run; with `max_staleness` from 2 on requests
     under way at a publish go on by its weights, else they end first. learner: the run's name, which no other
@@ -52,7 +51,6 @@ class ServerEngine:
 
     def __init__(
         self,
-        connect: Callable[[str, aiohttp.ClientSession, float], Replica],
         urls: Sequence[str],
         key: str | None,
         folder: Path,
@@ -65,7 +63,7 @@ class ServerEngine:
         rollout = options.rollout
         self.weight_version = 0
         self._labels: dict[str, int] = {}
-        self._claims: set[Replica] = set()
+        self._claims: set[VllmReplica] = set()
         self._settled = asyncio.Event()
         self._in_flight = rollout.max_staleness > 1
         self._sender = VersionSender(folder, rollout.server_full_every)
@@ -77,7 +75,7 @@ class ServerEngine:
         self._thread = threading.Thread(target=_in_background, args=(self._loop,), name="servers", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession = self._wait(_open_session(key))
-        servers = [connect(url.rstrip("/"), self._session, rollout.server_seconds) for url in urls]
+        servers = [VllmReplica(url.rstrip("/"), self._session, rollout.server_seconds) for url in urls]
         self._replicas = Replicas(servers, rollout.max_num_seqs)
         try:
             for step in (self._admitted, self._claimed):  # none is claimed before all are known to fit
@@ -191,14 +189,14 @@ class ServerEngine:
             _log.warning("the delta to weight version %d failed, so it is sent whole: %s", written.version, error)
             return await publish_files(self._replicas, self._sender.write_whole(), *how)
 
-    async def _answering(self, server: Replica) -> None:
+    async def _answering(self, server: VllmReplica) -> None:
         """`_admitted` at once, or not at this publish: a server that hangs is asked at each."""
         await server.admit(self._options, self._learner, _BACK_SECONDS)
 
-    async def _admitted(self, server: Replica) -> None:
+    async def _admitted(self, server: VllmReplica) -> None:
         await server.admit(self._options, self._learner)
 
-    async def _claimed(self, server: Replica) -> None:
+    async def _claimed(self, server: VllmReplica) -> None:
         if self._publishes:
             await server.claim(self._learner)
             self._claims.add(server)
@@ -216,10 +214,10 @@ class ServerEngine:
         begun, salt = self.weight_version, self._salt
         oldest = begun if self._publishes else begun - 1  # which may be on its way yet, from another process
 
-        def request(prompt: Prompt, j: int, k: int) -> Callable[[Replica], Awaitable[Any]]:
+        def request(prompt: Prompt, j: int, k: int) -> Callable[[VllmReplica], Awaitable[Any]]:
             return lambda server: server.sample(prompt, sampling, j, k, salt)
 
-        async def read(answer: Any, server: Replica) -> Completion:
+        async def read(answer: Any, server: VllmReplica) -> Completion:
             await self._settled.wait()
             labels = {label: version for label, version in self._labels.items() if version >= oldest}
             return server.read(answer, labels)
@@ -231,7 +229,7 @@ class ServerEngine:
         ]
         return await self._replicas.dispatch(requests, read)
 
-    async def _scored(self, server: Replica, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def _scored(self, server: VllmReplica, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         salt, labels = self._salt, {self._salt: self.weight_version}
         return await all_of(server.logprobs(sequence, salt, labels) for sequence in sequences)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.vllm.access import server_key
-from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.servers.vllm.start import ServerProcess, free_ports, start_replicas, stop_replicas
 from qarl.rollout.vllm.options import VllmOptions
 
@@ -35,9 +34,8 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
         started = start_replicas(checkpoint, options, ports, key, run / "servers", rollout.server_seconds)
         urls = [server.url for server in started]
     return ServerEngine(
-        VllmReplica, urls, key, folder, checkpoint, options, learner, publishes,
-        at_end=lambda: stop_replicas(started),
-    )  # fmt: skip
+        urls, key, folder, checkpoint, options, learner, publishes, at_end=lambda: stop_replicas(started)
+    )
 
 
 def run_name(run: Path) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.protocol import AnswerError, BrokenAnswerError, LostServerError, Replica
+from qarl.rollout.servers.failures import AnswerError, BrokenAnswerError, LostServerError
+from qarl.rollout.servers.vllm.replica import VllmReplica
 
 T = TypeVar("T")
 
@@ -26,11 +27,11 @@ _log = logging.getLogger(__name__)
 class Replicas:
     """servers: all of a run's. in_flight: requests that one may have under way, of all who ask."""
 
-    def __init__(self, servers: Sequence[Replica], in_flight: int):
+    def __init__(self, servers: Sequence[VllmReplica], in_flight: int):
         self._servers = list(servers)
         self._free = {server: asyncio.Semaphore(in_flight) for server in servers}
-        self._lost: dict[Replica, str] = {}
-        self._behind: set[Replica] = set()
+        self._lost: dict[VllmReplica, str] = {}
+        self._behind: set[VllmReplica] = set()
         self._noticed: set[str] = set()
 
     def allow_pauses(self, seconds: float) -> None:
@@ -38,11 +39,11 @@ class Replicas:
         for server in self._servers:
             server.allow_pause(seconds)
 
-    def present(self) -> list[Replica]:
+    def present(self) -> list[VllmReplica]:
         """Those that are not left out, in the order they were given."""
         return [server for server in self._servers if server not in self._lost]
 
-    async def on_all(self, step: Callable[[Replica], Awaitable[T]]) -> dict[Replica, T]:
+    async def on_all(self, step: Callable[[VllmReplica], Awaitable[T]]) -> dict[VllmReplica, T]:
         """What the step returns of each present server, all at once. Raises `EngineError` naming those that failed at
         it, each try of all."""
         servers = self._some()
@@ -60,7 +61,7 @@ class Replicas:
         self._some()
         return {s: o for s, o in zip(servers, outcomes, strict=True) if not isinstance(o, BaseException)}
 
-    async def with_retries(self, server: Replica, step: Callable[[Replica], Awaitable[T]]) -> T:
+    async def with_retries(self, server: VllmReplica, step: Callable[[VllmReplica], Awaitable[T]]) -> T:
         """What the step returns of one server, tried again where an answer cannot be used. Raises `LostServerError`
         where they broke off each time."""
         for attempt in range(1, TRIES):
@@ -76,17 +77,17 @@ class Replicas:
 
     async def dispatch(
         self,
-        requests: Sequence[tuple[int, Callable[[Replica], Awaitable[Any]]]],
-        read: Callable[[Any, Replica], Awaitable[T]],
+        requests: Sequence[tuple[int, Callable[[VllmReplica], Awaitable[Any]]]],
+        read: Callable[[Any, VllmReplica], Awaitable[T]],
     ) -> list[T]:
         """What `read` makes of the answers to requests for tokens. requests: each with the number of the server that
         is asked first, modulo their number."""
         self._noticed.clear()
-        last: dict[Replica, float] = {}
+        last: dict[VllmReplica, float] = {}
         clock = asyncio.get_running_loop().time
         begun = clock()
 
-        async def one(number: int, request: Callable[[Replica], Awaitable[Any]]) -> T:
+        async def one(number: int, request: Callable[[VllmReplica], Awaitable[Any]]) -> T:
             failures = 0
             while True:
                 server = self._turn(number + failures)
@@ -110,11 +111,11 @@ class Replicas:
         self._name_the_slow(last)
         return answers
 
-    async def readmit(self, *steps: Callable[[Replica], Awaitable[None]]) -> None:
+    async def readmit(self, *steps: Callable[[VllmReplica], Awaitable[None]]) -> None:
         """Readmit lost servers that pass every step. They receive the next publish and sample only after it
         (`all_are_current`)."""
 
-        async def back(server: Replica) -> None:
+        async def back(server: VllmReplica) -> None:
             try:
                 for step in steps:
                     await step(server)
@@ -131,13 +132,13 @@ class Replicas:
         """All that are present have the version published last."""
         self._behind.clear()
 
-    def _some(self) -> list[Replica]:
+    def _some(self) -> list[VllmReplica]:
         servers = self.present()
         if not servers:
             raise EngineError(f"no server is left: {'; '.join(self._lost.values())}; start one and resume the run")
         return servers
 
-    def _turn(self, number: int) -> Replica:
+    def _turn(self, number: int) -> VllmReplica:
         """Replica `number` modulo their number, or the next one that is present and, while a version is published to
         those that were left out, was not."""
         present = set(self._some())
@@ -145,7 +146,7 @@ class Replicas:
         turns = (self._servers[(number + i) % len(self._servers)] for i in range(len(self._servers)))
         return next(server for server in turns if server in present)
 
-    def _leave_out(self, server: Replica, reason: LostServerError) -> None:
+    def _leave_out(self, server: VllmReplica, reason: LostServerError) -> None:
         if server not in self._lost:
             self._lost[server] = str(reason)
             left = len(self._servers) - len(self._lost)
@@ -157,7 +158,7 @@ class Replicas:
             self._noticed.add(line)
             _log.warning("%s", line)
 
-    def _name_the_slow(self, last: dict[Replica, float]) -> None:
+    def _name_the_slow(self, last: dict[VllmReplica, float]) -> None:
         """last: when each gave its last answer, in seconds."""
         if len(last) > 1:
             slowest = max(last, key=lambda server: last[server])

@@ -33,6 +33,10 @@ MANIFEST_BYTES = 2**26
 _BYTES_BESIDES = 2**20
 """What files may have besides a version's tensors, and 4 KiB a tensor: names, dtypes, shapes, offsets."""
 
+_BYTES_A_SECOND = 50e6
+"""That a server gets, reads, hashes and loads at the least; with `_SECONDS` more it is taken to hang."""
+_SECONDS = 30.0
+
 _Count = Annotated[int, Field(ge=0)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
@@ -181,3 +185,8 @@ def remove_versions(parent: Path, but: int | None = None) -> None:
     for folder in parent.glob("version-*"):
         if folder.name != f"version-{but}":
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def seconds_of(tensor_bytes: int) -> float:
+    """That a server may take to get, to read, or to load, a version of so many bytes."""
+    return _SECONDS + tensor_bytes / _BYTES_A_SECOND

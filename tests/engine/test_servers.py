@@ -27,7 +27,6 @@ from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.versions import Version, write_delta, write_version
-from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.servers.vllm.start import free_ports, start_replicas, stop_replicas
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions
@@ -68,7 +67,7 @@ def served(random_policy: Policies, tmp_path_factory: pytest.TempPathFactory) ->
 
 def joined(served: Served, folder: Path, learner: str = "one", **changes: object) -> ServerEngine:
     options = VllmOptions(ROLLOUT.model_copy(update=changes))
-    return ServerEngine(VllmReplica, [served.url], served.key, folder, served.checkpoint, options, learner)
+    return ServerEngine([served.url], served.key, folder, served.checkpoint, options, learner)
 
 
 def nudge(model: LowBitModel) -> None:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers import replicas
-from qarl.rollout.servers.protocol import AnswerError, BrokenAnswerError, LostServerError, Replica
+from qarl.rollout.servers.failures import AnswerError, BrokenAnswerError, LostServerError
 from qarl.rollout.servers.replicas import TRIES, Replicas
 from qarl.rollout.servers.vllm import client
 from qarl.rollout.servers.vllm.answers import read_completion
@@ -128,12 +128,11 @@ class Network:
 COMPLETION = read_completion(ANSWER, "", {"3-d": 3})
 
 
-async def ask(server: Replica) -> Any:
-    assert isinstance(server, VllmReplica)
+async def ask(server: VllmReplica) -> Any:
     return await server.generate({})
 
 
-async def read(answer: Any, server: Replica) -> Completion:
+async def read(answer: Any, server: VllmReplica) -> Completion:
     return server.read(answer, {"3-d": 3})
 
 
@@ -226,7 +225,7 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
             first, second = servers.present()
             calls: list[str] = []
 
-            async def step(server: Replica) -> str:
+            async def step(server: VllmReplica) -> str:
                 calls.append(server.url)
                 if len(calls) < 3:
                     raise AnswerError(f"broke at {server.url}")
@@ -240,10 +239,10 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
             gone = True
             assert await servers.on_all(step) == {first: first.url} and servers.present() == [first]
 
-            async def refused(server: Replica) -> None:
+            async def refused(server: VllmReplica) -> None:
                 raise EngineError(f"{server.url} is another run's")
 
-            async def admitted(_server: Replica) -> None:
+            async def admitted(_server: VllmReplica) -> None:
                 return
 
             await servers.readmit(admitted, refused)
@@ -252,7 +251,7 @@ def test_a_step_on_all_leaves_out_the_lost_and_takes_them_back(caplog: pytest.Lo
             assert servers.present() == [first, second]
             calls.clear()
 
-            async def never(server: Replica) -> None:
+            async def never(server: VllmReplica) -> None:
                 raise AnswerError(f"broke at {server.url}")
 
             with pytest.raises(EngineError, match=f"broke at {first.url}; broke at {second.url}"):
@@ -270,7 +269,7 @@ def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():
         async with network as servers:
             first, second = servers.present()
 
-            async def lost(server: Replica) -> None:
+            async def lost(server: VllmReplica) -> None:
                 if server is second:
                     raise LostServerError(f"no {server.url}")
 
@@ -307,7 +306,7 @@ def test_a_server_whose_answers_all_break_off_is_lost():
         async with Network([sound], [sound]) as servers:
             first, second = servers.present()
 
-            async def step(server: Replica) -> str:
+            async def step(server: VllmReplica) -> str:
                 if server is second:
                     raise BrokenAnswerError(f"broke at {server.url}")
                 return server.url

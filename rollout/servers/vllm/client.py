@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.servers.protocol import AnswerError, BrokenAnswerError, LostServerError
+from qarl.rollout.servers.failures import AnswerError, BrokenAnswerError, LostServerError
 from qarl.rollout.servers.vllm.receive import VERSIONS
 
 CONNECT_SECONDS = 10.0
@@ -39,7 +39,8 @@ class Server:
         self._pulse: asyncio.Task[None] | None = None
 
     def allow_pause(self, seconds: float) -> None:
-        """See `Replica.allow_pause`: a publish that waits for no request pauses a server that samples."""
+        """Not to be taken for lost where it is paused no longer than that while it samples: by a publish that waits for
+        no request."""
         self._pause_seconds = seconds
 
     async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:

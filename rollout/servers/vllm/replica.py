@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 
 from qarl.quant.types import LayerReport
 from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.servers.protocol import AnswerError, LostServerError, seconds_of
-from qarl.rollout.servers.versions import MANIFEST, Version
+from qarl.rollout.servers.failures import AnswerError, LostServerError
+from qarl.rollout.servers.versions import MANIFEST, Version, seconds_of
 from qarl.rollout.servers.vllm.answers import completion_request, read_completion, read_logprobs, scoring_request
 from qarl.rollout.servers.vllm.client import CONTROL_SECONDS, Server
 from qarl.rollout.servers.vllm.receive import VERSIONS
@@ -22,10 +22,12 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.005, 0.25
 
 
 class VllmReplica(Server):
-    """See `Replica`."""
+    """One server that holds the whole policy. Every method raises `LostServerError` where it is out of reach,
+    `AnswerError` where an answer broke off or cannot be used, `EngineError` where it refuses."""
 
     async def admit(self, options: VllmOptions, learner: str, seconds: float | None = None) -> None:
-        """See `Replica.admit`."""
+        """Refuse one that has other settings than `options`, or belongs to another run. learner: this run's name.
+        seconds: that it may take to answer."""
         state, *_ = await self.call("qarl_state", CONTROL_SECONDS if seconds is None else seconds)
         _require_settings(self.url, state, options)
         if state["learner"] not in ("", learner):
@@ -35,42 +37,42 @@ class VllmReplica(Server):
             )
 
     async def claim(self, learner: str) -> None:
-        """See `Replica.claim`."""
+        """Make it this run's."""
         await self.call("qarl_claim", learner=learner)
 
     async def release(self) -> None:
-        """See `Replica.release`."""
+        """Give it back; it goes on with the weights it has."""
         await self.call("qarl_release")
 
     async def layers(self) -> list[LayerReport]:
-        """See `Replica.layers`."""
+        """Of its engine, for the audit."""
         first, *others = await self.call("qarl_layer_reports")
         if any(layers != first for layers in others):
             raise EngineError(f"the workers of the server at {self.url} have different layers; start it again")
         return [LayerReport(**layer) for layer in first]
 
     async def sample(self, prompt: Prompt, sampling: Sampling, j: int, k: int, salt: str) -> Any:
-        """See `Replica.sample`."""
+        """Its answer to sample k of prompt j, for `read`. salt: of its prefix cache, one a weight version."""
         return await self.generate(completion_request(prompt, sampling, j, k, salt))
 
     def read(self, answer: Any, labels: Mapping[str, int]) -> Completion:
-        """See `Replica.read`."""
+        """The completion in an answer. labels: of the weights that may have sampled it, and their versions."""
         return read_completion(answer, self.url, labels)
 
     async def logprobs(self, sequence: Sequence[int], salt: str, labels: Mapping[str, int]) -> list[float]:
-        """See `Replica.logprobs`."""
+        """Of tokens 1… of a sequence, in nats."""
         return read_logprobs(await self.generate(scoring_request(sequence, salt)), sequence, self.url, labels)
 
     async def held(self) -> list[str | None]:
-        """See `Replica.held`."""
+        """The digest of the version that each of its workers keeps for a delta, None for nothing."""
         return [state["held"] for state in await self.call("qarl_state")]
 
     async def abandon(self) -> None:
-        """See `Replica.abandon`."""
+        """Forget what was staged."""
         await self.call("qarl_abandon")
 
     async def send(self, version: Version, run: str, sharing: int) -> str:
-        """See `Replica.send`."""
+        """Copy a version's files; the folder they are in there. sharing: servers that are sent them at once."""
         answer: Any = None
         for name in (MANIFEST, *version.names):
             file = version.folder / name
@@ -83,7 +85,7 @@ class VllmReplica(Server):
         return answer["folder"]
 
     async def stage(self, version: Version, folder: str, keep: bool) -> LoadReport:
-        """See `Replica.stage`."""
+        """Read and check a version beside the present one. keep: whether the next may be a delta from it."""
         await self.call("qarl_abandon", seconds_of(version.tensor_bytes))  # what a publish that broke off has left
         announced = {"folder": folder, "digest": version.digest, "tensor_bytes": version.tensor_bytes, "keep": keep}
         clock, wait = asyncio.get_running_loop().time, _FIRST_WAIT
@@ -98,7 +100,7 @@ class VllmReplica(Server):
         return _one(reports, self.url, "staged")
 
     async def commit(self, version: Version, label: str, in_flight: bool) -> LoadReport:
-        """See `Replica.commit`."""
+        """Sample by what was staged, and name it `label`. in_flight: requests under way go on by it."""
         # Its prefix cache is emptied. Requests end first; or they lose their keys and values too, as those that vLLM
         # preempts, and so their next tokens have none of the weights before.
         await self.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
