@@ -143,7 +143,7 @@ def _trl(options: TrainOptions, setting: str, seed: int) -> Curve:
     """With TRL's held-out answers judged here, by the task's own verdict."""
     config = config_of(options, options.schemes[0], seed)
     task = load_task(config.task)
-    asked = problems_once(task, "heldout", config.eval.problems, 0)  # as a run asks
+    asked = problems_once(task, config.eval.problems, 0)  # as a run asks
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "problems.json"
         write_problems(file, task.problems("train", 0, config.steps * config.rollout.prompts, seed), asked)

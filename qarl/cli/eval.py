@@ -1,7 +1,6 @@
 """`qarl eval`: held-out questions and benchmarks, answered by a run, an export or any checkpoint."""
 
 import argparse
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,20 +12,11 @@ from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import DTYPES, json_file, say, whole, write_json
 from qarl.configs.errors import ConfigError
 from qarl.evaluation.suites import SUITES
-from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phases_shown_on
-from qarl.run.check import check_new_folder
 from qarl.run.evaluation_plan import Plan, Suite, plan_evaluation, plan_same
-from qarl.tasks.paths import PERFECTIBLE
 
 if TYPE_CHECKING:  # which imports numpy
     from qarl.evaluation.results import Evaluation
-
-_SHARES = (0.2, 0.8)
-"""Of right answers to a question that a policy solves now and then."""
-
-_SIFTING = {"eval.problems": "512", "eval.samples": "40", "eval.temperature": "1"}
-"""Defaults with --perfectible."""
 
 
 def add_eval(commands: Any) -> None:
@@ -65,15 +55,6 @@ def add_eval(commands: Any) -> None:
         help="default: the run's, else the checkpoint's, and bfloat16 for float32",
     )
     add("--json", type=json_file, metavar="FILE", help="write all figures, and every question's answers, too")
-    sift = evaluate.add_argument_group("questions to test a set-up with")
-    sift.add_argument(
-        "--perfectible",
-        metavar="FILE",
-        help="ask training questions instead, and write those that are solved now and then; by default 512 questions, "
-        f"40 answers each at temperature 1. FILE's name ends in {PERFECTIBLE}",
-    )
-    sift.add_argument("--low", type=float, metavar="X", help=f"least share of right answers (default {_SHARES[0]})")
-    sift.add_argument("--high", type=float, metavar="X", help=f"largest share of right answers (default {_SHARES[1]})")
     evaluate.set_defaults(run=_eval, fields=True)
 
 
@@ -93,11 +74,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(known: argparse.Namespace, console: Console) -> int:
-    if known.perfectible is not None:
-        return _perfectible(known, console)
-    for option in ("low", "high"):
-        if getattr(known, option) is not None:
-            raise ConfigError(f"--{option} {getattr(known, option):g} goes with --perfectible; leave it out")
     overrides = known.overrides
     suite = _suite(known)
     quiet_libraries()
@@ -134,42 +110,6 @@ def _suite(known: argparse.Namespace) -> Suite | None:
     if known.data is not None and not Path(known.data).is_dir():
         raise ConfigError(f"--data {known.data}: there is no such folder; give that with the suite's local copies")
     return Suite(known.suite, None if known.data is None else Path(known.data))
-
-
-def _perfectible(known: argparse.Namespace, console: Console) -> int:
-    file = Path(known.perfectible)
-    low, high = (limit if own is None else own for own, limit in zip((known.low, known.high), _SHARES, strict=True))
-    for option in ("suite", "data", "against", "dtype", "json"):
-        if getattr(known, option) is not None:
-            raise ConfigError(
-                f"--{option} {getattr(known, option)} does not go with --perfectible; leave one of them out"
-            )
-    if not file.name.endswith(PERFECTIBLE):
-        raise ConfigError(f"--perfectible {file}: the name must end in {PERFECTIBLE}, by which a report knows it")
-    check_new_folder(file, "file", "--perfectible")
-    if not 0 <= low <= high <= 1:
-        raise ConfigError(f"--low {low:g} and --high {high:g} must rise, from 0 to 1")
-    overrides = _SIFTING | known.overrides
-    quiet_libraries()
-    with phases_shown_on(Console(stderr=True)):
-        plan = plan_evaluation(known.target, overrides, known.max_new_tokens, known.max_prompt_tokens)
-        from qarl.run.perfectible import write_perfectible
-
-        sifted = write_perfectible(plan, known.seed, low, high, file)
-    say(
-        console,
-        f"wrote {file}: {sifted.kept} of {sifted.questions} questions, of which {low:.0%} to {high:.0%} of the answers "
-        f"were right; {sifted.below} were solved less often, {sifted.above} more often",
-    )
-    if not sifted.kept:
-        say(console, "none is left to train on: ask more (--problems), or move --low and --high apart")
-        return 1
-    run = (Path(known.target) / "config.yaml").is_file()
-    model = RunFolder.open(Path(known.target)).config().model if run else known.target
-    check = " --reward math --task.correct math" if plan.task.name == "math" else ""  # not what a file's default is
-    command = f"qarl train --model {shlex.quote(model)} --task {shlex.quote(str(file))}{check} --eval.problems 0"
-    say(console, f"train on them: {command}")
-    return 0
 
 
 def _lines(evaluation: "Evaluation") -> Iterator[str]:

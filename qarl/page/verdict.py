@@ -11,7 +11,6 @@ from itertools import pairwise
 from qarl.advice.finding import Finding, Level
 from qarl.page.runs import Configuration, RecordedRun
 from qarl.report.early_warning import early_warnings
-from qarl.tasks.paths import PERFECTIBLE
 
 Remark = tuple[Level, str]
 
@@ -21,15 +20,13 @@ PHANTOM, CORRECTED = 0.01, 0.05
 TRUNCATED = 0.1
 ERRORS = 0.02
 TEACHING = 0.1
-PERFECTED = 0.95
-"""Training accuracy that a sound run comes to on questions its first policy solved now and then (arXiv 2510.26788)."""
 
 
 def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
     """The headline of each configuration, then what is remarkable, warnings first."""
     single = len(kinds) == 1
     headlines = [_headline(kind, "" if single else kind.label) for kind in kinds]
-    checks = (_of_early_warnings, _of_bounds, _of_learning, _of_perfectible)
+    checks = (_of_early_warnings, _of_bounds, _of_learning)
     remarks = [
         Finding(level, "" if single else kind.label, text)
         for kind in kinds
@@ -124,21 +121,6 @@ def _of_learning(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
     idle = sum(run.metrics[-1]["skipped_batches"] for run in runs)
     if idle:
         yield "note", f"{_counted(idle, 'batch', 'batches')} taught nothing: within every group all rewards were equal."
-
-
-def _of_perfectible(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
-    """Where the reward is the accuracy."""
-    for run in runs:
-        task = run.config.task
-        reward = _mean_last([run], "reward")
-        if not task.name.endswith(PERFECTIBLE) or task.reward not in (None, "exact", "math") or reward is None:
-            continue
-        of = f" of {run.name}" if len(runs) > 1 else ""
-        words = f"Training accuracy{of} is {reward:.1%} at the end, on questions that a policy solved now and then"
-        if reward >= PERFECTED:
-            yield "good", f"{words}: what a sound run comes to (95 %)."
-        elif run.finished:
-            yield "warning", f"{words}: below 95 % there are too few steps, or something is broken."
 
 
 def _nats(value: float) -> str:

@@ -13,13 +13,13 @@ from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter, open_prompter, sample
-from qarl.tasks import Problem, Response, Split, Task
+from qarl.tasks import Problem, Response, Task
 
 
-def problems_once(task: Task, split: Split, count: int, seed: int) -> list[Problem]:
-    """The first `count` problems of a split for this seed; each once, so fewer where a file has fewer."""
-    size = task.size(split)
-    return task.problems(split, 0, count if size is None else min(count, max(size, 1)), seed)
+def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
+    """The first `count` held-out problems for this seed; each once, so fewer where a file has fewer."""
+    size = task.size("heldout")
+    return task.problems("heldout", 0, count if size is None else min(count, max(size, 1)), seed)
 
 
 def answered(
@@ -30,7 +30,6 @@ def answered(
     rollout: RolloutConfig,
     seed: int = 0,
     processes: Processes | None = None,
-    split: Split = "heldout",
 ) -> Result:
     """Answers of the policy that `engine` holds, judged by the task's checker.
 
@@ -39,7 +38,7 @@ def answered(
     on how many there are.
     """
     together = processes or Processes()
-    problems = problems_once(task, split, asking.problems, seed)
+    problems = problems_once(task, asking.problems, seed)
     share = together.share(problems)
     sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
     prompts = [prompter.prompt(problem) for problem in share]

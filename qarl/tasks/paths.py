@@ -9,9 +9,6 @@ from pathlib import Path
 from qarl.configs.schema.task import TaskConfig
 from qarl.tasks.rows import HUB, is_table
 
-PERFECTIBLE = "perfectible.jsonl"
-"""How files of questions end that a policy answers rightly now and then (`qarl eval --perfectible`)."""
-
 _FUNCTION_FILE = re.compile(r"(?P<before>(?:^|,)\s*)(?P<file>[^,:]+\.py):")
 """In one function or several: `mine.py:a=1, mine.py:b=0.2`. A module's name is no path."""
 
