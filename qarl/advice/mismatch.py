@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel
 
 from qarl.advice.finding import Finding
@@ -50,7 +49,7 @@ class LearnerKind:
 
 
 FIRST = 8
-"""Sequences that are scored alone, and at other temperatures."""
+"""Sequences that are scored alone."""
 
 FLOOR = LearnerKind("reference", False, "transformers")
 LEARNERS = {
@@ -157,15 +156,12 @@ def evidence_of(
         rows = batch.to(model.device)
         packed = token_logprobs(model, rows.tokens, rows.response_mask, packed=rows.packed(), entropy=False)[0].cpu()
     tokenizer, masters = prompter.tokenizer, model.module
-    ends = masters.generation_config.eos_token_id if masters.generation_config else None
     return Evidence(
         groups=groups,
         batch=batch,
         learner=scored(model, batch),
         alone=alone,
         packed=packed,
-        tempered=lambda temperature: _tempered(model, batch, first, temperature),
-        end_tokens=frozenset([tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or [])]),
         begin_token=tokenizer.bos_token_id,
         encode=lambda ids: tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"],
         tied=bool(masters.config.tie_word_embeddings),
@@ -173,15 +169,6 @@ def evidence_of(
         masters=model.masters,
         config=config,
     )
-
-
-def _tempered(model: LowBitModel, batch: Batch, rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    tokens, mask = batch.tokens[rows], batch.response_mask[rows]
-    with torch.no_grad():
-        wanted = nn.functional.pad(mask, (0, 1)).to(model.device)
-        logits = model.logits(tokens.to(model.device), wanted).float().cpu() / temperature
-    picked = logits.log_softmax(-1).gather(-1, tokens[:, 1:][mask][:, None])[:, 0]
-    return torch.zeros(mask.shape).masked_scatter(mask, picked)
 
 
 def has_own_head(folder: Path) -> bool:

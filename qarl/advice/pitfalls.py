@@ -26,27 +26,19 @@ ERRORS = 5.0
 OUTSIDE, ONE_SIDE, FEW = 0.1, 0.95, 20
 """Nats of a log-ratio that a clip would cut; share of those on one side; tokens that are too few to say."""
 
-COINCIDENCE = -20.0
-"""Log-probability of two equal completions, below which they are no coincidence."""
-
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
-
 
 @dataclass(frozen=True)
 class Evidence:
     """One batch before any update. groups: that `batch` was made of. learner: log-probs of it, fp32 [B, T-1], its rows
     together; alone: of the first rows, each by itself, [b, T-1]; packed: as `learner`, with sequences packed, None
-    where the learner does not. tempered: log-probs of the first rows at a temperature, [b, T-1]. end_tokens: ids that
-    end a response. encode: the ids of a prompt's decoded text. tied: the model's `tie_word_embeddings`; own_head:
-    whether the checkpoint has an output head other than its embeddings. masters: name → weights."""
+    where the learner does not. encode: the ids of a prompt's decoded text. tied: the model's `tie_word_embeddings`;
+    own_head: whether the checkpoint has an output head other than its embeddings. masters: name → weights."""
 
     groups: Sequence[Group]
     batch: Batch
     learner: torch.Tensor
     alone: torch.Tensor
     packed: torch.Tensor | None
-    tempered: Callable[[float], torch.Tensor]
-    end_tokens: frozenset[int]
     begin_token: int | None
     encode: Callable[[Sequence[int]], Sequence[int]]
     tied: bool
@@ -78,8 +70,8 @@ def _ratio_mean(evidence: Evidence) -> Iterator[Finding]:
         yield _pitfall(
             "ratio mean before any update",
             f"mean π_learner/π_sampler is {1 + off:.5f}, {abs(off) / max(error, 1e-12):.0f} standard errors from 1",
-            "a bias that rounding both ways does not make: compare dtypes of logits, log-softmax and stored values of "
-            "sampler and learner",
+            "a bias that rounding both ways does not make: compare temperatures, and dtypes of logits, log-softmax "
+            "and stored values of sampler and learner",
         )
 
 
@@ -93,41 +85,7 @@ def _one_sided(evidence: Evidence) -> Iterator[Finding]:
             "one-sided clipping",
             f"{max(above, 1 - above):.0%} of the {len(outside)} tokens whose ratio is off by more than 10 % are {side} "
             "1, before anything was learned",
-            "see the ratio's mean and the temperature; a policy's own movement is on both sides",
-        )
-
-
-def _stored_precision(evidence: Evidence) -> Iterator[Finding]:
-    values = evidence.batch.sampler_logprobs[evidence.batch.response_mask]
-    values = values[values != 0].unique()
-    for dtype in (torch.bfloat16, torch.float16):
-        if len(values) >= FEW and bool((values.to(dtype).to(values.dtype) == values).all()):
-            step = float(torch.finfo(dtype).eps) / 2
-            yield _pitfall(
-                "stored log-probs' dtype",
-                f"all {len(values)} values of the sampler's log-probs are {str(dtype).removeprefix('torch.')} numbers, "
-                f"off by up to {step:.1e} of themselves",
-                "keep log-probs in float32 from the engine's log-softmax to the loss",
-            )
-            return
-
-
-def _temperature(evidence: Evidence) -> Iterator[Finding]:
-    rows = len(evidence.alone)
-    mask, sampler = evidence.batch.response_mask[:rows], evidence.batch.sampler_logprobs[:rows]
-
-    def apart(logprobs: torch.Tensor) -> float:
-        return float((logprobs - sampler)[mask].abs().mean())
-
-    plain = apart(evidence.tempered(1.0))
-    distances = {temperature: apart(evidence.tempered(temperature)) for temperature in TEMPERATURES}
-    best = min(distances, key=lambda temperature: distances[temperature])
-    if plain > APART and distances[best] < 0.2 * plain:
-        yield _pitfall(
-            "temperature in log-probs",
-            f"the sampler's log-probs are those of temperature {best:g}: {distances[best]:.2g} nats a token from the "
-            f"learner's, {plain:.2g} at temperature 1",
-            "sample at temperature 1, or divide the learner's logits by the sampler's temperature",
+            "see the ratio's mean; a policy's own movement is on both sides",
         )
 
 
@@ -175,23 +133,6 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _end_tokens(evidence: Evidence) -> Iterator[Finding]:
-    completions = [c for group in evidence.groups for c in group.completions]
-    learned = evidence.batch.response_mask.sum(-1).tolist()
-    wrong = 0
-    for completion, count in zip(completions, learned, strict=True):
-        ends = sum(token in evidence.end_tokens for token in completion.token_ids)
-        wrong += count != len(completion.token_ids) or ends != (completion.finish_reason == "stop")
-    if wrong:
-        yield _pitfall(
-            "end token not counted once",
-            f"{wrong} of {len(completions)} responses have an end token too many or too few among the tokens that are "
-            "learned",
-            "the end token is sampled and learned like any other, once; none follows it, and a truncated response has "
-            "none",
-        )
-
-
 def _tied_embeddings(evidence: Evidence) -> Iterator[Finding]:
     if evidence.tied == evidence.own_head:
         why = (
@@ -200,23 +141,6 @@ def _tied_embeddings(evidence: Evidence) -> Iterator[Finding]:
             else "the checkpoint has no output head, and tie_word_embeddings is false: the head is made up"
         )
         yield _pitfall("tied embeddings", why, "correct tie_word_embeddings in the model's config.json")
-
-
-def _seeds(evidence: Evidence) -> Iterator[Finding]:
-    seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for group in evidence.groups:
-        for completion in group.completions:
-            if sum(completion.logprobs) < COINCIDENCE:
-                key = (group.prompt.token_ids, completion.token_ids)
-                seen[key] = seen.get(key, 0) + 1
-    repeated = sum(count - 1 for count in seen.values())
-    if repeated:
-        yield _pitfall(
-            "seeds shared",
-            f"{repeated} completions of one prompt are another's repetition, though each is as unlikely as "
-            f"{math.exp(COINCIDENCE):.0e}",
-            "every sample of every prompt needs a random stream of its own",
-        )
 
 
 def _resolution(evidence: Evidence) -> Iterator[Finding]:
@@ -257,8 +181,7 @@ def _deviation(evidence: Evidence) -> Iterator[Finding]:
 
 
 CHECKS = (
-    _ratio_mean, _one_sided, _stored_precision, _temperature, _positions, _company, _template, _end_tokens,
-    _tied_embeddings, _seeds, _resolution, _deviation,
+    _ratio_mean, _one_sided, _positions, _company, _template, _tied_embeddings, _resolution, _deviation,
 )  # fmt: skip
 
 

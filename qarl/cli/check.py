@@ -36,8 +36,8 @@ def add_check(commands: Any) -> None:
     check.add_argument(
         "--sample",
         action="store_true",
-        help="sample one batch too, and test on it that learner and sampler are one policy: ratios, dtypes, "
-        "temperature, positions, end tokens, seeds and more",
+        help="sample one batch too, and test on it that learner and sampler are one policy: ratios, positions, "
+        "prompts, embeddings and more",
     )
     check.add_argument(
         "--machine",
