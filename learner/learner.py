@@ -12,7 +12,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
-from qarl.learner.backends import make_backend
+from qarl.learner.backends.native import Native
 from qarl.learner.batching import Batch, mini_batches
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.diagnostics.observers import observers
@@ -65,14 +65,14 @@ class Learner:
         self.model = model
         self.config = config
         self.processes = processes or Processes()
-        self.backend = make_backend(model, config, self.processes)
+        self.backend = Native(model, config, self.processes)
         self.loss_scale = LossScale(
             model.context.compute_dtype == torch.float16, config.loss_scale, config.loss_scale_growth
         )
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.router_log.enable(self._balance > 0)
         self._reference = reference
-        self.scorer = Scorer(model, self.backend.policy, config, self.processes, temperature)
+        self.scorer = Scorer(model, config, self.processes, temperature)
         configure_backward(model, config)
         self.stopwatch = Stopwatch()
         self.schedule = make_schedule(config.optimizer, steps)
@@ -162,7 +162,7 @@ class Learner:
         for part in parts:
             rows = batch.rows(part.index).to(self.model.device)
             with self.stopwatch("forward"):
-                own, entropies = self.scorer.token_logprobs(self.backend.policy, rows, part.chunks, entropy=is_first)
+                own, entropies = self.scorer.token_logprobs(self.model, rows, part.chunks, entropy=is_first)
             current = own if shadow is None else shadowed(own, shadow.rows_like(own, part.index))
             denominator = current.detach() if is_first else old.rows_like(current, part.index) if have_old else None
             share, loss, balance = self._loss(learning, part, rows, current, denominator, size)

@@ -22,7 +22,7 @@ CHUNK_TOKENS = 512
 
 
 def token_logprobs(
-    model: Callable[..., Any],
+    model: LowBitModel,
     tokens: torch.Tensor,
     response_mask: torch.Tensor,
     experts: torch.Tensor | None = None,
@@ -34,29 +34,15 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of tokens[:, 1:] and entropy of the distribution each was drawn from, in nats.
 
-    model: a `LowBitModel`, or what a backend wraps it in. tokens: int64 [B, T], padded on the right (attention is
-    causal, so padding needs no mask). response_mask: bool [B, T-1], the positions wanted; logits are computed for these
-    alone. experts, packed: see `LowBitModel.hidden`. chunk_tokens: positions whose logits are held at once. Returns
-    fp32 [B, T-1] twice, zero elsewhere; the entropy has no gradient and is zero throughout where it is not asked for.
-    Logits are rounded to the compute dtype by the output head and normalized in fp32, as in vLLM. chunks: call the
-    output head on this many parts instead, which processes that compute different rows have to agree on (where codes
-    are not kept, all make the head's together each time). temperature: that tokens were sampled at; log-probs and
-    entropy are of logits / temperature, divided in fp32, as in vLLM.
+    tokens: int64 [B, T], padded on the right (attention is causal, so padding needs no mask). response_mask: bool [B,
+    T-1], the positions wanted; logits are computed for these alone. experts, packed: see `LowBitModel.hidden`.
+    chunk_tokens: positions whose logits are held at once. Returns fp32 [B, T-1] twice, zero elsewhere; the entropy has
+    no gradient and is zero throughout where it is not asked for. Logits are rounded to the compute dtype by the output
+    head and normalized in fp32, as in vLLM. chunks: call the output head on this many parts instead, which processes
+    that compute different rows have to agree on (where codes are not kept, all make the head's together each time).
+    temperature: that tokens were sampled at; log-probs and entropy are of logits / temperature, divided in fp32, as in
+    vLLM.
     """
-    return model(_token_logprobs, tokens, response_mask, experts, packed, chunk_tokens, entropy, chunks, temperature)
-
-
-def _token_logprobs(
-    model: LowBitModel,
-    tokens: torch.Tensor,
-    response_mask: torch.Tensor,
-    experts: torch.Tensor | None,
-    packed: Packed | None,
-    chunk_tokens: int,
-    entropy: bool,
-    chunks: int | None,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, packed)
     targets = tokens[:, 1:][response_mask]
     parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
@@ -117,7 +103,11 @@ def shares_prompts(packed: bool, setting: bool | Literal["auto"], device: torch.
 
 
 def _chunk(
-    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, entropy: bool, temperature: float
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    entropy: bool,
+    temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden: compute dtype [c, C]; targets: int64 [c] → log-probs and entropies, fp32 [c]."""
     return _Normalized.apply(head(hidden), targets, entropy, temperature)

@@ -18,19 +18,16 @@ from qarl.learner.optim.loss_scale import WIDER_THAN_FLOAT16, PrecisionError, sh
 from qarl.quant.model.low_bit_model import LowBitModel
 
 
-def require_finite_logprobs(
-    model: LowBitModel, rows: Batch, logprobs: torch.Tensor, packed: bool, forward: Any = None
-) -> None:
+def require_finite_logprobs(model: LowBitModel, rows: Batch, logprobs: torch.Tensor, packed: bool) -> None:
     """Raise `PrecisionError` where the forward of `rows` gave log-probs that are not finite, naming the first module
     whose output was not; it is found by a second forward, which all processes take part in.
 
-    logprobs: fp32 [B, T-1], of those rows. packed: how the rows were computed. forward: what a backend wraps the model
-    in, None for the model itself.
+    logprobs: fp32 [B, T-1], of those rows. packed: how the rows were computed.
     """
     wrong = int((~logprobs.isfinite()).sum())
     if wrong == 0:
         return
-    fault = first_fault(model, rows, packed, forward)
+    fault = first_fault(model, rows, packed)
     dtype = short_name(model.context.forward_dtype)
     where = fault or "no module's output is, so it is their normalization"
     raise PrecisionError(
@@ -50,7 +47,7 @@ def require_finite_sampler(batch: Batch, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = None) -> str | None:
+def first_fault(model: LowBitModel, rows: Batch, packed: bool) -> str | None:
     """Forward `rows` again and watch every module; in words where it first stopped being finite, None where all outputs
     are. Arguments as above."""
     watch = _Watch(short_name(model.context.forward_dtype))
@@ -60,7 +57,7 @@ def first_fault(model: LowBitModel, rows: Batch, packed: bool, forward: Any = No
         handles.append(module.register_forward_hook(watch.left(name)))
     try:
         how = rows.packed() if packed else None
-        token_logprobs(forward or model, rows.tokens, rows.response_mask, rows.experts, how, entropy=False)
+        token_logprobs(model, rows.tokens, rows.response_mask, rows.experts, how, entropy=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -6,7 +6,6 @@ Axes: B sequences, T tokens, of which T-1 are predicted; n of B.
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -33,14 +32,11 @@ class Part:
 
 
 class Scorer:
-    """Computes log-probs by the policy, or by another model with its configuration. policy: what the model's forwards
-    go through, the model itself or what a backend wraps it in. temperature: that completions are sampled at. packed:
-    whether sequences are."""
+    """Computes log-probs by the policy, or by another model with its configuration. temperature: that completions are
+    sampled at. packed: whether sequences are."""
 
-    def __init__(
-        self, model: LowBitModel, policy: Any, config: LearnerConfig, processes: Processes, temperature: float
-    ):
-        self._model, self._policy, self._config = model, policy, config
+    def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes, temperature: float):
+        self._model, self._config = model, config
         self._processes, self._temperature = processes, temperature
         self.packed = packs(model, config.packing)
         self._shares_prompts = shares_prompts(self.packed, config.share_prompts, model.device)
@@ -50,10 +46,9 @@ class Scorer:
         """Compute the log-probs of the rows at `index`, if any. model: the policy or the reference."""
         if not len(index):
             return
-        forward = self._policy if model is self._model else model
         for part in self.share(to.batch, index):
             rows = to.batch.rows(part.index).to(model.device)
-            values, entropies = self.token_logprobs(forward, rows, part.chunks, entropy=True)
+            values, entropies = self.token_logprobs(model, rows, part.chunks, entropy=True)
             if part.counts:
                 to.add(part.index, values, entropies)
         self.complete(to, model, index)
@@ -67,12 +62,10 @@ class Scorer:
 
     def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
-        forward = self._policy if model is self._model else model
         for part in micro_batches(batch, index, self._config.micro_batch_tokens, self.packed):
             rows = batch.rows(part)
-            require_finite_logprobs(
-                model, rows.to(model.device), logprobs[part, : rows.response_mask.shape[1]], self.packed, forward
-            )
+            of_rows = logprobs[part, : rows.response_mask.shape[1]]
+            require_finite_logprobs(model, rows.to(model.device), of_rows, self.packed)
 
     def share(self, batch: Batch, index: torch.Tensor) -> Iterator[Part]:
         """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every process."""
@@ -86,7 +79,7 @@ class Scorer:
             yield Part(dealt[rank if rank < len(dealt) else 0], rank < len(dealt), chunks)
 
     def token_logprobs(
-        self, model: Any, rows: Batch, chunks: int | None, entropy: bool
+        self, model: LowBitModel, rows: Batch, chunks: int | None, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of these rows, and their entropies if asked for, as `logprobs.token_logprobs`. chunks: of the output head."""
         how = self.packed_rows(rows), self._config.logprob_chunk_tokens, entropy, chunks, self._temperature

@@ -48,7 +48,6 @@ UPSTREAM = {
     "classes are looked at apart": ("vllm/model_executor/models/registry.py", "mi = _run_in_subprocess("),
     "schedule is dumped": ("vllm/v1/engine/core.py", "dump_engine_exception("),
     "shared memory is compiled": ("deepspeed/comm/torch.py", "self.shm_comm_op = build_shm_op()"),
-    "moments are linked once": ("deepspeed/runtime/zero/stage_1_and_2.py", " self._hp_optimizer_states_linked = True"),
     "hub asked six times": ("huggingface_hub/utils/_http.py", "    max_retries: int = 5,"),
     "weak reference": ("transformers/integrations/deepspeed.py", "_config_weak_ref = weakref.ref(hf_deepspeed_config_"),
 }

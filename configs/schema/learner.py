@@ -190,26 +190,7 @@ class LearnerConfig(Section):
                 f"learner.reduce_dtype {self.reduce_dtype!r} with learner.zero_stage {self.zero_stage} has nothing to "
                 "do: ZeRO-3 alone sends them in a dtype of its own; set learner.zero_stage 3, or leave it out"
             )
-        if self.zero_stage in (1, 2):
-            refuse_what_deepspeed_steps_otherwise(self)
         return self
-
-
-def refuse_what_deepspeed_steps_otherwise(learner: LearnerConfig) -> None:
-    """Raise `ValueError` for optimizer settings that stages 1 and 2 cannot honour."""
-    stage = learner.zero_stage
-    if learner.master_dtype != "float32":
-        raise ValueError(
-            f"learner.master_dtype {learner.master_dtype!r} with learner.zero_stage {stage}: ZeRO 1 and 2 keep an fp32 "
-            "copy of 16-bit masters and round it to nearest, so that memory and rounding would not be those asked for; "
-            "set learner.zero_stage 0 or 3, or learner.master_dtype float32"
-        )
-    if learner.optimizer.offload != "none":
-        raise ValueError(
-            f"learner.optimizer.offload {learner.optimizer.offload!r} with learner.zero_stage {stage}: DeepSpeed steps "
-            "offloaded masters with an optimizer of its own; set learner.zero_stage 0 or 3, or leave the moments, of "
-            "which each process has its share alone, on the device"
-        )
 
 
 def refuse_ignored_precision(learner: LearnerConfig) -> None:

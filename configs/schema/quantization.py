@@ -47,6 +47,6 @@ def refuse_calibrated_start(init: str, learner: LearnerConfig) -> None:
         )
     if learner.zero_stage is not None:
         raise ValueError(
-            f"quantization.init {init!r} is for one process without DeepSpeed, not for learner.zero_stage "
+            f"quantization.init {init!r} is for one process without ZeRO, not for learner.zero_stage "
             f"{learner.zero_stage}; leave one of them out"
         )

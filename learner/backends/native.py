@@ -1,6 +1,9 @@
-"""`MasterOptimizer` steps the masters: in one process; at stage 0 in each of several, alike; at stage 3 each its rows.
+"""How gradients of the masters become a step: in one process, or by several, each of which has its part under ZeRO.
 
-Stage 0 adds up the processes' gradients after the backward, and every process steps every master.
+    stage 0   every process adds up all gradients after the backward, and steps every master
+    stage 1   each is given the sum of its rows of a gradient, keeps their moments and steps them; the rows are gathered
+    stage 2   the same, and a gradient is summed as soon as the backward has it; others' rows of it are let go of
+    stage 3   masters are divided, too
 
 At stage 3 nothing reads masters but their own step: forward and backward multiply codes, which are whole in every
 process. So a master's rows, gradient and moments stay with their process (`quant.runtime.shards`), and what travels in
@@ -11,11 +14,13 @@ a step is
     codes       once a weight version, quantized by the rows' processes and gathered: an eighth of the masters in int4
     Muon        an update's rows to the process that orthogonalizes the matrix, and back, in bfloat16
 
-Every optimizer, master dtype and rounding works. What has no shard at stage 3 (an adapter's factors) is whole in every
-process, as at stage 0. Files are read under DeepSpeed's partitioning, so that no process ever holds a whole model.
+Every optimizer, master dtype and rounding works at every stage. What has no shard at stage 3 (an adapter's factors) is
+whole in every process, as at stage 0. Files are read under DeepSpeed's partitioning, so that no process ever holds a
+whole model.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,47 +33,72 @@ from qarl.learner.optim.muon import MOMENTUM
 from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import fill, shard_of, shard_parameters, whole_value
+from qarl.quant.runtime.shards import fill, rows_of, shard_of, shard_parameters, whole_value
 from qarl.quant.schemes import MASTER_DTYPES, Scheme
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Native:
-    """See `learner.backends.Backend`. model: at stage 3 of parameters that `shard_masters` has cut."""
+    """Steps the masters of one model: at stage 3 of parameters that `shard_masters` has cut. All processes call every
+    method together, in the same order."""
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
-        self.policy = self._model = model
+        self._model = model
         self._processes = processes
-        self.optimizer = MasterOptimizer(model.masters, model.matrices(), config.optimizer, processes)
+        self._rows: dict[str, nn.Parameter] = model.masters
+        """What this process steps."""
+        if config.zero_stage in (1, 2) and processes.world > 1:
+            self._rows = rows_of(model.masters, processes.rank, processes.world)
+            for name, master in model.masters.items():
+                master.grad_dtype = torch.float32
+                if config.zero_stage == 2:
+                    master.register_post_accumulate_grad_hook(partial(self._let_go, self._rows[name]))
+        self.optimizer = MasterOptimizer(self._rows, model.matrices(), config.optimizer, processes)
         alone = processes.world == 1 and config.zero_stage is None
         model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
         self._matrices = muon_masters(model.masters, model.matrices(), config.optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """See `Backend.backward`."""
+        """Add the gradients of a loss share (0-d, with gradient) to the mini-batch's: the sum over micro-batches and
+        over processes."""
         loss.backward()
 
     def set_learning_rate(self, lr: float) -> None:
-        """See `Backend.set_learning_rate`."""
+        """Of the steps to come."""
         self.optimizer.lr = lr
 
     def step(self, diagnose: bool = False) -> Step:
-        """See `Backend.step`."""
-        for master in self._model.masters.values():
-            if shard_of(master) is None and master.grad is not None:
+        """Clip and step, then drop the gradients. diagnose: count lost updates."""
+        for name, master in self._model.masters.items():
+            rows, shard = self._rows[name], shard_of(self._rows[name])
+            if master.grad is not None and shard is None:
                 self._processes.total(master.grad)
+            elif master.grad is not None and shard is not None and rows is not master:
+                rows.grad, master.grad = shard.reduce(master.grad)(), None
         done = self.optimizer.clipped_step(diagnose)
         self.optimizer.zero_grad()
+        for name, master in self._model.masters.items() if done.taken else ():
+            shard = shard_of(self._rows[name])
+            if shard is not None and self._rows[name] is not master:
+                shard.gather(master.detach())
         return done
 
+    def _let_go(self, rows: nn.Parameter, master: torch.Tensor) -> None:
+        """Begin to sum a master's gradient into that of `rows`, while the backward goes on."""
+        gradient, master.grad = master.grad, None
+        assert gradient is not None
+        self._model.gradients.make_way(rows)
+        self._model.gradients.delivered(rows, gradient)
+
     def state_dict(self) -> dict[str, Any]:
-        """See `Backend.state_dict`."""
+        """masters and optimizer, by name; each name in one process alone. The same whatever the stage and the number of
+        processes."""
         mine = self.optimizer.state_dict()
         generators = torch.stack(self._processes.gathered(mine["generator"]))
         stepped = set().union(*self._processes.gathered({n for n, s in mine["masters"].items() if any(s["moments"])}))
         masters, steps = {}, {}
-        for number, (name, master) in enumerate(self._model.masters.items()):
+        for number, (name, master) in enumerate(self._rows.items()):
             cut = shard_of(master) is not None
             whole = whole_value(master) if cut else master.detach()
             moments = self._whole_moments(name, master, mine["masters"][name]["moments"], name in stepped)
@@ -78,13 +108,14 @@ class Native:
         return {"masters": masters, "optimizer": {"masters": steps, "generator": generators}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Backend.load_state_dict`."""
+        """Take over the `state_dict`s of all processes, put together."""
         steps = {}
         for name, master in self._model.masters.items():
             shard, saved = shard_of(master), state["masters"][name].to(self._model.device)
             with torch.no_grad():
                 master.copy_(saved if shard is None else shard.rows(saved))
-            steps[name] = {"moments": self._own_moments(name, master, state["optimizer"]["masters"][name]["moments"])}
+            moments = state["optimizer"]["masters"][name]["moments"]
+            steps[name] = {"moments": self._own_moments(name, self._rows[name], moments)}
         self.optimizer.load_state_dict({**state["optimizer"], "masters": steps})
 
     def _keys(self, name: str) -> tuple[str, ...]:

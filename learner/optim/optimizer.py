@@ -158,7 +158,7 @@ class MasterOptimizer:
         for name, step in self._steps.items():
             step.load_state_dict(state["masters"][name])
         generators = state["generator"]
-        if generators is not None:  # None: of a backend that rounds nothing
+        if generators is not None:  # None: of stages 1 and 2 by DeepSpeed
             several = generators if generators.ndim == 2 else generators[None]
             self._generator.set_state(several[self._processes.rank % len(several)].cpu().clone())
 
@@ -219,12 +219,3 @@ def matrices_of(name: str, shape: torch.Size) -> Iterator[Index]:
     rows = shape[1] // 2 if name.endswith("gate_up_proj") else shape[1]
     for expert in range(shape[0]):
         yield from ((expert, slice(start, start + rows)) for start in range(0, shape[1], rows))
-
-
-def flat_span(shape: torch.Size, index: Index) -> tuple[int, tuple[int, int]]:
-    """The first element of a matrix of `matrices_of`, in row-major order of its master, and its rows and columns."""
-    *expert, rows = index
-    assert isinstance(rows, slice)
-    start, stop, _ = rows.indices(shape[-2])
-    first = (expert[0] * shape[-2] if expert else 0) + start  # type: ignore[operator]
-    return first * shape[-1], (stop - start, shape[-1])

@@ -127,7 +127,7 @@ class Policy(nn.Module):
         sampled with other log-probs.
         """
         self._require_fresh(by_value=False)
-        scorer = Scorer(self.low_bit, self.low_bit, self.settings.learner, Processes(), _positive(temperature))
+        scorer = Scorer(self.low_bit, self.settings.learner, Processes(), _positive(temperature))
         order, values, width = [], [], batch.response_mask.shape[1]
         for part in scorer.share(batch, torch.arange(len(batch.tokens))):
             own, _ = scorer.token_logprobs(self.low_bit, batch.rows(part.index).to(self.device), part.chunks, False)

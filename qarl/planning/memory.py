@@ -27,12 +27,6 @@ LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
 _NCCL, _GRAPHS = 1.0 * GIB, 2.0 * GIB
 """Buffers of several processes, and memory that CUDA graphs of decoding keep: assumed."""
 
-_BUCKET = 5 * 10**8
-"""Elements, DeepSpeed's default: `reduce_bucket_size`."""
-
-_AT_ONCE = 10**9
-"""Elements of its flat partition that DeepSpeed's optimizer steps at once."""
-
 _LARGEST_PRODUCT = 1 << 25
 """Elements of a weight gradient that CUDA multiplies at once (`quant.layers.straight_through`)."""
 
@@ -152,12 +146,10 @@ class _Count:
         base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
         if self.stage == 3:
             return base // self.processes + self.adapters * _FP32
-        stepped = self.trained * _FP32 // self.processes if self.stage in (1, 2) else 0
-        return base + self.adapters * _FP32 + stepped
+        return base + self.adapters * _FP32
 
     def gradients(self) -> int:
-        whole, share = self.trained * _FP32, self.trained * _FP32 // self.shares
-        return {1: whole + share, 2: 2 * share, 3: share}.get(self.stage or 0, whole)
+        return self.trained * _FP32 // (self.shares if self.stage in (2, 3) else 1)
 
     def moments(self, offloaded: bool = False) -> int:
         """On the device, or in the host's memory."""
@@ -234,16 +226,14 @@ class _Count:
     @property
     def gathers(self) -> bool:
         """Whether a module's whole gradient is made apart from the sum, to be reduced."""
-        return self.stage in (0, 3) and not self.adapters
+        return self.stage is not None and not self.adapters
 
     def buffers(self) -> int:
-        """DeepSpeed's of gradients; else the largest module's whole gradient, at stage 3 also those on their way to the
-        processes that have the rows, elsewhere but for the head's (`head_backward`)."""
-        if self.stage in (1, 2):
-            return _BUCKET * _FP32
+        """The largest module's whole gradient, at stages 2 and 3 also those on their way to the processes that have the
+        rows, elsewhere but for the head's (`head_backward`)."""
         s = self.shapes
         whole = max(self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden)
-        if self.stage == 3:
+        if self.stage in (2, 3):
             whole = max(whole, s.head) + _AHEAD
         return whole * _FP32 if self.gathers else 0
 
@@ -392,13 +382,11 @@ class _Count:
 
     def step(self) -> float:
         """Of one master at a time: an fp32 copy of a 16-bit one, what Muon orthogonalizes, and, where lost updates are
-        counted, the values before; of ZeRO's flat partitions the update. At stage 3 a process has its rows of a master,
-        and what Muon orthogonalizes whole, with what is sent of it."""
+        counted, the values before. From stage 1 on a process has its rows of a master, and what Muon orthogonalizes
+        whole, with what is sent of it."""
         learner = self.config.learner
-        if self.stage in (1, 2):
-            return max(2 * _FP32 * min(self.trained // self.shares, _AT_ONCE), self.merging())
         largest = min(self.trained, self.largest_module) // self.shares
-        matrix = min(self.trained, self.largest_matrix) * (2 if self.stage == 3 else 1)
+        matrix = min(self.trained, self.largest_matrix) * (2 if self.stage else 1)
         fp32_copy = 3 * _FP32 * largest if learner.master_dtype != "float32" and not self.adapters else 0
         muon = (_FP32 + 3 * 2) * matrix if learner.optimizer.name == "muon" else 0
         lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0

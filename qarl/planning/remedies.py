@@ -51,11 +51,11 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
         changes.append(Change({"learner.micro_batch_tokens": longest}, 1))
     if machine.device == "cuda" and machine.count > 1 and (processes < machine.count or learner.zero_stage != 3):
         changes.append(Change({"learner.zero_stage": 3}, 2, spreads=processes < machine.count))
-    if machine.device == "cuda" and learner.optimizer.offload == "none" and learner.zero_stage not in (1, 2):
+    if machine.device == "cuda" and learner.optimizer.offload == "none":
         changes.append(Change({"learner.optimizer.offload": "cpu"}, 4))
     if learner.keep_codes:
         changes.append(Change({"learner.keep_codes": False}, 6))
-    if learner.master_dtype == "float32" and learner.zero_stage not in (1, 2):
+    if learner.master_dtype == "float32":
         changes.append(Change({"learner.master_dtype": "bfloat16"}, 5))
     if rollout.max_new_tokens > _SHORT_ANSWERS:
         short = rollout.max_prompt_tokens + _SHORT_ANSWERS

@@ -20,8 +20,8 @@ class Gradients:
     scale: what the loss was multiplied with (`learner.optim.loss_scale.LossScale`). Every gradient of a master is
     divided by it where it is made, in fp32. So masters never see scaled gradients, whoever accumulates, reduces and
     clips them. in_place: weight gradients are added to `master.grad` where they are made. Autograd, which they
-    otherwise go through, needs each once more before it adds it up; who relies on its hooks (DeepSpeed) leaves this
-    off. fp32_input_grad: gradients of a product's input are computed in fp32 (see
+    otherwise go through, needs each once more before it adds it up; who relies on its hooks leaves this off.
+    fp32_input_grad: gradients of a product's input are computed in fp32 (see
     `quant.layers.straight_through.input_gradient`). reduce_dtype: in which processes that have parts of a master send
     each other the other parts' gradients. compiled: passes over rows go through torch.compile, which makes
     one of what torch's operators do in several.

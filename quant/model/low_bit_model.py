@@ -7,7 +7,7 @@ Every parameter has one master. `refresh()` makes a weight version; forward, pub
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ from qarl.quant.types import LayerReport, LowBitTensor
 if TYPE_CHECKING:
     from qarl.quant.graph.graph import Graph
     from qarl.quant.kernels.engine_layers import EngineLayers
-
-Result = TypeVar("Result")
 
 
 class LowBitModel(nn.Module):
@@ -136,11 +134,6 @@ class LowBitModel(nn.Module):
             except KernelError:
                 self.multiply_with(None)
                 raise
-
-    def forward(self, compute: "Callable[..., Result]", *args: object) -> Result:
-        """`compute(self, *args)` as one call of this module, so that whatever wraps modules (DeepSpeed) sees one
-        forward begin and end, whichever of the methods below it is made of."""
-        return compute(self, *args)
 
     def multiplied(self, layer: str, *inputs: torch.Tensor) -> torch.Tensor:
         """What the layer of that checkpoint name makes of an input, by the product that this model's forward uses, its

@@ -6,7 +6,7 @@ all of this untouched.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,6 +120,12 @@ def cut_rows(shape: torch.Size, rank: int, world: int, unit: int, turn: int) -> 
     return Shard(shape, rank, tuple(min(shape[0], unit * (units * r // world)) for r in range(world + 1)))
 
 
+def rows_of(parameters: Mapping[str, nn.Parameter], rank: int, world: int) -> dict[str, nn.Parameter]:
+    """A process's rows of whole parameters, in their storage: what is written into either is in both."""
+    shards = {name: cut_rows(p.shape, rank, world, 1, turn) for turn, (name, p) in enumerate(parameters.items())}
+    return {name: _kept(shards[name].rows(p.detach()), shards[name], True) for name, p in parameters.items()}
+
+
 def shard_parameters(model: nn.Module, rank: int, world: int, unit: int = 1, dtype: torch.dtype | None = None) -> None:
     """Leave this process its rows of every parameter, one that DeepSpeed has partitioned while it was loaded included.
 
@@ -144,7 +150,11 @@ def _cut(
             mine = shard.rows(parameter.detach()).to(dtype, copy=True)
     else:
         mine = shard.rows(parameter.detach()).to(dtype, copy=True)
-    kept = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+    return _kept(mine, shard, parameter.requires_grad)
+
+
+def _kept(rows: torch.Tensor, shard: Shard, requires_grad: bool) -> nn.Parameter:
+    kept = nn.Parameter(rows, requires_grad=requires_grad)
     kept.shard = shard  # type: ignore[attr-defined]
     return kept
 

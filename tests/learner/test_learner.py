@@ -378,16 +378,16 @@ BYPASS = {"name": "none", "ratio_from": "sampler"}
 
 def forwards_without_gradient(learner: Learner) -> list[int]:
     """A list that grows by the rows of each forward that no gradient is taken of."""
-    rows: list[int] = []
-    policy = learner.scorer._policy
+    counts: list[int] = []
+    compute = learner.scorer.token_logprobs
 
-    def counted(function: Any, tokens: torch.Tensor, *rest: Any) -> Any:
+    def counted(model: Any, rows: Batch, *rest: Any, **how: Any) -> Any:
         if not torch.is_grad_enabled():
-            rows.append(len(tokens))
-        return policy(function, tokens, *rest)
+            counts.append(len(rows.tokens))
+        return compute(model, rows, *rest, **how)
 
-    learner.scorer._policy = counted
-    return rows
+    learner.scorer.token_logprobs = counted
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -436,8 +436,8 @@ def test_ratios_of_the_first_update_are_one():
 
 
 def test_bytes_are_those_of_gradients_and_moments():
-    """Contract: counted before the first step, equal to what is there after it. Blind spot: DeepSpeed's shares are its
-    own to allocate, and no GPU has held anything yet."""
+    """Contract: counted before the first step, equal to what is there after it. Blind spot: no GPU has held
+    anything yet."""
     learner = make_learner(optimizer={"name": "muon"})
     counted = step_bytes(learner.model, learner.config, 1)
     with reserved(learner.model, learner.config, 1):

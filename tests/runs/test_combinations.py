@@ -79,9 +79,6 @@ def draw(seed: int) -> Combination:
 def refusals(combination: Combination) -> list[str]:
     """Parts of the messages with which the command may refuse it, each a reason that is true; empty where it runs."""
     o, reasons = combination.options, []
-    master, stage = o.get("learner.master_dtype", "float32"), o.get("learner.zero_stage", "0")
-    if stage != "0" and master != "float32":
-        reasons.append("ZeRO 1-3 keep an fp32 copy")
     if o.get("learner.lora.name") == "lora" and "learner.optimizer.rounding" in o:
         reasons.append("LoRA steps fp32 adapters")
     schemes = {o["scheme"], *(["w4a16"] if "=w4a16" in o.get("layers", "") else [])}

@@ -108,7 +108,7 @@ def test_a_late_error_loses_no_step(tmp_path: Path):
 
 
 def test_interrupt_saves_and_resume_goes_on(tmp_path: Path):
-    """Of one process by DeepSpeed's own optimizer."""
+    """Of one process at a stage that divides nothing among one."""
     run = tmp_path / "run"
     flags = [*SMALL, "--steps", "400", "--checkpoint-every", "400", "--eval.problems", "0", "--export", "false"]
     flags += ["--learner.zero_stage", "1"]

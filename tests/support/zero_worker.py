@@ -3,7 +3,6 @@
 A job trains a random policy on `batch_of()` under one ZeRO stage and writes its whole state; see `run`."""
 
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -13,10 +12,9 @@ from unittest import mock
 import torch
 
 from benchmarks.communication import Sent
-from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
+from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.backends.native import shard_masters
-from qarl.learner.backends.partitioned_muon import PartitionedMuon, Piece
 from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.learner import Learner
 from qarl.learner.processes import Processes, join_processes, leave_processes
@@ -75,42 +73,6 @@ def run(job: dict[str, Any], processes: Processes) -> None:
         torch.save({**made, "sent_bytes": sent.bytes, "expected_bytes": expected}, job["save"])
 
 
-SHAPES = {"a": (6, 10), "experts.gate_up_proj": (3, 8, 4), "b": (7, 3)}
-"""Of Muon's masters in `step_pieces`: matrices wider and taller than they are long, and two an expert."""
-
-
-def gradient_of(name: str, step: int) -> torch.Tensor:
-    """fp32, of one of `SHAPES`, a function of its arguments."""
-    generator = torch.Generator().manual_seed(1000 * step + len(name))
-    return torch.randn(SHAPES[name], generator=generator)
-
-
-def step_pieces(job: dict[str, Any], processes: Processes) -> None:
-    """`PartitionedMuon` alone: masters laid end to end and cut at `cut`, the first process having what is before, the
-    second what is after; three steps with gradients of `gradient_of`. Saves the masters at last."""
-    config = OptimizerConfig.model_validate(job["optimizer"])
-    cut = (0, job["cut"], sum(math.prod(shape) for shape in SHAPES.values()))
-    first, last = cut[processes.rank], cut[processes.rank + 1]
-    masters = {name: torch.nn.Parameter(gradient_of(name, 0)) for name in SHAPES}
-    flat = torch.nn.Parameter(torch.cat([m.detach().flatten() for m in masters.values()])[first:last].clone())
-    pieces, begin = {}, 0
-    for name, master in masters.items():
-        start, stop = (min(max(edge - begin, 0), master.numel()) for edge in (first, last))
-        pieces[name] = (flat, Piece(start, stop, at=max(0, begin - first)))
-        begin += master.numel()
-    optimizer = PartitionedMuon(masters, [], config, processes)
-    optimizer.place(pieces)
-    optimizer.param_groups[0]["params"] = [flat]
-    for step in range(1, 4):
-        flat.grad = torch.cat([gradient_of(name, step).flatten() for name in SHAPES])[first:last].clone()
-        optimizer.step()
-    whole = torch.cat(processes.gathered(flat.detach()))
-    if processes.first:
-        parts = whole.split([m.numel() for m in masters.values()])
-        found = {name: part.view(SHAPES[name]) for name, part in zip(SHAPES, parts, strict=True)}
-        torch.save({"masters": found}, job["save"])
-
-
 def read(job: dict[str, Any], processes: Processes) -> None:
     """Read the checkpoint in the folder `read` together, the first process ahead of the other, and save what each said
     of it. step_over: whether to go on from an older one."""
@@ -130,5 +92,5 @@ def main() -> None:
     processes = join_processes()
     torch.set_num_threads(1)
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        (step_pieces if "cut" in job else read if "read" in job else run)(job, processes)
+        (read if "read" in job else run)(job, processes)
     leave_processes()
