@@ -156,10 +156,6 @@ class LearnerConfig(Section):
     loss_scale: float = Field(
         default=65536.0, gt=0, description="initial, for float16 gradients; grows and backs off by itself"
     )
-    loss_scale_growth: int = Field(default=200, ge=1, description="good updates after which the loss scale doubles")
-    threads: int | None = Field(
-        default=None, ge=1, description="torch threads on CPUs; without it torch's choice, one a core"
-    )
 
     @model_validator(mode="before")
     @classmethod

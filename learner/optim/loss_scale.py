@@ -31,7 +31,7 @@ class LossScale:
 
     active: bool
     scale: float
-    growth_every: int
+    growth_every: int = 200
     good_steps: int = 0
     skipped: int = 0
 

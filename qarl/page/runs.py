@@ -21,7 +21,7 @@ Metrics = dict[str, Any]
 _NEEDED = ("step", "weight_version", "reward", "response_tokens", "error_tokens", "seconds/sample")
 _NOT_COMPARED = (
     "seed", "output", "steps", "record", "export", "eval.", "checkpoint.", "sync.", "rollout.kv_cache_gib",
-    "rollout.max_num_seqs", "learner.threads", "learner.diagnostics_every", "early_warning", "from_rollouts",
+    "rollout.max_num_seqs", "learner.diagnostics_every", "early_warning", "from_rollouts",
 )  # fmt: skip
 """Fields, or sections of them, in which runs of one configuration may differ."""
 

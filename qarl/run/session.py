@@ -175,8 +175,6 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
     None opens the policy in this process, without DeepSpeed and to learn nothing."""
     enable_batch_invariance(config)
-    if config.learner.threads:
-        torch.set_num_threads(config.learner.threads)
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)
     task = load_task(config.task).shortened(prompter.fits)

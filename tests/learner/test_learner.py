@@ -244,7 +244,7 @@ def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, opt
     statistics and loss scale equal bit for bit, through torch.save and from other initial weights. Where scales are
     kept, a batch changes codes and no scale, and the other learner's scales become these. Of adapters, others of one
     base, the checkpoint holds no weight of the base."""
-    options = {"optimizer": {"name": optimizer, "lr": 1e-2}, "loss_scale": 64.0, "loss_scale_growth": 3}
+    options = {"optimizer": {"name": optimizer, "lr": 1e-2}, "loss_scale": 64.0}
     adapted = special == "adapters"
     learner, other = (make_learner(scheme, dtype, seed=0 if adapted else seed, **options) for seed in (0, 5))
     for seed, each in enumerate((learner, other)):
@@ -253,6 +253,7 @@ def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, opt
         if adapted:
             add_adapters(each.model, LoraConfig(rank=4, alpha=12.0), seed)
     learner, other = (Learner(each.model, each.config) for each in (learner, other))
+    learner.loss_scale.growth_every = other.loss_scale.growth_every = 3
     first = stream_bytes(learner.model)
     learner.learn(batch_of(0), step=0)
     changed = {name for name, tensor in stream_bytes(learner.model).items() if not first[name].equal(tensor)}
