@@ -18,11 +18,13 @@ from qarl.configs.words import did_you_mean
 
 @dataclass(frozen=True)
 class FunctionKind:
-    """word: what the function is, in messages. takes: its signature, in words. error: raised where it is not found."""
+    """word: what the function is, in messages. takes: its signature, in words. error: raised where it is not found.
+    noun: "function" or "class"."""
 
     word: str
     takes: str
     error: type[InputError]
+    noun: str = "function"
 
 
 def load_function(kind: FunctionKind, spec: str) -> Callable[..., Any]:
@@ -34,13 +36,14 @@ def load_function(kind: FunctionKind, spec: str) -> Callable[..., Any]:
     place, _, name = spec.rpartition(":")
     if not (place and name.isidentifier()):
         raise kind.error(
-            f"{kind.word} {spec!r} must read file.py:function or package.module:function, the function {kind.takes}"
+            f"{kind.word} {spec!r} must read file.py:{kind.noun} or package.module:{kind.noun}, the {kind.noun} "
+            f"{kind.takes}"
         )
     module = _load_file(kind, spec, Path(place)) if place.endswith(".py") else _load_module(kind, spec, place)
     function = getattr(module, name, None)
     if not callable(function):
         near = did_you_mean(name, [word for word, value in vars(module).items() if callable(value)])
-        raise kind.error(f"{kind.word} {spec!r}: {place!r} has no function {name!r}{near}")
+        raise kind.error(f"{kind.word} {spec!r}: {place!r} has no {kind.noun} {name!r}{near}")
     return function
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qarl.configs.schema.base import Section, Text
 
@@ -56,15 +56,36 @@ class TaskConfig(Section):
     rollout: Text | None = Field(
         default=None,
         description="your async function that speaks with the policy over several turns, as mine.py:name "
-        "(docs/guide/tasks.md); without it one answer a prompt",
+        "(docs/guide/conversations.md); without it one answer a prompt",
+    )
+    environment: Text | None = Field(
+        default=None,
+        description="your class whose public methods are tools that the policy may call, as mine.py:Name "
+        "(docs/guide/conversations.md)",
+    )
+    tool_parser: Text = Field(
+        default="hermes", description="how the model writes calls of an environment's tools: a name of vLLM's parsers"
     )
     time_limit: float = Field(
         default=60.0,
         gt=0,
-        description="seconds your reward may take for a completion, or for a batch where it takes batches; and your "
-        "rollouts between turns",
+        description="seconds your reward may take for a completion, or for a batch where it takes batches; your "
+        "rollouts between turns; and a call of your environment",
     )
     on_error: Literal["stop", "retry", "none"] = Field(
         default="stop",
         description="where your reward fails: stop the run; ask twice more before that; or leave the completion out",
     )
+
+    @model_validator(mode="after")
+    def _one_way_to_speak(self) -> "TaskConfig":
+        if self.rollout and self.environment:
+            raise ValueError(
+                f"task.rollout {self.rollout!r} and task.environment {self.environment!r} both speak with the policy; "
+                "leave one of them out"
+            )
+        if not self.environment and self.tool_parser != type(self).model_fields["tool_parser"].default:
+            raise ValueError(
+                f"task.tool_parser {self.tool_parser!r} is for calls of tools: give task.environment, or leave it out"
+            )
+        return self

@@ -13,7 +13,7 @@ from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter, open_prompter, sample
-from qarl.tasks import Problem, Response, Task
+from qarl.tasks import Problem, Response, Task, load_task
 
 
 def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
@@ -42,7 +42,7 @@ def answered(
     share = together.share(problems)
     sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
     prompts = [prompter.prompt(problem) for problem in share]
-    completions = sample(engine, task, prompter.tokenizer, share, prompts, sampling)
+    completions = sample(engine, task, prompter, share, prompts, sampling)
     responses = [
         Response(problem, completion.text, completion.token_ids)
         for problem, own in zip(share, completions, strict=True)
@@ -96,5 +96,8 @@ def answers(plan: Plan, question: str, seed: int) -> list[Completion]:
     problem = Problem(id="asked", question=question, answer="")
     if plan.task.system is not None:  # a question alone needs no template
         problem = problem.behind(plan.task.system)
+    sampling, prompt = Sampling.of(plan.rollout, seed, asking=plan.asking), prompter.prompt(problem)
     with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
-        return engine.generate([prompter.prompt(problem)], Sampling.of(plan.rollout, seed, asking=plan.asking))[0]
+        (completions,) = sample(engine, load_task(plan.task), prompter, [problem], [prompt], sampling)
+    whole = prompter.tokenizer.decode
+    return [dataclasses.replace(c, text=whole(c.token_ids)) if c.environment else c for c in completions]

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,42 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
-from qarl.conversations import converse
+from qarl.conversations import Rollout, converse
+from qarl.conversations.environment import environment_rollout
+from qarl.conversations.tools import ToolTurns
 from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.tasks import Problem, Response, Task
+from qarl.tasks.environments import Environments, open_environments
 
 
 class Prompter:
     """Turns problems into prompts with the model's own chat template (or plainly, where it has none).
 
-    template: arguments of the chat template. Raises `ConfigError` for one that the template does not mention.
+    template: arguments of the chat template. environments: whose tools the template describes, and whose `reset` adds
+    to a question. tool_parser: of their calls. Raises `ConfigError` for an argument that the template does not mention,
+    and what `ToolTurns` does.
     """
 
-    def __init__(self, model_folder: Path, max_prompt_tokens: int, template: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        model_folder: Path,
+        max_prompt_tokens: int,
+        template: Mapping[str, Any] | None = None,
+        environments: Environments | None = None,
+        tool_parser: str = "",
+    ):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
         self._folder = str(model_folder)
         self._limit = max_prompt_tokens
-        self._template = dict(template or {})
+        tools = {"tools": list(environments.description.tools)} if environments else {}
+        self._template = dict(template or {}) | tools
         self._refuse_ignored()
+        self._environments = environments
+        self.rollout: Rollout | None = None
+        """By which the policy uses the environments' tools."""
+        if environments:
+            self.rollout = environment_rollout(environments, ToolTurns(self.tokenizer, tool_parser, self._template))
 
     @property
     def pad_token(self) -> int:
@@ -38,7 +57,9 @@ class Prompter:
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
 
     def prompt(self, problem: Problem) -> Prompt:
-        """Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a token."""
+        """Raises `ConfigError` for a prompt longer than the limit, `ModelError` for one without a token, and
+        `RewardError` where an environment's `reset` fails."""
+        problem = self._opened(problem)
         ids = self.tokenizer(self.text(problem), add_special_tokens=self._plain)["input_ids"]
         if len(ids) > self._limit:
             raise ConfigError(
@@ -83,6 +104,14 @@ class Prompter:
         encoded = self.tokenizer([self.text(p) for p in problems], add_special_tokens=self._plain)["input_ids"]
         return [len(ids) for ids in encoded]
 
+    def _opened(self, problem: Problem) -> Problem:
+        """With what an environment's `reset` says behind the question."""
+        if not (said := self._environments.opening(problem) if self._environments else ""):
+            return problem
+        *before, last = problem.chat
+        messages = (*before, {**last, "content": last["content"] + said}) if problem.messages else ()
+        return replace(problem, question=problem.question + said, messages=messages)
+
     @property
     def _plain(self) -> bool:
         return self.tokenizer.chat_template is None
@@ -93,18 +122,20 @@ class Prompter:
         words = set(re.findall(r"\w+", str(templates)))
         for name in self._template:
             if name not in words:
-                without = "has no chat template" if self._plain else "has a chat template that does not mention it"
+                without = "has no chat template" if self._plain else f"has a chat template that does not mention {name}"
+                what = "task.environment" if name == "tools" else f"task.template.{name} {self._template[name]!r}"
                 raise ConfigError(
-                    f"task.template.{name} {self._template[name]!r} would do nothing: the tokenizer {without}"
-                    f"{did_you_mean(name, words)}; leave it out"
+                    f"{what} would do nothing: the tokenizer {without}{did_you_mean(name, words)}; leave it out"
                 )
 
 
 def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) -> Prompter:
-    """By a run's limits and template. Raises `ModelError` for a tokenizer that cannot be loaded."""
+    """By a run's limits, template and environment. Raises `ModelError` for a tokenizer that cannot be loaded, and
+    `TaskError` for an environment that cannot be used."""
+    environments = open_environments(task.environment, task.time_limit) if task.environment else None
     try:
-        return Prompter(model_folder, rollout.max_prompt_tokens, task.template)
-    except ConfigError:
+        return Prompter(model_folder, rollout.max_prompt_tokens, task.template, environments, task.tool_parser)
+    except (ConfigError, ModelError):
         raise
     except Exception as error:  # whatever the tokenizer's files make transformers raise
         raise ModelError(f"the tokenizer of {str(model_folder)!r} cannot be loaded: {error}") from error
@@ -113,16 +144,17 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
 def sample(
     engine: Engine,
     task: Task,
-    tokenizer: Any,
+    prompter: Prompter,
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> list[list[Completion]]:
-    """`sampling.samples` completions of each problem's prompt: answers, or conversations where the task has a rollout.
-    Raises what the engine and `qarl.conversations.converse` do."""
-    if task.rollout is None:
+    """`sampling.samples` completions of each problem's prompt: answers, or conversations where the task has a rollout
+    or an environment. Raises what the engine and `qarl.conversations.converse` do."""
+    if (rollout := task.rollout or prompter.rollout) is None:
         return engine.generate(prompts, sampling)
-    return asyncio.run(converse(engine, task.rollout, task.time_limit, tokenizer, problems, prompts, sampling))
+    limit = task.time_limit if task.rollout else None  # an environment's calls have each their own
+    return asyncio.run(converse(engine, rollout, limit, prompter.tokenizer, problems, prompts, sampling))
 
 
 def score_groups(

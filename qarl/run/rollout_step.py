@@ -25,8 +25,8 @@ class SampleRequest:
 
     def answered(self, session: Session) -> Completions:
         """What the session's engine answers."""
-        tokenizer = session.policy.prompter.tokenizer
-        return sample(session.engine, session.policy.task, tokenizer, self.problems, self.prompts, self.sampling)
+        policy = session.policy
+        return sample(session.engine, policy.task, policy.prompter, self.problems, self.prompts, self.sampling)
 
 
 def sample_step(

@@ -8,6 +8,7 @@ from typing import Any
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.schema.task import TaskConfig
 from qarl.tasks.base import Scorer, Source, TaskError
+from qarl.tasks.environments import open_environments
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
 from qarl.tasks.rewards import each, exact_answer
@@ -32,6 +33,13 @@ def load_task(config: TaskConfig) -> Task:
     """
     source, reward, checker = _source(config)
     shown = short_name(config.name)
+    if config.environment and open_environments(config.environment, config.time_limit).judges:
+        if config.reward is not None:
+            raise TaskError(
+                f"task.reward {config.reward!r} and get_reward of environment {config.environment!r} both give "
+                "rewards; leave one of them out"
+            )
+        reward = each(lambda problem, text: None)  # of a conversation that lost its environment
     if config.reward is None and config.on_error != "stop":
         raise TaskError(f"task.on_error {config.on_error!r} is for your own reward; give task.reward, or leave it out")
     if config.reward is not None:

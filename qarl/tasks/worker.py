@@ -22,8 +22,8 @@ from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 
 @dataclass(frozen=True)
 class Job:
-    """word: "reward" or "checker", for messages. spec: what names the function. task: the task's name. time_limit:
-    seconds for a call. path: the parent's sys.path."""
+    """word: "reward", "checker" or "environment", for messages. spec: what names the function or class. task: the
+    task's name. time_limit: seconds for a call. path: the parent's sys.path."""
 
     word: str
     spec: str
@@ -34,13 +34,9 @@ class Job:
 
 def serve(fd: int) -> None:
     """The child's whole life: until the parent closes the pipe, or is gone."""
-    connection = Connection(fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to decide about
-    os.dup2(2, 1)  # what the function prints goes beside the run's output, not into it
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
-        job: Job = connection.recv()
-        sys.path[:] = job.path
+        connection, job = begin(fd)
         try:
             kind, function = load_judge(job.word, job.spec)
         except TaskError as error:
@@ -48,12 +44,22 @@ def serve(fd: int) -> None:
         connection.send(call_one_by_one(kind, function))
         while True:
             for outcome in outcomes(kind, function, job.task, connection.recv(), job.time_limit):
-                connection.send(_sendable(outcome))
-    except EOFError:
+                connection.send(sendable(outcome))
+    except (EOFError, OSError):
         return None
 
 
-def _sendable(outcome: Any) -> Any:
+def begin(fd: int) -> tuple[Connection, Job]:
+    """Take over the parent's pipe and its job."""
+    connection = Connection(fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to decide about
+    os.dup2(2, 1)  # what the function prints goes beside the run's output, not into it
+    job: Job = connection.recv()
+    sys.path[:] = job.path
+    return connection, job
+
+
+def sendable(outcome: Any) -> Any:
     """Numbers of numpy and torch as Python's, and what cannot be sent as words."""
     if hasattr(outcome, "item") and getattr(outcome, "shape", None) == ():
         outcome = outcome.item()
@@ -66,7 +72,7 @@ def _sendable(outcome: Any) -> Any:
     return outcome
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process, and what the function started, where the parent was killed while the function runs."""
     while os.getppid() == parent:
         time.sleep(1.0)

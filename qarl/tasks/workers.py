@@ -18,37 +18,39 @@ from qarl.tasks.worker import Job
 
 _STARTUP = 300.0
 """Seconds for a reward's own imports, which may be large libraries."""
-_GRACE = 5.0
+GRACE = 5.0
 """Seconds that a function which keeps its own time is given beyond its limit."""
 
 
-class Worker:
-    """One child process with a job's function; begun at the first use and again after it ended.
+class Child:
+    """A child process that serves a job; begun by `start`, and again after it ended. module: whose `serve` it runs."""
 
-    goes_on: whether a response that the function hangs or ends its process at leaves the others to be judged; else
-    they fail with it, at once.
-    """
-
-    def __init__(self, job: Job, goes_on: bool = False):
+    def __init__(self, job: Job, module: str = "qarl.tasks.worker"):
         self.job = job
-        self._goes_on = goes_on
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
-        self._one_by_one = True
+        self._reply: Any = None
         self._living: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _kill, self._living)
 
-    def start(self) -> None:
-        """Begin the child, and load the function in it.
+    @property
+    def pipe(self) -> Connection:
+        """To the child, once it was started."""
+        assert self._pipe is not None
+        return self._pipe
+
+    def start(self) -> Any:
+        """Begin the child where none lives, and load the function in it; what it answers to its job.
 
         Raises:
             TaskError: the function cannot be found, its module raises, or its parameters are of no known kind.
         """
         if self._process is not None and self._process.poll() is None:
-            return
+            return self._reply
         _kill(self._living)  # what a function that ended its process had started
         self._pipe, theirs = Pipe()
-        code = f"from qarl.tasks.worker import serve; serve({theirs.fileno()})"
+        code = f"from {self._module} import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             env=_environment(), start_new_session=True,
@@ -60,49 +62,21 @@ class Worker:
             self._pipe.send(self.job)
             reply = self._pipe.recv() if self._pipe.poll(_STARTUP) else None
         except (EOFError, OSError):
-            raise TaskError(f"{what}: importing it ended its process ({self._ending()})") from None
+            raise TaskError(f"{what}: importing it ended its process ({self.ending()})") from None
         if reply is None:
             self.stop()
             raise TaskError(f"{what}: importing it took longer than {_STARTUP:g} s; import less, or lazily")
         if isinstance(reply, str):
             self.stop()
             raise TaskError(reply)
-        self._one_by_one = reply
+        self._reply = reply
+        return reply
 
-    def outcomes(self, responses: Sequence[Response]) -> list[Any]:
-        """What the function says of each, in order. What it is not done with in time, and what it ends its process at,
-        is a `Failure`."""
-        results: list[Any] = []
-        while len(results) < len(responses):
-            self.start()
-            results += self._outcomes(responses[len(results) :])
-        return results
-
-    def _outcomes(self, responses: Sequence[Response]) -> list[Any]:
-        """All of them, or until one that ended the child, that one included."""
-        assert self._pipe is not None
-        limit = self.job.time_limit if self._one_by_one else self.job.time_limit + _GRACE
-        results: list[Any] = []
-        try:
-            self._pipe.send(list(responses))
-            while len(results) < len(responses):
-                if not self._pipe.poll(limit):
-                    self.stop()
-                    words = too_long(self.job.time_limit)
-                    return results + self._failed(words, responses[len(results) :])
-                results.append(self._pipe.recv())
-        except (EOFError, OSError):
-            words = f"ended its process ({self._ending()})"
-            return results + self._failed(words, responses[len(results) :])
-        return results
-
-    def _failed(self, words: str, responses: Sequence[Response]) -> list[Any]:
-        return [Failure(words)] * (1 if self._one_by_one and self._goes_on else len(responses))
-
-    def _ending(self) -> str:
+    def ending(self) -> str:
+        """How the child that closed its pipe ended."""
         assert self._process is not None
         try:
-            code = self._process.wait(_GRACE)
+            code = self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
             self.stop()
             return "it closed its pipe"
@@ -115,6 +89,49 @@ class Worker:
             self._pipe.close()
         self._process = self._pipe = None
         self._living.clear()
+
+
+class Worker:
+    """A child with a job's function.
+
+    goes_on: whether a response that the function hangs or ends its process at leaves the others to be judged; else
+    they fail with it, at once.
+    """
+
+    def __init__(self, job: Job, goes_on: bool = False):
+        self.job, self._goes_on = job, goes_on
+        self._child = Child(job)
+
+    def start(self) -> bool:
+        """Whether outcomes come one by one. Raises as `Child.start`."""
+        return self._child.start()
+
+    def outcomes(self, responses: Sequence[Response]) -> list[Any]:
+        """What the function says of each, in order. What it is not done with in time, and what it ends its process at,
+        is a `Failure`."""
+        results: list[Any] = []
+        while len(results) < len(responses):
+            results += self._outcomes(responses[len(results) :], self.start())
+        return results
+
+    def _outcomes(self, responses: Sequence[Response], one_by_one: bool) -> list[Any]:
+        """All of them, or until one that ended the child, that one included."""
+        limit = self.job.time_limit if one_by_one else self.job.time_limit + GRACE
+        results: list[Any] = []
+        try:
+            self._child.pipe.send(list(responses))
+            while len(results) < len(responses):
+                if not self._child.pipe.poll(limit):
+                    self._child.stop()
+                    words = too_long(self.job.time_limit)
+                    break
+                results.append(self._child.pipe.recv())
+            else:
+                return results
+        except (EOFError, OSError):
+            words = f"ended its process ({self._child.ending()})"
+        failed = 1 if one_by_one and self._goes_on else len(responses) - len(results)
+        return results + [Failure(words)] * failed
 
 
 class Workers:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from qarl.conversations import Conversation, OutOfRoomError, converse
-from qarl.embedded.recipe import ensure_tiny
+from qarl.embedded.recipe import RECIPES, ensure_recipe, ensure_tiny
 from qarl.learner.batching import make_batch
 from qarl.report.metrics import batch_metrics, read_metrics
 from qarl.report.recorded_groups import read_groups
@@ -164,25 +166,60 @@ async def often(policy, problem):
 """
 
 
+TOOLS = """
+class Tools:
+    def tool(self) -> str:
+        'A tool that is not called.'
+"""
+
+
 @pytest.mark.slow
 def test_a_run_of_conversations(tmp_path: Path):
-    """One turn through a rollout is the run without, in every metric and digest. Ten turns are sampled by the policy
-    that learns, to the last bit, and are recorded as what they were."""
-    (tmp_path / "mine.py").write_text(MINE)
-    small = ("--steps", "2", "--prompts", "4", "--samples", "4", "--eval.problems", "8", "--max-new-tokens", "200")
-    ways = {"plain": (), "once": ("--task.rollout", "mine.py:once"), "often": ("--task.rollout", "mine.py:often")}
+    """One turn through a rollout or beside tools is the run without, in every metric and digest. Ten turns are sampled
+    by the policy that learns, to the last bit, and are recorded as what they were."""
+    (tmp_path / "mine.py").write_text(MINE + TOOLS)
+    copy = shutil.copytree(ensure_tiny("tiny-qwen3"), tmp_path / "tiny")
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% if tools %}{% endif %}" + settings["chat_template"]
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    small = ("--config", "tiny-qwen3", "--model", str(copy), "--steps", "2", "--prompts", "4", "--samples", "4",
+             "--eval.problems", "8", "--max-new-tokens", "200", "--record", "all")  # fmt: skip
+    ways = {
+        "plain": (), "once": ("--task.rollout", "mine.py:once"), "often": ("--task.rollout", "mine.py:often"),
+        "tools": ("--task.environment", "mine.py:Tools"),
+    }  # fmt: skip
     runs = {}
     for way, options in ways.items():
-        succeeded("train", *small, "--record", "all", *options, "--output", tmp_path / way, cwd=tmp_path)
+        succeeded("train", *small, *options, "--output", tmp_path / way, cwd=tmp_path)
         runs[way] = [
             {k: v for k, v in step.items() if not k.startswith("seconds")}
             for step in read_metrics(tmp_path / way / "metrics.jsonl")
         ]
-    once = [{k: v for k, v in step.items() if not k.startswith("conversation/")} for step in runs["once"]]
-    assert once == runs["plain"]
+    for way in ("once", "tools"):
+        alone = [{k: v for k, v in step.items() if not k.startswith("conversation/")} for step in runs[way]]
+        assert alone == runs["plain"]
     for number, step in enumerate(runs["often"], 1):
         assert step["conversation/turns"] == 10 and step["learn/mismatch/max_abs"] == 0
         (group, *_) = read_groups(tmp_path / "often" / "tokens" / f"step-{number:06d}.parquet")
         assert all(len(c.environment) == 9 and sum(c.sampled) <= 30 for c in group.completions)
-    notes = [json.loads((tmp_path / way / "export" / "qarl.json").read_text())["digest"] for way in ("plain", "once")]
-    assert notes[0] == notes[1]
+    same = ("plain", "once", "tools")
+    assert len({json.loads((tmp_path / way / "export" / "qarl.json").read_text())["digest"] for way in same}) == 1
+
+
+@pytest.mark.slow
+def test_a_run_with_tools(tmp_path: Path):
+    """A policy that has seen a little of its tool calls it, and is learned from to the last bit; a run that was stopped
+    between two steps goes on as it would have."""
+    recipe = replace(RECIPES["tiny-qwen3-tools"], warm_start_steps=60, warm_start_batch=32)
+    model = ensure_recipe("tools", recipe, tmp_path / "models")
+    small = ("--model", str(model), "--prompts", "4", "--samples", "4", "--eval.problems", "0", "--record", "all",
+             "--reward", "qarl.tasks:short_reward")  # fmt: skip
+    for name, steps in (("whole", 2), ("half", 1)):
+        options = ("--config", "tiny-qwen3-tools", *small, "--steps", str(steps), "--output", tmp_path / name)
+        succeeded("train", *options, cwd=tmp_path)
+    succeeded("train", "--resume", tmp_path / "half", "--steps", "2", cwd=tmp_path)
+    for number, step in enumerate(read_metrics(tmp_path / "whole" / "metrics.jsonl"), 1):
+        assert step["conversation/tool_calls"] > 1 and step["learn/mismatch/max_abs"] == 0
+        files = [tmp_path / name / "tokens" / f"step-{number:06d}.parquet" for name in ("whole", "half")]
+        first, second = map(read_groups, files)
+        assert first == second and any(c.environment for group in first for c in group.completions)

@@ -44,7 +44,7 @@ def test_chats_and_arguments_reach_the_template(model: Path):
 
 
 def test_an_argument_that_would_do_nothing_is_refused_and_a_template_that_raises_is_quoted(model: Path):
-    with pytest.raises(ConfigError, match="does not mention it; did you mean 'enable_thinking'"):
+    with pytest.raises(ConfigError, match="does not mention enable_thinkng; did you mean 'enable_thinking'"):
         Prompter(model, 64, {"enable_thinkng": False})
     with pytest.raises(ModelError, match=r"TemplateError: no system role \(problem 'c', messages of system, user\)"):
         Prompter(model, 64, {"no_system": True}).prompt(CHAT)

@@ -1,4 +1,5 @@
-"""Conversations of several turns, in the tokens that were sampled: a user's `async def rollout(policy, problem)`.
+"""Conversations of several turns, in the tokens that were sampled: a user's `async def rollout(policy, problem)`, or
+the tools of an environment class.
 
 What is said to the policy is appended to its tokens, and nothing is rendered anew. Turns of many conversations are
 sampled together, once each that goes on waits for one; an engine's answer does not depend on those beside it.
@@ -36,7 +37,7 @@ class Conversation:
 
     def __init__(self, prompt: Prompt, tokenizer: Any, limit: int, ask: Callable[[Prompt], Awaitable[Completion]]):
         self.tokenizer, self.events = tokenizer, Counter[str]()
-        self._prompt, self._limit, self._ask = prompt, limit, ask
+        self.prompt, self._limit, self._ask = prompt, limit, ask
         self._turns: list[Completion] = []
         self._said: list[tuple[int, ...]] = []
         self._out_of_room = False
@@ -64,11 +65,11 @@ class Conversation:
         if left < 1:
             self._out_of_room = True
             raise OutOfRoomError(f"{len(tokens)} tokens leave a turn no room in rollout.max_new_tokens {self._limit}")
-        number, sample, _ = self._prompt.draws or (0, 0, 0)
-        before = (*self._prompt.token_ids, *self.token_ids, *tokens)
+        number, sample, _ = self.prompt.draws or (0, 0, 0)
+        before = (*self.prompt.token_ids, *self.token_ids, *tokens)
         limit = left if max_new_tokens is None else max(1, min(left, max_new_tokens))
         draws = (number, sample, len(self._turns))
-        turn = await self._ask(replace(self._prompt, token_ids=before, draws=draws, max_new_tokens=limit))
+        turn = await self._ask(replace(self.prompt, token_ids=before, draws=draws, max_new_tokens=limit))
         self._said.append(tokens)
         self._turns.append(turn)
         self.events["empty_turns"] += not turn.text.strip()
@@ -102,57 +103,34 @@ class Conversation:
 async def converse(
     engine: Engine,
     rollout: Rollout,
-    time_limit: float,
+    time_limit: float | None,
     tokenizer: Any,
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> list[list[Completion]]:
-    """`sampling.samples` conversations of each problem, each as a completion of its prompt. time_limit: seconds in
-    which one of them must move. sampling: `max_new_tokens` bounds a conversation after its prompt. Raises `RewardError`
-    where the rollout fails, and what the engine raises."""
-    waiting: list[tuple[Prompt, asyncio.Future[Completion]]] = []
-    moved = asyncio.Event()
+    """`sampling.samples` conversations of each problem, each as a completion of its prompt.
 
-    def ask(prompt: Prompt) -> Awaitable[Completion]:
-        waiting.append((prompt, asyncio.get_running_loop().create_future()))
-        moved.set()
-        return waiting[-1][1]
-
-    async def conversation(problem: Problem, prompt: Prompt) -> Completion:
-        policy, outcome = Conversation(prompt, tokenizer, sampling.max_new_tokens, ask), None
-        try:
-            with suppress(OutOfRoomError):  # cut off, and judged as it is
-                outcome = await rollout(policy, problem)
-            return policy.completion(_reward(outcome))
-        except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"the rollout of problem {problem.id!r} raised {in_words(error)}\n  question: {problem.question!r}"
-            ) from error
-        finally:
-            moved.set()
-
+    time_limit: seconds in which one of them must move; None: they bound themselves. sampling: `max_new_tokens` bounds a
+    conversation after its prompt. Raises `RewardError` where the rollout fails, and what the engine raises.
+    """
+    turns = _Turns()
     pairs = enumerate(zip(problems, prompts, strict=True), sampling.first_prompt)
     begun = [(p, replace(prompt, draws=(j, k, 0))) for j, (p, prompt) in pairs for k in range(sampling.samples)]
-    tasks = [asyncio.create_task(conversation(*each)) for each in begun]
+    policies = [Conversation(prompt, tokenizer, sampling.max_new_tokens, turns.ask) for _, prompt in begun]
+    tasks = [
+        asyncio.create_task(_conversation(rollout, policy, problem, turns.moved))
+        for policy, (problem, _) in zip(policies, begun, strict=True)
+    ]
     try:
         while going_on := [task for task in tasks if not task.done()]:
-            if len(waiting) < len(going_on):
-                moved.clear()
-                try:
-                    await asyncio.wait_for(moved.wait(), time_limit)
-                except TimeoutError:
-                    raise RewardError(
-                        f"a rollout waited longer than task.time_limit {time_limit:g} s; raise it"
-                    ) from None
+            if len(turns.waiting) < len(going_on):
+                await turns.wait(time_limit)
                 continue
             for task in tasks:
                 if task.done():
                     task.result()  # which raises where it failed
-            answers = engine.generate([prompt for prompt, _ in waiting], replace(sampling, samples=1))
-            for (_, turn), (answer,) in zip(waiting, answers, strict=True):
-                turn.set_result(answer)
-            waiting.clear()
+            turns.answer(engine, replace(sampling, samples=1))
             await asyncio.sleep(0)
         done = [task.result() for task in tasks]
     finally:
@@ -160,6 +138,48 @@ async def converse(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return [done[start : start + sampling.samples] for start in range(0, len(done), sampling.samples)]
+
+
+class _Turns:
+    """Turns that conversations wait for. moved: set where one asked for a turn, or ended."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Prompt, asyncio.Future[Completion]]] = []
+        self.moved = asyncio.Event()
+
+    def ask(self, prompt: Prompt) -> Awaitable[Completion]:
+        self.waiting.append((prompt, asyncio.get_running_loop().create_future()))
+        self.moved.set()
+        return self.waiting[-1][1]
+
+    async def wait(self, time_limit: float | None) -> None:
+        self.moved.clear()
+        try:
+            await asyncio.wait_for(self.moved.wait(), time_limit)
+        except TimeoutError:
+            raise RewardError(f"a rollout waited longer than task.time_limit {time_limit:g} s; raise it") from None
+
+    def answer(self, engine: Engine, sampling: Sampling) -> None:
+        answers = engine.generate([prompt for prompt, _ in self.waiting], sampling)
+        for (_, turn), (answer,) in zip(self.waiting, answers, strict=True):
+            turn.set_result(answer)
+        self.waiting.clear()
+
+
+async def _conversation(rollout: Rollout, policy: Conversation, problem: Problem, moved: asyncio.Event) -> Completion:
+    outcome = None
+    try:
+        with suppress(OutOfRoomError):  # cut off, and judged as it is
+            outcome = await rollout(policy, problem)
+        return policy.completion(_reward(outcome))
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RewardError(
+            f"the rollout of problem {problem.id!r} raised {in_words(error)}\n  question: {problem.question!r}"
+        ) from error
+    finally:
+        moved.set()
 
 
 def _reward(outcome: Any) -> float | None:
