@@ -37,12 +37,23 @@ from transformers import (
 
 from qarl.configs.errors import ModelError
 from qarl.configs.files import written_aside
+from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.outliers import widen_columns
-from qarl.embedded.tokenizer import EOS, PAD, token_id, token_ids, train_tokenizer
+from qarl.embedded.tokenizer import (
+    CHAT_TEMPLATE,
+    EOS,
+    PAD,
+    TOOL_RESULT,
+    TOOL_TEMPLATE,
+    token_id,
+    token_ids,
+    train_tokenizer,
+)
 from qarl.learner.optim.optimizer import MatrixView, matrices_of
 from qarl.quant.runtime.answers import cache_folder
 from qarl.tasks import Problem, load_task, solution_of
+from qarl.tasks.environment_host import describe
 
 Progress = Callable[[str], None]
 TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
@@ -62,7 +73,8 @@ class TinyRecipe:
     are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`. Inputs of a Linear
     are multiples of 128 (W4A16's group size), outputs of 32 (what low-bit kernels tile by).
     task: what the warm start teaches, with its own options; `warm_start_steps=0` leaves the weights at random
-    initialization. outliers: factor of `widen_columns` after it; 1 leaves the weights as trained.
+    initialization. outliers: factor of `widen_columns` after it; 1 leaves the weights as trained. environment: class
+    whose tools the template describes and the solutions call.
     """
 
     version: int = 1
@@ -86,6 +98,7 @@ class TinyRecipe:
     warm_start_lr: float = 5e-3
     warm_start_weight_decay: float = 0.1
     outliers: float = 1.0
+    environment: str | None = None
 
 
 _LONG = TinyRecipe(task="running_total", warm_start_steps=300, warm_start_batch=64, outliers=4.0)
@@ -94,6 +107,13 @@ RECIPES = {
     "tiny-qwen3-moe": TinyRecipe(num_experts=8),
     "tiny-qwen3-long": _LONG,
     "tiny-qwen3-moe-long": dataclasses.replace(_LONG, num_experts=8),
+    "tiny-qwen3-tools": TinyRecipe(
+        task="lookup_sum",
+        environment="qarl.embedded.lookup:Lookup",
+        warm_start_steps=160,
+        warm_start_batch=64,
+        outliers=2.0,
+    ),
 }
 
 
@@ -159,7 +179,8 @@ def build_tiny(recipe: TinyRecipe, directory: Path, progress: Progress = to_stde
 
 def recipe_tokenizer(recipe: TinyRecipe) -> PreTrainedTokenizerFast:
     """The tokenizer of a recipe, trained on questions and answers of its task and of others."""
-    return train_tokenizer(_tokenizer_texts(recipe), recipe.vocab_size, recipe.max_position_embeddings)
+    template = TOOL_TEMPLATE if recipe.environment else CHAT_TEMPLATE
+    return train_tokenizer(_tokenizer_texts(recipe), recipe.vocab_size, recipe.max_position_embeddings, template)
 
 
 def recipe_config(recipe: TinyRecipe, **more: Any) -> Qwen3Config | Qwen3MoeConfig:
@@ -187,7 +208,7 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
     """
     task = load_task(TaskConfig(name=recipe.task))
     problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
-    ids, labels = encode_problems(tokenizer, problems)
+    ids, labels = encode_problems(tokenizer, problems, _tools(recipe))
     optimizers, experts = _optimizers(model, recipe)
     model.train()
     for step in range(recipe.warm_start_steps):
@@ -208,22 +229,42 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
     model.eval()
 
 
-def encode_problems(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chats as training rows.
+def encode_problems(
+    tokenizer: PreTrainedTokenizerFast, problems: list[Problem], tools: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chats as training rows. tools: JSON schemas that the template describes, or None.
 
     Returns:
-        Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the solution and its
-        end token in place (unshifted), `IGNORED` elsewhere.
+        Token ids [B, T] int64, padded on the right, and labels [B, T] int64: the tokens of the solution, or of its
+        turns, and their end tokens in place (unshifted), `IGNORED` elsewhere.
     """
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
-    prompts: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    prompt_ids = token_ids(tokenizer, prompts)
-    answer_ids = token_ids(tokenizer, [solution_of(problem) + EOS for problem in problems])
-    rows = [torch.cat(pair) for pair in zip(prompt_ids, answer_ids, strict=True)]
+    prompts: Any = tokenizer.apply_chat_template(chats, tools=tools, add_generation_prompt=True, tokenize=False)
+    rows, labels = [], []
+    for prompt, problem in zip(prompts, problems, strict=True):
+        parts = [(prompt, False), *_solution(problem)]
+        encoded = token_ids(tokenizer, [text for text, _ in parts])
+        rows.append(torch.cat(encoded))
+        learned = zip(encoded, parts, strict=True)
+        labels.append(torch.cat([ids if own else torch.full_like(ids, IGNORED) for ids, (_, own) in learned]))
     ids = pad_sequence(rows, batch_first=True, padding_value=token_id(tokenizer, PAD))
-    ignored = [torch.full_like(prompt, IGNORED) for prompt in prompt_ids]
-    rows = [torch.cat(pair) for pair in zip(ignored, answer_ids, strict=True)]
-    return ids, pad_sequence(rows, batch_first=True, padding_value=IGNORED)
+    return ids, pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+
+
+def _solution(problem: Problem) -> Iterator[tuple[str, bool]]:
+    """What follows a prompt, in parts, and whether each is the policy's: calls and their results, and the solution."""
+    for name, number in problem.metadata.get("values_by_name", {}).items():
+        call = json.dumps({"name": "lookup", "arguments": {"name": name}})
+        yield f"<tool_call>{call}</tool_call>{EOS}", True
+        yield from ((text, False) for text in (TOOL_RESULT[0], str(number), TOOL_RESULT[1]))
+    yield solution_of(problem) + EOS, True
+
+
+def _tools(recipe: TinyRecipe) -> list[dict[str, Any]] | None:
+    if recipe.environment is None:
+        return None
+    environment = load_function(FunctionKind("environment", "with tools", ModelError, "class"), recipe.environment)
+    return list(describe(recipe.environment, environment).tools)
 
 
 def _answer_loss(model: TinyModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -252,7 +293,9 @@ def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:
     for name, count in {recipe.task: OWN_PROBLEMS, **OTHER_PROBLEMS}.items():
         for problem in load_task(TaskConfig(name=name)).problems("train", 0, count, recipe.seed):
             yield problem.question
-            yield solution_of(problem)
+            yield from (text.removesuffix(EOS) for text, own in _solution(problem) if own)
+    for tool in _tools(recipe) or []:
+        yield from [json.dumps(tool)] * OWN_PROBLEMS
     for role in ("system", "user", "assistant"):
         yield from [f"{role}\n"] * OWN_PROBLEMS
 
@@ -279,5 +322,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _recipe_hash(recipe: TinyRecipe) -> str:
     libraries = ("torch", "transformers", "tokenizers", "reasoning-gym")
-    facts = {**dataclasses.asdict(recipe), "versions": {library: version(library) for library in libraries}}
+    fields = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}
+    facts = {**fields, "versions": {library: version(library) for library in libraries}}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

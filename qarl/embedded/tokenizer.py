@@ -14,9 +14,23 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOL_RESULT = ("\n<|im_start|>tool\n", "<|im_end|>\n<|im_start|>assistant\n")
+"""What the template with tools writes around a result, from the end of the turn that asked for it."""
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool | tojson }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, longest: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, longest: int, template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of `vocab_size` tokens, trained on `texts`, for sequences of at most `longest` tokens.
 
     Any text can be encoded. Every digit is a token of its own; everything else may merge, across spaces too,
@@ -41,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, longest: int) -> PreT
         tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
         model_max_length=longest,
         clean_up_tokenization_spaces=False,
     )

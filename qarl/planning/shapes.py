@@ -190,6 +190,7 @@ EMBEDDED = {
     "tiny-qwen3-long": _TINY,
     "tiny-qwen3-moe": _TINY_MOE,
     "tiny-qwen3-moe-long": _TINY_MOE,
+    "tiny-qwen3-tools": _TINY,
 }
 """The embedded policies', whose recipes (`qarl.embedded.recipe`) take torch to read."""
 

@@ -61,6 +61,45 @@ class RunningTotalDataset(ProceduralDataset):
         return terms
 
 
+@dataclass
+class LookupSumConfig:
+    """Sizes of the sum."""
+
+    min_terms: int = 4  # Fewest names of a sum
+    max_terms: int = 4  # Most names of a sum
+    seed: int | None = None
+    size: int = 500
+
+    def validate(self) -> None:
+        """Raises AssertionError as reasoning-gym's own configurations do."""
+        assert self.min_terms > 1, "min_terms must be at least 2"
+        assert 50 >= self.max_terms >= self.min_terms, "max_terms must be >= min_terms, and at most 50"
+
+
+class LookupSumDataset(ProceduralDataset):
+    """Add numbers that only a tool knows, by their names"""
+
+    def __init__(self, config: LookupSumConfig) -> None:
+        super().__init__(config=config, seed=config.seed, size=config.size)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Problem `index`, from a generator of its own."""
+        generator = random.Random(self.seed + index)
+        count = generator.randint(self.config.min_terms, self.config.max_terms)
+        names = [f"{number:02d}" for number in generator.sample(range(100), count)]
+        numbers = {name: generator.randint(1, 9) for name in names}
+        solution = running_totals(list(numbers.values()))
+        return {
+            "question": f"Look up and add: {' '.join(names)}",
+            "answer": final_answer(solution),
+            "metadata": {"values_by_name": numbers, "worked_solution": solution},
+        }
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """1.0 where the final answer is the sum, else 0.0."""
+        return float(final_answer(answer or "") == entry["answer"])
+
+
 def running_totals(terms: list[int]) -> str:
     """The sum of `terms` worked out, one addition or subtraction a line, from the first number on."""
     lines, total = [], terms[0]
@@ -80,3 +119,4 @@ def _signed(term: int) -> str:
 
 
 register_dataset("running_total", RunningTotalDataset, RunningTotalConfig)
+register_dataset("lookup_sum", LookupSumDataset, LookupSumConfig)
