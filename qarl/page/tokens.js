@@ -38,6 +38,8 @@ for (let completion = 0; completion < COUNT; completion++) {
 }
 const rounding = (i) => tokens.sampler[i] - unquantized[i];
 const worstOf = Float32Array.from(made.worst, (place, i) => (place < 0 ? NaN : Math.abs(tokens.mismatch[starts[i] + place])));
+// Of a conversation: what was said to the policy was not sampled, and has no log-prob.
+const saidAt = (i) => Number.isNaN(tokens.sampler[i]);
 const REPEATED = 32, IMPROBABLE = 16, UNKNOWN = 15;
 const reasonAt = (i) => ((tokens.flags[i] & 15) === UNKNOWN ? null : packed.reasons[tokens.flags[i] & 15]);
 function firstError(completion) {
@@ -283,7 +285,13 @@ class Browser {
     const stream = el("div", { class: "stream", "data-completion": completion });
     shownCompletion = completion;
     const { paint } = COLUMNS[this.column];
-    for (let i = starts[completion]; i < starts[completion + 1]; i++) stream.append(this.span(completion, i, paint(i)));
+    let block = stream;
+    for (let i = starts[completion]; i < starts[completion + 1]; i++) {
+      const said = saidAt(i);
+      if (said && block === stream) stream.append(block = el("div", { class: "said" }));
+      else if (!said) block = stream;
+      block.append(this.span(completion, i, said ? [] : paint(i)));
+    }
     return el("div", { class: `card${chosen ? " chosen" : ""}` }, el("div", { class: "facts" }, ...facts.map(([name, value]) => el("span", {}, `${name} `, el("b", {}, value)))), stream);
   }
 
@@ -330,12 +338,15 @@ class Browser {
   }
 
   tell(node, x, y) {
-    const i = Number(node.dataset.i), completion = Number(node.parentNode.dataset.completion);
+    const i = Number(node.dataset.i), completion = Number(node.closest("[data-completion]").dataset.completion);
     const sampler = tokens.sampler[i], apart = tokens.mismatch[i], ratio = tokens.ratio[i];
     const probability = (logprob) => (Number.isNaN(logprob) ? "not known" : `${number(Math.exp(logprob))}  (log ${number(logprob)})`);
     const errors = [tokens.flags[i] & IMPROBABLE ? "improbable" : "", tokens.flags[i] & REPEATED ? "in a loop" : ""].filter(Boolean).join(", ");
-    showTip(JSON.stringify(packed.texts[tokens.word[i]]), [
-      ["token", `${packed.ids[tokens.word[i]]}, ${i - starts[completion] + 1} of ${made.length[completion]}`],
+    const place = ["token", `${packed.ids[tokens.word[i]]}, ${i - starts[completion] + 1} of ${made.length[completion]}`];
+    const text = JSON.stringify(packed.texts[tokens.word[i]]);
+    if (saidAt(i)) showTip(text, [place, ["said to the policy", "nothing is learned from it"]], x, y);
+    else showTip(text, [
+      place,
       ["π sampler", probability(sampler)], ...(DATA.runs[made.run[completion]].aligned ? [["π learner", probability(sampler + apart)]] : []),
       ["π unquantized", Number.isNaN(unquantized[i]) ? unasked(DATA.runs[made.run[completion]]) : probability(unquantized[i])], ["Δ log p", number(apart)],
       ["ratio", Number.isNaN(ratio) ? "no update" : `${number(Math.exp(ratio))}  (log ${number(ratio)})`], ["clipped", reasonAt(i) ?? "no update"],
