@@ -13,7 +13,8 @@ from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Sampling
 from qarl.run.evaluation_plan import Plan
 from qarl.run.prompts import Prompter, open_prompter, sample
-from qarl.tasks import Problem, Response, Task, load_task
+from qarl.tasks import Problem, Response, Task
+from qarl.tasks.load import load_rollout
 
 
 def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
@@ -42,7 +43,8 @@ def answered(
     share = together.share(problems)
     sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
     prompts = [prompter.prompt(problem) for problem in share]
-    completions = sample(engine, task, prompter, share, prompts, sampling)
+    speaker = prompter.speaker(task.rollout, task.time_limit)
+    completions = sample(engine, speaker, share, prompts, sampling)
     responses = [
         Response(problem, completion.text, completion.token_ids)
         for problem, own in zip(share, completions, strict=True)
@@ -97,7 +99,9 @@ def answers(plan: Plan, question: str, seed: int) -> list[Completion]:
     if plan.task.system is not None:  # a question alone needs no template
         problem = problem.behind(plan.task.system)
     sampling, prompt = Sampling.of(plan.rollout, seed, asking=plan.asking), prompter.prompt(problem)
+    rollout = load_rollout(plan.task.rollout) if plan.task.rollout else None
+    speaker = prompter.speaker(rollout, plan.task.time_limit)
     with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
-        (completions,) = sample(engine, load_task(plan.task), prompter, [problem], [prompt], sampling)
+        (completions,) = sample(engine, speaker, [problem], [prompt], sampling)
     whole = prompter.tokenizer.decode
     return [dataclasses.replace(c, text=whole(c.token_ids)) if c.environment else c for c in completions]

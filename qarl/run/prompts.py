@@ -1,9 +1,10 @@
 """Problems → chat-templated prompts for one tokenizer, and completions → groups with rewards."""
 
 import asyncio
+import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.tasks import Problem, Response, Task
 from qarl.tasks.environments import Environments, open_environments
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """How conversations go. tokenizer: of its own. time_limit: seconds between two turns; None: the rollout has it."""
+
+    rollout: Rollout
+    tokenizer: Any
+    time_limit: float | None
 
 
 class Prompter:
@@ -45,11 +55,8 @@ class Prompter:
         tools = {"tools": list(environments.description.tools)} if environments else {}
         self._template = dict(template or {}) | tools
         self._refuse_ignored()
-        self._environments = environments
-        self.rollout: Rollout | None = None
-        """By which the policy uses the environments' tools."""
-        if environments:
-            self.rollout = environment_rollout(environments, ToolTurns(self.tokenizer, tool_parser, self._template))
+        self._environments, self._tool_parser = environments, tool_parser
+        self.speaker()
 
     @property
     def pad_token(self) -> int:
@@ -92,6 +99,15 @@ class Prompter:
                 "template; give plain questions, or a model with one"
             )
         return problem.question
+
+    def speaker(self, rollout: Rollout | None = None, time_limit: float | None = None) -> Speaker | None:
+        """By a task's rollout, or with the environments' tools; None for answers. Made for each request, by the thread
+        that makes prompts: a tokenizer is not for several threads, and requests may wait in others."""
+        tokenizer = copy.deepcopy(self.tokenizer)
+        if self._environments:  # whose calls have a time limit each
+            turns = ToolTurns(tokenizer, self._tool_parser, self._template)
+            return Speaker(environment_rollout(self._environments, turns), tokenizer, None)
+        return Speaker(rollout, tokenizer, time_limit) if rollout else None
 
     def fits(self, problems: Sequence[Problem]) -> list[bool]:
         """Which prompts are within the limit."""
@@ -143,18 +159,17 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
 
 def sample(
     engine: Engine,
-    task: Task,
-    prompter: Prompter,
+    speaker: Speaker | None,
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> list[list[Completion]]:
-    """`sampling.samples` completions of each problem's prompt: answers, or conversations where the task has a rollout
-    or an environment. Raises what the engine and `qarl.conversations.converse` do."""
-    if (rollout := task.rollout or prompter.rollout) is None:
+    """`sampling.samples` completions of each problem's prompt: answers, or with a speaker conversations. Raises what
+    the engine and `qarl.conversations.converse` do."""
+    if speaker is None:
         return engine.generate(prompts, sampling)
-    limit = task.time_limit if task.rollout else None  # an environment's calls have each their own
-    return asyncio.run(converse(engine, rollout, limit, prompter.tokenizer, problems, prompts, sampling))
+    rollout, tokenizer, limit = speaker.rollout, speaker.tokenizer, speaker.time_limit
+    return asyncio.run(converse(engine, rollout, limit, tokenizer, problems, prompts, sampling))
 
 
 def score_groups(

@@ -7,7 +7,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.stopwatch import Stopwatch
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
-from qarl.run.prompts import sample, score_groups
+from qarl.run.prompts import Speaker, sample, score_groups
 from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
 from qarl.tasks import Problem, RewardError
@@ -22,11 +22,11 @@ class SampleRequest:
     problems: list[Problem]
     prompts: list[Prompt]
     sampling: Sampling
+    speaker: Speaker | None
 
     def answered(self, session: Session) -> Completions:
         """What the session's engine answers."""
-        policy = session.policy
-        return sample(session.engine, policy.task, policy.prompter, self.problems, self.prompts, self.sampling)
+        return sample(session.engine, self.speaker, self.problems, self.prompts, self.sampling)
 
 
 def sample_step(
@@ -79,7 +79,9 @@ def make_request(session: Session, config: RunConfig, step: int, attempt: int = 
     problems = processes.share(policy.task.problems("train", start, rollout.prompts, config.seed))
     first = processes.span(rollout.prompts).start
     sampling = Sampling.of(rollout, step_seed(config.seed, step, attempt), first)
-    return SampleRequest(problems, [policy.prompter.prompt(problem) for problem in problems], sampling)
+    prompts = [policy.prompter.prompt(problem) for problem in problems]
+    speaker = policy.prompter.speaker(policy.task.rollout, policy.task.time_limit)
+    return SampleRequest(problems=problems, prompts=prompts, sampling=sampling, speaker=speaker)
 
 
 def _round(

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -36,6 +37,7 @@ class Environments:
         job = Job(word="environment", spec=spec, task="", time_limit=time_limit, path=tuple(sys.path))
         self._host = Child(job, "qarl.tasks.environment_host")
         self.description: Description = self._host.start()
+        self._asking = threading.Lock()
         self._turns = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     @property
@@ -45,12 +47,11 @@ class Environments:
 
     def open(self) -> "Environment":
         """A new instance."""
-        self._host.start()
         mine, theirs = Pipe()
-        pipe = self._host.pipe
-        with theirs:
-            send_handle(pipe, theirs.fileno(), None)
-        return Environment(mine, pipe.recv(), self)
+        with theirs, self._asking:
+            self._host.start()
+            send_handle(self._host.pipe, theirs.fileno(), None)
+            return Environment(mine, self._host.pipe.recv(), self)
 
     def opening(self, problem: Problem) -> str:
         """What `reset` says at a problem, "" for nothing. Raises `RewardError` where it fails."""
