@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any
 
 from qarl.configs.schema.run import RunConfig
@@ -15,18 +15,20 @@ from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.types import Completion, Group
+from qarl.tasks.base import WeightedSum
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """One step. prompts: sampled; reward, response_tokens: means over all their completions. reward_deviation: of the
-    rewards within a group, mean over groups. unscored: completions left out, for which the reward gave no signal.
-    mixed_reward_groups: share of groups whose rewards differ (the others teach nothing). error_tokens and the four that
-    split it: `qarl.report.error_tokens`. accuracy: held-out greedy, where evaluated. learn: None where every group's
-    rewards were equal. digest: of the version that was published; canary: mean |Δ log p| of the publish's, where it had
-    one, nats. conversation: what happened in conversations (`Completion.events`), means over them; None where prompts
-    are answered once. staleness: versions between the weights that sampled and those that learn, mean over completions;
-    None in a run that samples none ahead. seconds: wall time by phase, the only fields that two equal runs differ in.
+    rewards within a group, mean over groups. rewards: mean and deviation of each of several, by its name. unscored:
+    completions left out, for which the reward gave no signal. mixed_reward_groups: share of groups whose rewards differ
+    (the others teach nothing). error_tokens and the four that split it: `qarl.report.error_tokens`. accuracy: held-out
+    greedy, where evaluated. learn: None where every group's rewards were equal. digest: of the version that was
+    published; canary: mean |Δ log p| of the publish's, where it had one, nats. conversation: what happened in
+    conversations (`Completion.events`), means over them; None where prompts are answered once. staleness: versions
+    between the weights that sampled and those that learn, mean over completions; None in a run that samples none ahead.
+    seconds: wall time by phase, the only fields that two equal runs differ in.
     """
 
     step: int
@@ -35,6 +37,7 @@ class StepMetrics:
     unscored: int
     reward: float
     reward_deviation: float
+    rewards: dict[str, dict[str, float]] | None
     response_tokens: float
     truncated: float
     mixed_reward_groups: float
@@ -70,12 +73,21 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "unscored": sum(g.unscored for g in groups),
         "reward": sum(rewards) / len(rewards),
         "reward_deviation": sum(pstdev(g.rewards) for g in groups if g.rewards) / len(groups),
+        "rewards": _of_each(rewards),
         "response_tokens": sum(sum(c.sampled) for c in completions) / len(completions),
         "truncated": sum(c.truncated for c in completions) / len(completions),
         "mixed_reward_groups": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
         "conversation": _mean_events(completions),
         **dataclasses.asdict(count_error_tokens(groups)),
     }
+
+
+def _of_each(rewards: list[float]) -> dict[str, dict[str, float]] | None:
+    sums = [reward for reward in rewards if isinstance(reward, WeightedSum)]
+    columns = {
+        name: [t for each in sums if (t := each.terms[name]) is not None] for name in (sums[0].terms if sums else ())
+    }
+    return {name: {"mean": fmean(c), "deviation": pstdev(c)} for name, c in columns.items() if c} or None
 
 
 def _mean_events(completions: list[Completion]) -> dict[str, float] | None:

@@ -73,6 +73,22 @@ class Failure:
     words: str
 
 
+class WeightedSum(float):
+    """Of several rewards of one response. terms: each reward by its name, None where it gave no signal."""
+
+    terms: dict[str, float | None]
+
+    def __new__(cls, value: float, terms: dict[str, float | None]) -> "WeightedSum":
+        """See the class."""
+        total = super().__new__(cls, value)
+        total.terms = terms
+        return total
+
+    def __getnewargs__(self) -> tuple[float, dict[str, float | None]]:  # type: ignore[override]
+        """For pickle, by which groups go to other processes."""
+        return float(self), self.terms
+
+
 Scorer = Callable[[Sequence[Response]], list[Any]]
 """Responses → an outcome each: a number (None: no signal), or for a checker a verdict; a `Failure` where there is
 none."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qarl.configs.words import did_you_mean
-from qarl.tasks.base import Failure, Response, Scorer, TaskError
+from qarl.tasks.base import Failure, Response, Scorer, TaskError, WeightedSum
 from qarl.tasks.math import math_checker, math_scorer
 from qarl.tasks.rewards import each, exact_answer
 from qarl.tasks.signatures import TAKES, load_judge, outcomes
@@ -23,14 +23,15 @@ _log = logging.getLogger(__name__)
 _TERM = re.compile(r"(?P<spec>.*?)(?:=(?P<weight>[^=:/]*))?")
 
 
-def _weighted(outcomes: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The sum of several rewards of one response; one that gives no signal (None) adds nothing, and where none gives
-    any, there is none."""
-    for outcome in outcomes:
+def _weighted(outcomes: Mapping[str, Any], weights: Sequence[float]) -> Any:
+    """The sum of several rewards of one response, by their names; one that gives no signal (None) adds nothing, and
+    where none gives any, there is none."""
+    for outcome in outcomes.values():
         if isinstance(outcome, Failure) or not isinstance(outcome, int | float | None):
             return outcome  # for the task to complain about
-    parts = [weight * outcome for outcome, weight in zip(outcomes, weights, strict=True) if outcome is not None]
-    return sum(parts) if parts else None
+    pairs = zip(outcomes.values(), weights, strict=True)
+    parts = [weight * outcome for outcome, weight in pairs if outcome is not None]
+    return WeightedSum(sum(parts), dict(outcomes)) if parts else None
 
 
 def reward_of(words: str, task: str, time_limit: float) -> Scorer:
@@ -45,8 +46,11 @@ def reward_of(words: str, task: str, time_limit: float) -> Scorer:
     scorers = [_scorer("reward", spec, _REWARDS, task, time_limit) for spec in specs]
     if weights == (1.0,):
         return scorers[0]
+    short = [spec.rpartition(":")[2] for spec in specs]
+    names = short if len(set(short)) == len(short) else specs
     return lambda responses: [
-        _weighted(row, weights) for row in zip(*(scorer(responses) for scorer in scorers), strict=True)
+        _weighted(dict(zip(names, row, strict=True)), weights)
+        for row in zip(*(scorer(responses) for scorer in scorers), strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qarl.tasks.base import Failure, Problem, Response, RewardError, Scorer, Source, Split, TaskError
+from qarl.tasks.base import Failure, Problem, Response, RewardError, Scorer, Source, Split, TaskError, WeightedSum
 from qarl.tasks.table import Table
 
 LARGEST_REWARD = 1e15
@@ -95,7 +95,7 @@ class Task:
             allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
             words = f"returned {outcome!r:.80} ({type(outcome).__name__}); a reward must be {allowed}"
             raise RewardError(self._complaint("reward", response, words))
-        return number
+        return outcome if isinstance(outcome, WeightedSum) else number
 
     def _verdict(self, response: Response, outcome: Any) -> bool:
         if isinstance(outcome, Failure):

@@ -37,7 +37,7 @@ def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
         step=number, weight_version=number, prompts=4, unscored=0, reward=reward, reward_deviation=0.4,
         response_tokens=5.25, truncated=0.125,
         mixed_reward_groups=1.0, error_tokens=0.0, improbable_tokens=0.0, repeated_tokens=0.0,
-        error_tokens_negative=None, error_tokens_positive=None, conversation=None, skipped_batches=0,
+        error_tokens_negative=None, error_tokens_positive=None, conversation=None, rewards=None, skipped_batches=0,
         learn=stats(5e-4) if learned else None, accuracy=0.5 if number == 2 else None, digest=None, canary=None,
         staleness=None, seconds={"sample": 1.0, "learn": 2.0},
     )  # fmt: skip

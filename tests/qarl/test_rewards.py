@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.task import TaskConfig
+from qarl.report.metrics import batch_metrics
+from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.session import check_prompts
 from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, scorers, short_reward
 from qarl.tasks.rewards import exact_answer, exact_reward, last_box
@@ -135,7 +138,13 @@ def test_several_rewards_with_weights(questions: Path):
         "def short(completions, **kwargs):\n    return [None if c == '?' else -len(c) for c in completions]"
     )
     task = own(questions, code, spec="mine.py:right=2, mine.py:short=0.1")
-    assert rewards(task, "7", "8", "77", "?") == [2 - 0.1, -0.1, -0.2, None]
+    sums = rewards(task, "7", "8", "77", "?")
+    assert sums == [2 - 0.1, -0.1, -0.2, None]
+    kept = tuple(pickle.loads(pickle.dumps(each)) for each in sums[:3])
+    answer = Completion((1,), (0.0,), "", 0, "stop")
+    counted = batch_metrics([Group(Prompt("p", "", (1,)), (answer,) * 3, kept)])["rewards"]
+    expected = {"right": {"mean": 1 / 3, "deviation": 2**0.5 / 3}, "short": {"mean": -4 / 3, "deviation": 2**0.5 / 3}}
+    assert {name: pytest.approx(values) for name, values in counted.items()} == expected
 
 
 @pytest.mark.parametrize(
