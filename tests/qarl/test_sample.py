@@ -28,7 +28,10 @@ class Recorder:
         self.asked: list[tuple[int, int, int]] = []
         self.seeds: list[int] = []
 
-    rollout = tokenizer = None
+    rollout = time_limit = None
+
+    def speaker(self, rollout: None, time_limit: None) -> None:
+        assert rollout is time_limit is None
 
     def problems(self, split: str, start: int, count: int, seed: int) -> list[SimpleNamespace]:
         assert split == "train"
