@@ -158,9 +158,8 @@ class MasterOptimizer:
         for name, step in self._steps.items():
             step.load_state_dict(state["masters"][name])
         generators = state["generator"]
-        if generators is not None:  # None: of stages 1 and 2 by DeepSpeed
-            several = generators if generators.ndim == 2 else generators[None]
-            self._generator.set_state(several[self._processes.rank % len(several)].cpu().clone())
+        several = generators if generators.ndim == 2 else generators[None]
+        self._generator.set_state(several[self._processes.rank % len(several)].cpu().clone())
 
 
 def _total_norm(gradients: Iterable[torch.Tensor | None]) -> float:

@@ -6,8 +6,6 @@ sampled together, once each that goes on waits for one; an engine's answer does 
 """
 
 import asyncio
-import math
-import numbers
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -18,7 +16,7 @@ from typing import Any
 from qarl.configs.functions import in_words
 from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Prompt, Sampling
-from qarl.tasks.base import Problem, RewardError
+from qarl.tasks.base import Problem, RewardError, as_reward
 
 Rollout = Callable[["Conversation", Problem], Awaitable[Any]]
 
@@ -171,7 +169,7 @@ async def _conversation(rollout: Rollout, policy: Conversation, problem: Problem
     try:
         with suppress(OutOfRoomError):  # cut off, and judged as it is
             outcome = await rollout(policy, problem)
-        return policy.completion(_reward(outcome))
+        return policy.completion(as_reward(outcome))
     except RewardError:
         raise
     except (Exception, SystemExit) as error:
@@ -180,9 +178,3 @@ async def _conversation(rollout: Rollout, policy: Conversation, problem: Problem
         ) from error
     finally:
         moved.set()
-
-
-def _reward(outcome: Any) -> float | None:
-    if outcome is None or (isinstance(outcome, numbers.Real) and math.isfinite(outcome)):
-        return None if outcome is None else float(outcome)
-    raise ValueError(f"returned {outcome!r:.80}; it must be a finite number, or None for the task's reward to judge")

@@ -1,13 +1,11 @@
 """A rollout whose turns call the tools of an environment class, until one calls none."""
 
-import math
-import numbers
 from contextlib import suppress
 from typing import Any
 
 from qarl.conversations import Conversation, OutOfRoomError, Rollout
 from qarl.conversations.tools import ToolCall, ToolTurns
-from qarl.tasks.base import Failure, Problem, RewardError
+from qarl.tasks.base import Failure, Problem, RewardError, as_reward
 from qarl.tasks.environment_host import REWARD
 from qarl.tasks.environments import Environment, Environments
 
@@ -59,7 +57,10 @@ async def _reward(environment: Environment, problem: Problem) -> float | None:
     if environment.lost is not None:
         return None
     outcome = await environment.call(REWARD, {}, problem.id)
-    if isinstance(outcome, numbers.Real) and math.isfinite(outcome):
-        return float(outcome)
-    words = outcome.words if isinstance(outcome, Failure) else f"returned {outcome!r:.80}, which is no finite number"
+    try:
+        if not isinstance(outcome, Failure):
+            return as_reward(outcome)
+        words = outcome.words
+    except ValueError as error:
+        words = str(error)
     raise RewardError(f"environment: {REWARD} of problem {problem.id!r} {words}")

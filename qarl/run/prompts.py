@@ -103,11 +103,14 @@ class Prompter:
     def speaker(self, rollout: Rollout | None = None, time_limit: float | None = None) -> Speaker | None:
         """By a task's rollout, or with the environments' tools; None for answers. Made for each request, by the thread
         that makes prompts: a tokenizer is not for several threads, and requests may wait in others."""
+        if self._environments is None and rollout is None:
+            return None
         tokenizer = copy.deepcopy(self.tokenizer)
         if self._environments:  # whose calls have a time limit each
             turns = ToolTurns(tokenizer, self._tool_parser, self._template)
             return Speaker(environment_rollout(self._environments, turns), tokenizer, None)
-        return Speaker(rollout, tokenizer, time_limit) if rollout else None
+        assert rollout is not None
+        return Speaker(rollout, tokenizer, time_limit)
 
     def fits(self, problems: Sequence[Problem]) -> list[bool]:
         """Which prompts are within the limit."""

@@ -1,6 +1,7 @@
 """What tasks are made of: problems, responses to them, and where problems come from."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -87,6 +88,22 @@ class WeightedSum(float):
     def __getnewargs__(self) -> tuple[float, dict[str, float | None]]:  # type: ignore[override]
         """For pickle, by which groups go to other processes."""
         return float(self), self.terms
+
+
+LARGEST_REWARD = 1e15
+"""In magnitude: the square of a deviation from the group's mean has to fit fp32."""
+
+
+def as_reward(outcome: Any) -> float | None:
+    """What a reward, a rollout or an environment returned, as a number; None is no signal. Raises `ValueError` for
+    anything else, in words that follow whose reward it is."""
+    if outcome is None:
+        return None
+    size: Any = abs(outcome) if isinstance(outcome, numbers.Real) else None
+    if size is None or not size <= LARGEST_REWARD:  # NaN is not
+        allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
+        raise ValueError(f"returned {outcome!r:.80} ({type(outcome).__name__}); a reward must be {allowed}")
+    return outcome if isinstance(outcome, WeightedSum) else float(outcome)
 
 
 Scorer = Callable[[Sequence[Response]], list[Any]]

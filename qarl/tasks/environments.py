@@ -46,12 +46,16 @@ class Environments:
         return REWARD in self.description.methods
 
     def open(self) -> "Environment":
-        """A new instance."""
+        """A new instance. Raises `RewardError` where the host ends meanwhile."""
         mine, theirs = Pipe()
         with theirs, self._asking:
             self._host.start()
-            send_handle(self._host.pipe, theirs.fileno(), None)
-            return Environment(mine, self._host.pipe.recv(), self)
+            try:
+                send_handle(self._host.pipe, theirs.fileno(), None)
+                return Environment(mine, self._host.pipe.recv(), self)
+            except (EOFError, OSError):
+                mine.close()
+                raise RewardError(f"environment: its host ended ({self._host.ending()}); is memory short?") from None
 
     def opening(self, problem: Problem) -> str:
         """What `reset` says at a problem, "" for nothing. Raises `RewardError` where it fails."""
@@ -115,7 +119,9 @@ class Environment:
             loop.remove_reader(fd)
 
     def close(self) -> None:
-        """End its process, and what it started."""
+        """End its process, and what it started; once, since its number may be another's afterwards."""
+        if self._pipe.closed:
+            return
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._pipe.close()

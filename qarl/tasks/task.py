@@ -1,17 +1,12 @@
 """A task: where problems come from, what rewards them, and what counts as right."""
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qarl.tasks.base import Failure, Problem, Response, RewardError, Scorer, Source, Split, TaskError, WeightedSum
+from qarl.tasks.base import Failure, Problem, Response, RewardError, Scorer, Source, Split, TaskError, as_reward
 from qarl.tasks.table import Table
-
-LARGEST_REWARD = 1e15
-"""In magnitude: the square of a deviation from the group's mean has to fit fp32."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +81,12 @@ class Task:
         return problem.behind(system)
 
     def _number(self, response: Response, outcome: Any) -> float | None:
-        if outcome is None:
-            return None
         if isinstance(outcome, Failure):
             raise RewardError(self._complaint("reward", response, outcome.words))
-        number = float(outcome) if isinstance(outcome, numbers.Real) else math.nan
-        if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
-            allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
-            words = f"returned {outcome!r:.80} ({type(outcome).__name__}); a reward must be {allowed}"
-            raise RewardError(self._complaint("reward", response, words))
-        return outcome if isinstance(outcome, WeightedSum) else number
+        try:
+            return as_reward(outcome)
+        except ValueError as error:
+            raise RewardError(self._complaint("reward", response, str(error))) from None
 
     def _verdict(self, response: Response, outcome: Any) -> bool:
         if isinstance(outcome, Failure):

@@ -114,6 +114,10 @@ def test_what_a_rollout_cannot_do(tokenizer: Any, tmp_path: Path):
         await policy.generate()
         return "good"
 
+    async def huge(policy: Conversation, problem: Problem) -> float:
+        await policy.generate()
+        return 1e300
+
     async def hangs(policy: Conversation, problem: Problem) -> None:
         await policy.generate()
         await asyncio.sleep(100)
@@ -125,7 +129,8 @@ def test_what_a_rollout_cannot_do(tokenizer: Any, tmp_path: Path):
     messages = {
         silent: "no turn",
         early: "before the first",
-        strange: "'good'; it must be",
+        strange: r"returned 'good' \(str\); a reward must be",
+        huge: "returned 1e\\+300 .* at most 1e\\+15",
         hangs: "longer than task",
         unknown: "ids",
     }

@@ -23,7 +23,7 @@ from qarl.run.prompts import Prompter
 from qarl.tasks import Problem, RewardError, TaskError, load_task
 from qarl.tasks.base import Failure
 from qarl.tasks.environment_host import describe
-from qarl.tasks.environments import Environments
+from qarl.tasks.environments import Environments, open_environments
 
 CLASS = '''
 import os, random, signal, subprocess, time
@@ -58,7 +58,7 @@ class Mine:
         if how == "exit": os._exit(3)
         if how == "leave": raise SystemExit("bye")
         if how == "starts": subprocess.Popen(["sleep", "60"]); os._exit(0)
-        return {"bytes": b"abc", "big": "x" * 10**7, "none": None, "number": 1.5}[how]
+        return {"half": "a\\ud800", "bytes": b"abc", "big": "x" * 10**7, "none": None, "number": 1.5}[how]
 
     def get_reward(self):
         return self.calls / 4
@@ -69,9 +69,14 @@ PROBLEM = Problem("p", "q?", "42", {"k": 0})
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory: pytest.TempPathFactory) -> Environments:
+def spec(tmp_path_factory: pytest.TempPathFactory) -> str:
     (file := tmp_path_factory.mktemp("mine") / "mine.py").write_text(CLASS)
-    return Environments(f"{file}:Mine", 0.5)
+    return f"{file}:Mine"
+
+
+@pytest.fixture(scope="module")
+def mine(spec: str) -> Environments:
+    return open_environments(spec, 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +151,7 @@ def test_no_process_is_left(mine: Environments):
     pytest.fail(f"{pid} lives: {os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)}")
 
 
-def test_a_class_that_cannot_be_used(tmp_path: Path):
+def test_a_class_that_cannot_be_used(spec: str):
     class WithoutTools:
         def reset(self) -> None: ...
 
@@ -161,9 +166,8 @@ def test_a_class_that_cannot_be_used(tmp_path: Path):
     for value, words in of_classes.items():
         with pytest.raises(TaskError, match=words):
             describe("mine.py:Mine", value)
-    (tmp_path / "mine.py").write_text(CLASS)
     with pytest.raises(TaskError, match="both give rewards"):
-        load_task(TaskConfig(environment=f"{tmp_path}/mine.py:Mine", reward="exact"))
+        load_task(TaskConfig(environment=spec, time_limit=0.5, reward="exact"))
     faults = {"both speak": {"rollout": "a:b", "environment": "a:B"}, "is for calls": {"tool_parser": "x"}}
     for words, fields in faults.items():
         with pytest.raises(ValueError, match=words):
@@ -295,8 +299,8 @@ def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
         "error: TypeError: Mine.add() got an unexpected keyword argument 'c'" in said[2] and "cannot be read" in said[3]
     )
 
-    odd = spoken(tokenizer, mine, [call("misbehave", how="\ud800"), "42"])
-    assert "KeyError: '?'" in tokenizer.decode(odd.token_ids) or "\\ud800" in tokenizer.decode(odd.token_ids)
+    odd = spoken(tokenizer, mine, [call("misbehave", how="half"), "42"])  # of a surrogate pair
+    assert "tool\na?<|im_end|>" in tokenizer.decode(odd.token_ids)
     gone = spoken(tokenizer, mine, [call("misbehave", how="exit"), call("add", a=1), "42"])
     assert gone.reward is None and dict(gone.events)["tool_errors"] == 2
     cut = spoken(tokenizer, mine, [call("add", a=1)] * 2 + ["42"], limit=40)
