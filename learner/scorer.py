@@ -57,15 +57,7 @@ class Scorer:
     def complete(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
         """Put together what the processes added; raise `PrecisionError` where the rows at `index` are not finite."""
         to.complete(index, self._processes)
-        if not to.values[index].isfinite().all():
-            self._explain(model, to.batch, index, to.values)
-
-    def _explain(self, model: LowBitModel, batch: Batch, index: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Raise `PrecisionError` for log-probs that are not finite. Every process has all of them, and comes here."""
-        for part in micro_batches(batch, index, self._config.micro_batch_tokens, self.packed):
-            rows = batch.rows(part)
-            of_rows = logprobs[part, : rows.response_mask.shape[1]]
-            require_finite_logprobs(model, rows.to(model.device), of_rows, self.packed)
+        require_finite_logprobs(to.batch, index, to.values, model.context.forward_dtype)
 
     def share(self, batch: Batch, index: torch.Tensor) -> Iterator[Part]:
         """This process's micro-batches of the rows at `index`, dealt out in turn: as many for every process."""

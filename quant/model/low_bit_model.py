@@ -183,11 +183,6 @@ class LowBitModel(nn.Module):
         return graph
 
     @property
-    def run_modules(self) -> nn.Module:
-        """The modules that a forward goes through."""
-        return self.graph.module if self.operators == "engine" else self.module
-
-    @property
     def why_not_engine(self) -> str:
         """Why the operators are transformers', where they may be the engine's; "" elsewhere."""
         return self._layers.why_not
