@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 TRIES = 3
 _PAUSE_SECONDS = 0.5
-_SLOW = 3.0
-_SLOW_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -83,9 +81,6 @@ class Replicas:
         """What `read` makes of the answers to requests for tokens. requests: each with the number of the server that
         is asked first, modulo their number."""
         self._noticed.clear()
-        last: dict[VllmReplica, float] = {}
-        clock = asyncio.get_running_loop().time
-        begun = clock()
 
         async def one(number: int, request: Callable[[VllmReplica], Awaitable[Any]]) -> T:
             failures = 0
@@ -96,7 +91,6 @@ class Replicas:
                         if server in self._lost:
                             continue
                         answer = await request(server)
-                    last[server] = clock() - begun
                     return await read(answer, server)
                 except LostServerError as error:
                     self._leave_out(server, error)
@@ -107,9 +101,7 @@ class Replicas:
                     self._notice(f"{error}; asking again")
                     await asyncio.sleep(_PAUSE_SECONDS * failures)
 
-        answers = await all_of(one(number, request) for number, request in requests)
-        self._name_the_slow(last)
-        return answers
+        return await all_of(one(number, request) for number, request in requests)
 
     async def readmit(self, *steps: Callable[[VllmReplica], Awaitable[None]]) -> None:
         """Readmit lost servers that pass every step. They receive the next publish and sample only after it
@@ -157,14 +149,6 @@ class Replicas:
         if line not in self._noticed:
             self._noticed.add(line)
             _log.warning("%s", line)
-
-    def _name_the_slow(self, last: dict[VllmReplica, float]) -> None:
-        """last: when each gave its last answer, in seconds."""
-        if len(last) > 1:
-            slowest = max(last, key=lambda server: last[server])
-            others = max(seconds for server, seconds in last.items() if server is not slowest)
-            if last[slowest] > _SLOW * others and last[slowest] - others > _SLOW_SECONDS:
-                _log.warning("the server at %s took %.0f s, the others %.0f s", slowest.url, last[slowest], others)
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

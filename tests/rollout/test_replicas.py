@@ -285,20 +285,6 @@ def test_one_that_is_taken_back_samples_nothing_before_the_publish_is_done():
     assert asyncio.run(go(Network([sound], [sound]))) == [4, 0, 6, 2]
 
 
-def test_a_server_far_slower_than_the_others_is_named(caplog: pytest.LogCaptureFixture):
-    async def go() -> None:
-        async with Network([sound], [sound]) as servers:
-            first, second = servers.present()
-            servers._name_the_slow({first: 20.0, second: 15.0})
-            servers._name_the_slow({first: 9.0, second: 1.0})
-            assert not caplog.messages
-            servers._name_the_slow({first: 60.0, second: 15.0})
-            assert caplog.messages == [f"the server at {first.url} took 60 s, the others 15 s"]
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(go())
-
-
 def test_a_server_whose_answers_all_break_off_is_lost():
     """Contract: a failure that a server reports stops a publish; one that is cut off is out of reach."""
 
