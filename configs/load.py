@@ -124,8 +124,7 @@ def config_from_tree(tree: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        paths = {problem["loc"]: _field_of(problem["loc"]) for problem in error.errors()}
-        raise ConfigError(validation_messages(error, tree, field_paths(), paths)) from error
+        raise ConfigError(validation_messages(error, field_paths(), _field_of)) from error
 
 
 def written_fields(file: Path) -> list[str]:

@@ -1,31 +1,26 @@
 """A refused configuration in one message: each wrong field with its value, what is allowed, and the nearest word."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from qarl.configs.flags import shown
-from qarl.configs.words import allowed, did_you_mean, literals, quoted
-
-_ABSENT = object()
+from qarl.configs.words import did_you_mean, literals, quoted
 
 
 def validation_messages(
-    error: ValidationError,
-    tree: Mapping[str, Any],
-    leaves: Mapping[str, FieldInfo],
-    paths: Mapping[tuple[Any, ...], str],
+    error: ValidationError, leaves: Mapping[str, FieldInfo], path_of: Callable[[tuple[Any, ...]], str]
 ) -> str:
     """What to change, the messages about several fields joined by "; ".
 
-    tree: what was refused. leaves: every leaf field by dotted path. paths: the dotted path of each of the error's
-    locations.
+    leaves: every leaf field by dotted path. path_of: the dotted path of a location of the error's.
     """
     messages: dict[str, str] = {}
+    allowed: dict[str, dict[str, None]] = {}
     for problem in error.errors():
-        path = paths[problem["loc"]]
+        path = path_of(problem["loc"])
         leaf = next((leaf for leaf in leaves if path == leaf or path.startswith(leaf + ".")), None)
         if problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")
@@ -34,17 +29,20 @@ def validation_messages(
             messages[path] = _no_leaf(path, problem, leaves)
         elif problem["type"] in ("missing", "extra_forbidden") and not path.rpartition(".")[2].isdecimal():
             messages[path] = _wrong_item(leaf, path, problem, leaves[leaf])
-        else:
-            messages[leaf] = _wrong_value(leaf, _value(tree, leaf), leaves[leaf])
+        else:  # one problem for each kind that a value may be, or for each item of a list
+            allowed.setdefault(leaf, {})[_allowed(problem)] = None
+            messages[leaf] = f"{shown(leaf)} {quoted(problem['input'])} must {' or '.join(allowed[leaf])}"
+            words = literals(leaves[leaf].annotation) if isinstance(problem["input"], str) else ()
+            messages[leaf] += did_you_mean(problem["input"], words, 0.5) if words else ""
     return "; ".join(messages.values())
 
 
-def _wrong_value(path: str, value: Any, info: FieldInfo) -> str:
-    if value is _ABSENT:
-        return f"{shown(path)} is missing; it must be {allowed(info)}"
-    words = literals(info.annotation)
-    near = did_you_mean(value, words, 0.5) if isinstance(value, str) else ""
-    return f"{shown(path)} {quoted(value)} must be {allowed(info)}{near}"
+def _allowed(problem: Any) -> str:
+    """What pydantic asks for, to follow "must": "be greater than 0", "be 'adamw' or 'muon'"."""
+    if problem["type"] == "missing":
+        return f"have item {problem['loc'][-1] + 1} too"
+    words = problem["msg"].partition(" should ")[2].partition(", unable to ")[0]
+    return words.replace("tuple", "list").replace("dictionary", "mapping")
 
 
 def _wrong_item(leaf: str, path: str, problem: Any, info: FieldInfo) -> str:
@@ -63,11 +61,3 @@ def _no_leaf(path: str, problem: Any, leaves: Mapping[str, FieldInfo]) -> str:
         value = "is empty" if problem["input"] is None else f"{quoted(problem['input'])} is no mapping"
         return f"{path} {value}; it is a section: give its fields, such as {inside[0]}, or leave it out"
     return f"unknown key {path!r}{did_you_mean(path, leaves)}"
-
-
-def _value(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        if not isinstance(tree, Mapping) or key not in tree:
-            return _ABSENT
-        tree = tree[key]
-    return tree

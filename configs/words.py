@@ -1,16 +1,10 @@
-"""Words that error messages share: nearest names, and what a field may hold."""
+"""Words that error messages share: nearest names, and values as they are shown."""
 
 import difflib
 import json
-import types
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal
-
-from pydantic.fields import FieldInfo
-
-_SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-"""Of annotated_types' bounds."""
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -30,34 +24,3 @@ def literals(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is Literal:
         return [str(word) for word in typing.get_args(annotation)]
     return [word for part in typing.get_args(annotation) for word in literals(part)]
-
-
-def allowed(info: FieldInfo) -> str:
-    """What a leaf field may hold: "a whole number, at least 1", "one of adamw, muon", "text"."""
-    return _kind(info.annotation) + _bounds(info.metadata)
-
-
-def _kind(annotation: Any) -> str:
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        kinds = [_kind(part) for part in parts if part is not type(None)]
-        return " or ".join([*kinds, *(["null"] if type(None) in parts else [])])
-    if origin is Literal:
-        return f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else str(parts[0])
-    if origin is typing.Annotated:
-        return _kind(parts[0]) + _bounds(parts[1:])
-    if origin is tuple and Ellipsis not in parts:
-        return f"a list of {len(parts)} values, each {_kind(next(iter(parts)))}"
-    if origin is dict:
-        return "a mapping, such as {min_terms: 2}"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty"}
-    return names.get(annotation, "a list, or its short form A,B")
-
-
-def _bounds(metadata: Iterable[Any]) -> str:
-    words = []
-    for part in metadata:
-        bounds = getattr(part, "metadata", None) or [part]  # of a FieldInfo within Annotated
-        signs = ((bound, sign) for bound in bounds for sign in _SIGNS if hasattr(bound, sign))
-        words += [f"{_SIGNS[sign]} {getattr(bound, sign)}" for bound, sign in signs]
-    return "".join(f", {word}" for word in words)

@@ -90,8 +90,7 @@ def read_comparison(name: str) -> ComparisonFile:
     try:
         return ComparisonFile.model_validate(tree)
     except ValidationError as error:
-        paths = {problem["loc"]: ".".join(map(str, problem["loc"])) for problem in error.errors()}
-        text = validation_messages(error, tree, ComparisonFile.model_fields, paths)
+        text = validation_messages(error, ComparisonFile.model_fields, lambda loc: ".".join(map(str, loc)))
         raise ConfigError(f"comparison {name}: {text}") from error
 
 
