@@ -1,10 +1,9 @@
-"""One short file per algorithm; `find_objective` is the switch (`learner.objective.name`)."""
+"""One short file per algorithm, DAPO in GRPO's; `find_objective` is the switch (`learner.objective.name`)."""
 
 from typing import Any
 
 from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.cispo import cispo
-from qarl.learner.objectives.dapo import dapo
 from qarl.learner.objectives.dual_clip import dual_clip
 from qarl.learner.objectives.grpo import grpo
 from qarl.learner.objectives.gspo import gspo
@@ -17,7 +16,7 @@ from qarl.learner.objectives.sapo import sapo
 from qarl.learner.objectives.tbpo import tbpo
 
 OBJECTIVES: dict[str, Objective] = {
-    "tbpo": tbpo, "grpo": grpo, "positive_grpo": positive_grpo, "dapo": dapo, "dual_clip": dual_clip, "gspo": gspo,
+    "tbpo": tbpo, "grpo": grpo, "positive_grpo": positive_grpo, "dapo": grpo, "dual_clip": dual_clip, "gspo": gspo,
     "gspo_dual_clip": gspo_dual_clip, "sapo": sapo, "cispo": cispo, "on_policy": on_policy, "pg_seq_is": pg_seq_is,
 }  # fmt: skip
 """All but `own`, which is whatever function its section names."""
