@@ -103,7 +103,7 @@ class Learner:
         that measure lost updates.
         """
         lr = self.schedule.rate(step)
-        self.backend.set_learning_rate(lr)
+        self.backend.optimizer.lr = lr
         self.stopwatch.take()
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
@@ -167,7 +167,7 @@ class Learner:
             if part is parts[-1] and self.config.gradient_checkpointing is not True:
                 self.model.release_products()  # the step makes another version, when all gradients are there
             with self.stopwatch("backward"):
-                self.backend.backward(loss * (self.loss_scale.scale if part.counts else 0.0))
+                (loss * (self.loss_scale.scale if part.counts else 0.0)).backward()
             if is_first and part.counts:
                 old.add(part.index, own.detach(), entropies)
             if part.counts:

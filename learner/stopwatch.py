@@ -20,16 +20,13 @@ class Stopwatch:
         """Phases do not nest."""
         if self._entered:
             self._entered(phase)
-        start = self._now()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[phase] += self._now() - start
+            self._seconds[phase] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """Phase → seconds since the last call."""
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
-
-    def _now(self) -> float:
-        return time.perf_counter()

@@ -59,15 +59,6 @@ class Native:
         model.gradients.configure(in_place=alone, reduce_dtype=MASTER_DTYPES[config.reduce_dtype])
         self._matrices = muon_masters(model.masters, model.matrices(), config.optimizer)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a loss share (0-d, with gradient) to the mini-batch's: the sum over micro-batches and
-        over processes."""
-        loss.backward()
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Of the steps to come."""
-        self.optimizer.lr = lr
-
     def step(self, diagnose: bool = False) -> Step:
         """Clip and step, then drop the gradients. diagnose: count lost updates."""
         for name, master in self._model.masters.items():

@@ -50,14 +50,14 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
         learner.load_state_dict(torch.load(job["resume"]))
-    backward, sums = learner.backend.backward, []
+    backward, sums = torch.Tensor.backward, []
 
     def backwards(loss: torch.Tensor) -> None:
         with Sent(processes.world) as of_one:
             backward(loss)
         sums.append((dict(of_one.calls), of_one.bytes))
 
-    with Sent(processes.world) as sent, mock.patch.object(learner.backend, "backward", backwards):
+    with Sent(processes.world) as sent, mock.patch.object(torch.Tensor, "backward", backwards):
         stats = [learner.learn(batch_of(), step=step) for step in range(*job["batches"])]
     state = merge_states(processes.gathered(learner.state_dict()))
     codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
