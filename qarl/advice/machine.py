@@ -38,7 +38,7 @@ def machine_findings() -> Iterator[Finding]:
     yield _memory()
     yield from _disks()
     yield _compiler(on_gpus)
-    for check in (_torch, _triton, _group, _operators):
+    for check in (_torch, _triton, _operators):
         yield _guarded(check, on_gpus)
 
 
@@ -146,22 +146,6 @@ def _triton(on_gpus: bool) -> Finding:
     ones = torch.ones(128, device="cuda")
     total = torch.compile(torch.add)(ones, ones)  # by a Triton kernel on a GPU, as codes are made; not run on one yet
     return _line("triton", "a compiled addition was run", "" if bool((total == 2).all()) else _FAULTY)
-
-
-def _group(on_gpus: bool) -> Finding:
-    """An all-reduce of one process, by the library that several would use."""
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
-
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    value = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    try:
-        dist.all_reduce(value)
-    finally:
-        dist.destroy_process_group()
-    return _line("processes", f"an all-reduce of one by {backend}", "" if float(value) == 1 else "its sum is wrong")
 
 
 def _operators(on_gpus: bool) -> Finding:

@@ -33,7 +33,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, path: str) -> dict[str, Finding]:
     """Those that import nothing heavy, under that PATH."""
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    heavy = ("_torch", "_triton", "_group", "_operators")
+    heavy = ("_torch", "_triton", "_operators")
     for name in heavy:
         monkeypatch.setattr(advice, name, lambda on_gpus, name=name: Finding("good", name, ""))
     return {line.about: line for line in advice.machine_findings()}
