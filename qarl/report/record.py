@@ -17,7 +17,7 @@ def record(arguments: list[str], data: Any, program: str = "qarl") -> dict[str, 
     return {
         "command": f"{program} {shlex.join(_without_files(arguments))}",
         "commit": _commit(),
-        "environment": {**describe_environment(), "device": device_name()},
+        "environment": describe_environment(),
         "data": data,
     }
 
@@ -40,15 +40,3 @@ def _commit() -> str | None:
         return git("rev-parse", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def device_name() -> str:
-    """The GPU's name, else the CPU's, which decides what vLLM's kernels round."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'CPU'}, {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"

@@ -213,10 +213,21 @@ def describe_environment() -> dict[str, Any]:
     """Versions and machine facts a reader needs to reproduce figures."""
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "python": platform.python_version(),
-        "device": device,
+        "device": _device_name(),
         "threads": torch.get_num_threads(),
         **versions(_PACKAGES),
     }
+
+
+def _device_name() -> str:
+    """The GPU's name, else the CPU's, which decides what vLLM's kernels round."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'CPU'}, {'with' if torch.cpu._is_amx_tile_supported() else 'without'} AMX"
