@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from qarl.advice.finding import Finding
@@ -130,7 +129,7 @@ def investigate(config: RunConfig) -> Investigation:
         try:
             learners = {name: scored(model, batch) for name, model in models.items()}
             layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
-            pitfalls = find_pitfalls(evidence_of(models["aligned"], groups, batch, prompter, config.learner, folder))
+            pitfalls = find_pitfalls(evidence_of(models["aligned"], groups, batch, prompter, config.learner))
         finally:
             models["aligned"].multiply_with(None)
     return Investigation(batch=batch, learners=learners, layers=layers, multiplies=multiplies, pitfalls=pitfalls)
@@ -138,12 +137,7 @@ def investigate(config: RunConfig) -> Investigation:
 
 @torch.no_grad()
 def evidence_of(
-    model: LowBitModel,
-    groups: Sequence[Group],
-    batch: Batch,
-    prompter: Prompter,
-    config: LearnerConfig,
-    folder: Path,
+    model: LowBitModel, groups: Sequence[Group], batch: Batch, prompter: Prompter, config: LearnerConfig
 ) -> Evidence:
     """What pitfalls are looked for in. model: the learner's, aligned."""
     first = torch.arange(min(FIRST, len(batch.tokens)))
@@ -155,7 +149,7 @@ def evidence_of(
     if model.operators == "engine":
         rows = batch.to(model.device)
         packed = token_logprobs(model, rows.tokens, rows.response_mask, packed=rows.packed(), entropy=False)[0].cpu()
-    tokenizer, masters = prompter.tokenizer, model.module
+    tokenizer = prompter.tokenizer
     return Evidence(
         groups=groups,
         batch=batch,
@@ -164,23 +158,9 @@ def evidence_of(
         packed=packed,
         begin_token=tokenizer.bos_token_id,
         encode=lambda ids: tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"],
-        tied=bool(masters.config.tie_word_embeddings),
-        own_head=has_own_head(folder),
         masters=model.masters,
         config=config,
     )
-
-
-def has_own_head(folder: Path) -> bool:
-    """Whether a checkpoint holds an output head other than its embeddings."""
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if name.endswith(("lm_head.weight", "embed_tokens.weight")):
-                    weights[name.rpartition(".")[0].rpartition(".")[2]] = tensors.get_tensor(name)
-    head, embedding = weights.get("lm_head"), weights.get("embed_tokens")
-    return head is not None and (embedding is None or not torch.equal(head, embedding))
 
 
 def learner_over(

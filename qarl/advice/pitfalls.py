@@ -31,8 +31,7 @@ OUTSIDE, ONE_SIDE, FEW = 0.1, 0.95, 20
 class Evidence:
     """One batch before any update. groups: that `batch` was made of. learner: log-probs of it, fp32 [B, T-1], its rows
     together; alone: of the first rows, each by itself, [b, T-1]; packed: as `learner`, with sequences packed, None
-    where the learner does not. encode: the ids of a prompt's decoded text. tied: the model's `tie_word_embeddings`;
-    own_head: whether the checkpoint has an output head other than its embeddings. masters: name → weights."""
+    where the learner does not. encode: the ids of a prompt's decoded text. masters: name → weights."""
 
     groups: Sequence[Group]
     batch: Batch
@@ -41,8 +40,6 @@ class Evidence:
     packed: torch.Tensor | None
     begin_token: int | None
     encode: Callable[[Sequence[int]], Sequence[int]]
-    tied: bool
-    own_head: bool
     masters: Mapping[str, torch.Tensor]
     config: LearnerConfig
 
@@ -133,16 +130,6 @@ def _template(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _tied_embeddings(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.tied == evidence.own_head:
-        why = (
-            "the checkpoint has an output head of its own, which tie_word_embeddings true leaves unread"
-            if evidence.own_head
-            else "the checkpoint has no output head, and tie_word_embeddings is false: the head is made up"
-        )
-        yield _pitfall("tied embeddings", why, "correct tie_word_embeddings in the model's config.json")
-
-
 def _resolution(evidence: Evidence) -> Iterator[Finding]:
     optimizer, master = evidence.config.optimizer, evidence.config.master_dtype
     if master == "float32" or optimizer.rounding_of(master) != "nearest":
@@ -181,7 +168,7 @@ def _deviation(evidence: Evidence) -> Iterator[Finding]:
 
 
 CHECKS = (
-    _ratio_mean, _one_sided, _positions, _company, _template, _tied_embeddings, _resolution, _deviation,
+    _ratio_mean, _one_sided, _positions, _company, _template, _resolution, _deviation,
 )  # fmt: skip
 
 

@@ -6,20 +6,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from qarl.advice.mismatch import (
     LEARNERS,
     Investigation,
     LayerDeviation,
     ScoredLearner,
-    has_own_head,
     layer_errors,
     scored,
     scored_learners,
@@ -142,7 +139,7 @@ def healthy(seed: int, kind: str = "other kernels", **config: Any) -> Evidence:
     last_bits = torch.randn(learner.shape, generator=generator) * 1e-3
     return Evidence(
         groups=groups, batch=batch, learner=learner, alone=learner[:8] + last_bits[:8], packed=learner + last_bits,
-        begin_token=None, encode=lambda ids: list(ids), tied=bool(seed % 2), own_head=not seed % 2,
+        begin_token=None, encode=lambda ids: list(ids),
         masters={"w": torch.randn(8, 8, generator=generator) * 0.02}, config=LearnerConfig.model_validate(config),
     )  # fmt: skip
 
@@ -180,7 +177,6 @@ PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "log-probs that depend on the batch": lambda e: dataclasses.replace(e, alone=e.alone * 1.02),
     "template round trip": lambda e: dataclasses.replace(e, encode=lambda ids: [9, *ids]),
     "begin token twice": lambda e: with_groups(e, lambda _: {"prompt": Prompt("", "", (2, 2, 5))}, begin_token=2),
-    "tied embeddings": lambda e: dataclasses.replace(e, tied=not e.tied),
     "learning rate below the masters' resolution": lambda e: dataclasses.replace(e, config=COARSE),
     "group deviation": lambda e: with_groups(e, lambda _: {"rewards": (1.0,) * 8}),
 }
@@ -212,13 +208,3 @@ def test_the_ratio_of_the_common_pitfall_is_seen():
     evidence = with_sampler(healthy(0, "aligned"), lambda values: values - math.log(0.99996))
     (pitfall,) = find_pitfalls(evidence)
     assert "0.99996" in pitfall.text
-
-
-@pytest.mark.parametrize(("head", "own"), [(None, False), ("equal", False), ("other", True)])
-def test_an_output_head_of_its_own(tmp_path: Path, head: str | None, own: bool):
-    embedding = torch.arange(6.0).view(3, 2)
-    tensors = {"model.embed_tokens.weight": embedding}
-    if head:
-        tensors["lm_head.weight"] = embedding + (head == "other")
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert has_own_head(tmp_path) == own
