@@ -2,9 +2,8 @@
 
 Each scheme has a process with a random model and a server on its export, to which versions are published as a run's
 are. write: files of a version, or of its difference from the one before. send: the server gets them, with `--transfer
-http`. stage: it reads, hashes and applies them, and makes its layers beside the model's; it may sample. pause: it takes
-them; it samples nothing. bf16, in the same rounds: the checkpoint is saved, and vLLM reloads it from disk in that
-process, as one does without QaRL.
+http`. stage: it reads, hashes and applies them; it may sample. pause: it loads them; it samples nothing. bf16, in the
+same rounds: the checkpoint is saved, and vLLM reloads it from disk in that process, as one does without QaRL.
 """
 
 import dataclasses

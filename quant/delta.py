@@ -153,8 +153,8 @@ class VersionCache:
         encoded = header.model_dump_json().encode()
         return b"".join([_START.pack(_MAGIC, len(encoded)), encoded, *payloads])
 
-    def apply(self, delta: bytes | memoryview, version: int, digest: str) -> tuple[str, ...]:
-        """Become the version that `delta` makes; returns the names of the tensors that changed.
+    def apply(self, delta: bytes | memoryview, version: int, digest: str) -> None:
+        """Become the version that `delta` makes.
 
         version, digest: what the sender announced it to make. Raises `DeltaError`, and is what it was, where it is
         damaged, from another version than is held, or makes another than was announced.
@@ -176,7 +176,6 @@ class VersionCache:
         for entry in header.tensors:
             self._check(entry)
         self._become(header, payload)
-        return tuple(names)
 
     def _longest_header(self) -> int:
         blocks = len(self._tensors) + self.bytes // _BLOCK

@@ -1,8 +1,8 @@
 """A weight version to all replicas, or to none, in three phases.
 
     send       where learner and servers share no file system: every replica gets the files
-    stage      every replica reads the files, hashes what they make, compares the names with its model's layers, and
-               makes the layers that changed beside the model; it samples meanwhile
+    stage      every replica reads the files, hashes what they make, and compares the names with its model's layers;
+               it samples meanwhile
     commit     every replica pauses, takes what it staged, and goes on
 
 What a version can be refused for is known when all have staged it, and until then no replica has changed. A replica

@@ -89,19 +89,22 @@ class Version(_Manifest):
             except (SafetensorError, OSError, RuntimeError) as error:
                 raise ValueError(f"{file} of {str(self.folder)!r} cannot be read: {error}") from error
 
-    def received(self, tensor_bytes: int, cached: VersionCache | None) -> tuple[VersionCache, tuple[str, ...]]:
-        """The version in host memory, and the names of the tensors that changed: made of `cached` where this is a
-        delta, which is this version then, and in its memory where this is whole. tensor_bytes: of the version that was
-        announced. Raises `ValueError` for files that are none of a version or hold more than that, `DeltaError` where a
-        delta does not fit; `cached` is what it was then, unless this is whole."""
+    def received(self, tensor_bytes: int, cached: VersionCache | None) -> VersionCache:
+        """The version in host memory: made of `cached` where this is a delta, which is this version then, and in its
+        memory where this is whole.
+
+        tensor_bytes: of the version that was announced. Raises `ValueError` for files that are none of a version or
+        hold more than that, `DeltaError` where a delta does not fit; `cached` is what it was then, unless this is
+        whole.
+        """
         if self.tensor_bytes != tensor_bytes:
             raise ValueError(f"{str(self.folder)!r} has {self.tensor_bytes} bytes of tensors, not {tensor_bytes}")
         if self.base is None:
-            version = VersionCache(self.version, self.tensors(), reuse=cached)
-            return version, tuple(item.name for item in version.tensors())
+            return VersionCache(self.version, self.tensors(), reuse=cached)
         if cached is None:
             raise DeltaError(f"it is from version {self.base}, and none is held here; send the whole version")
-        return cached, cached.apply(read_delta(self), self.version, self.digest)
+        cached.apply(read_delta(self), self.version, self.digest)
+        return cached
 
 
 def write_version(stream: Iterable[LowBitTensor], parent: Path, version: int) -> Version:

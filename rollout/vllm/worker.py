@@ -85,7 +85,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
     before = checkpoint_names(model)
     with set_current_vllm_config(config), torch.no_grad():
         if current_platform.is_cpu():
-            name_w4a8_weights_once(model)
+            _name_w4a8_weights_once(model)
         initialize_layerwise_reload(model)
         keep = _keep_new_tensors(model) if current_platform.is_cpu() else []
         beside = {} if current_platform.is_cpu() else tensors_beside(model)
@@ -111,7 +111,7 @@ def compare_names(expected: Iterable[Iterable[str]], sent: Iterable[str]) -> tup
     return tuple(sorted(layers - known)), tuple(sorted(known - layers))
 
 
-def name_w4a8_weights_once(model: nn.Module) -> None:
+def _name_w4a8_weights_once(model: nn.Module) -> None:
     """Drop the alias `weight_packed` of W4A8 weights from what a reload restores, and have the kernel use `weight`."""
     for module in model.modules():
         scheme = getattr(module, "scheme", None)
@@ -130,7 +130,8 @@ def _keep_new_tensors(model: nn.Module) -> list[tuple[str, nn.Module]]:
         method = getattr(module, "quant_method", None)
         processed = isinstance(method, QuantizeMethodBase)
         in_place = is_deferred_attention_layer(module) or isinstance(method, UnquantizedEmbeddingMethod)
-        if processed and not in_place and (own_parameters(module) or isinstance(module, RoutedExperts)):
+        has_weights = any(True for _ in module.parameters(recurse=False)) or isinstance(module, RoutedExperts)
+        if processed and not in_place and has_weights:
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
             info = get_layerwise_info(module)
@@ -149,11 +150,6 @@ def _abandon_reload(model: nn.Module) -> None:
             if info.kernel_tensors is not None:
                 _place_kernel_tensors(module, info)
             info.reset()
-
-
-def own_parameters(module: nn.Module) -> bool:
-    """Whether there are any that are not in a module of it."""
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def _prepare_heads(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from qarl.rollout.vllm.engine import VllmEngine
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support import Policies
-from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, stage, start_engine
+from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, start_engine
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
 from tests.support.tensors import as_bytes, heavy
@@ -92,27 +92,13 @@ def publish_and_compare(
         publisher.canary(publishes)
         check_every_layer_is_the_engines(model, engine)
         publisher.unshare()
-        after = take_beside_the_model(model, engine, publishes + 1)
+        disturb(model, publishes + 1)
+        engine.load(model.low_bit_tensors(), publishes + 1)
+        after = engine.logprobs(SEQUENCES)
     finally:
         engine.close()
     assert after != before
     assert after == answers_when_fresh(model, folder, tmp_path / "fresh", dtype)
-
-
-def take_beside_the_model(model: LowBitModel, engine: VllmEngine, version: int) -> list[list[float]]:
-    """One more version, made beside the model where the engine can have that; returns the answers then."""
-    from qarl.rollout.vllm.staging import staging_refusal
-
-    before = engine.logprobs(SEQUENCES)
-    disturb(model, version)
-    if call(engine, staging_refusal) is None:
-        tensors = {item.name: item.tensor for item in model.low_bit_tensors()}
-        staged = stage(engine, tensors, list(tensors))
-        assert engine.logprobs(SEQUENCES) == before
-        staged.swap()
-    else:
-        engine.load(model.low_bit_tensors(), version)
-    return engine.logprobs(SEQUENCES)
 
 
 TWO_SCHEMES = "model.layers.0.mlp.experts.*=w8a8,model.layers.1.self_attn.*=fp8,model.layers.1.mlp.gate=w8a8"

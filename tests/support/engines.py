@@ -1,8 +1,6 @@
 """Models, and engines that start on their export."""
 
-from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,18 +54,6 @@ def answers_when_fresh(
     answers = engine.logprobs(SEQUENCES)
     engine.close()
     return answers
-
-
-def stage(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], changed: Collection[str]) -> Any:
-    """`rollout.vllm.staging.stage` in the engine's worker, after what a server's begins with."""
-    from qarl.rollout.vllm import staging
-    from qarl.rollout.vllm.names import trace_names
-
-    def in_worker(worker: Any) -> Any:
-        trace_names(worker.model_runner.get_model(), worker.vllm_config)
-        return staging.stage(worker.model_runner.get_model(), worker.vllm_config, tensors, changed)
-
-    return engine._llm.collective_rpc(in_worker)[0]
 
 
 def disturb(model: LowBitModel, seed: int) -> None:

@@ -109,7 +109,7 @@ class PerExpertMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Build each expert's dense layers from the loaded tensors, which are then freed."""
         loaded = dict(layer.named_parameters(recurse=False))
-        self._experts = {}  # a copy of this method made for another version (`rollout.vllm.staging`) shares none
+        self._experts = {}  # those of the version before, which go first
         for prefix in _PREFIXES:
             mine = {n.removeprefix(f"{prefix}_"): p for n, p in loaded.items() if n.startswith(f"{prefix}_")}
             experts = len(next(iter(mine.values())))

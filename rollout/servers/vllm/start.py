@@ -33,9 +33,8 @@ _KEEPS_MEMORY = (
     f"glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold={_MORE_THAN_ALL}:"
     f"glibc.malloc.trim_threshold={_MORE_THAN_ALL}"
 )
-"""A version that was replaced leaves its memory to the next one that is made beside the model, whichever thread makes
-it, instead of giving it back: pages that a process touches first took 0.3 to 3.6 s of a version of 0.6b's shape, whose
-work is 0.8 s."""
+"""A version that was replaced leaves its memory to the next one, instead of giving it back: pages that a process
+touches first took 0.3 to 3.6 s of a version of 0.6b's shape, whose work is 0.8 s."""
 _PATIENCE = 10.0
 """Seconds a replica has to end after SIGTERM."""
 

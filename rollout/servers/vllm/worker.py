@@ -1,15 +1,12 @@
 """Inside a server: a weight version is taken from files, in two steps, each a call of vLLM's into its workers.
 
-    stage     read, hash, compare names with the model's, make the layers that changed beside the model's: nothing is
-              changed, and requests go on, for a thread does it
-    load      put them in the model's place, while the server is paused; a model of which no version can be made
-              beside it (`rollout.vllm.staging`) is loaded whole here
+    stage     read, hash, compare names with the model's: nothing is changed, and requests go on, for a thread does it
+    load      load it into the model, while the server is paused
 
 So what can be wrong with a version is found before any replica has it: all of them take it, or all keep the one before.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,18 +20,16 @@ from qarl.quant.delta import VersionCache
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.servers.versions import read_version
 from qarl.rollout.vllm.names import checkpoint_names, trace_names
-from qarl.rollout.vllm.staging import Staged, stage, staging_refusal
 from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream
 
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """version: whole, in host memory. layers: made beside the model's, None where the model cannot have that. fits:
-    whether it is what was announced and has the model's layers. keep: whether to hold it when it is loaded."""
+    """version: whole, in host memory. fits: whether it is what was announced and has the model's layers. keep: whether
+    to hold it when it is loaded."""
 
     version: VersionCache
     report: LoadReport
-    layers: Staged | None
     fits: bool
     keep: bool
 
@@ -54,9 +49,7 @@ class ReceivedVersions:
     def abandon(self) -> None:
         """Forget what was staged, when it is."""
         if self._staging is not None:
-            with suppress(Exception):  # it is not wanted any more
-                if layers := self._staging.result().layers:
-                    layers.discard()
+            wait([self._staging])
         self._staging = None
 
     def stage(self, folder: str, digest: str, tensor_bytes: int, keep: bool) -> LoadReport | None:
@@ -76,15 +69,12 @@ class ReceivedVersions:
         cached = self.cached
         if files.base is None:
             self.cached = None  # it is written over
-        version, changed = files.received(tensor_bytes, cached)
+        version = files.received(tensor_bytes, cached)
         self.cached = None  # the model is still of the version before
-        tensors = {item.name: item.tensor for item in version.tensors()}
-        unconsumed, missing = compare_names(checkpoint_names(self._model).values(), tensors)
-        report = LoadReport(version.digest, len(tensors), unconsumed, missing)
-        fits = report.took_all_of(digest)
-        beside = fits and staging_refusal(self._model) is None
-        layers = stage(self._model, self._config, tensors, changed) if beside else None
-        return StagedVersion(version=version, report=report, layers=layers, fits=fits, keep=keep)
+        names = [item.name for item in version.tensors()]
+        unconsumed, missing = compare_names(checkpoint_names(self._model).values(), names)
+        report = LoadReport(version.digest, len(names), unconsumed, missing)
+        return StagedVersion(version, report, fits=report.took_all_of(digest), keep=keep)
 
     def load(self, digest: str) -> LoadReport | None:
         """Take the staged version of that digest, or have taken it already (the answer may have been lost); None where
@@ -95,11 +85,7 @@ class ReceivedVersions:
         if not staged.fits or staged.version.digest != digest:
             raise RuntimeError(f"weight version {staged.version.version} does not fit: {staged.report}")
         self.loaded = None  # it may break off half way, which leaves parts of two versions until another is loaded
-        if staged.layers is None:
-            self.loaded = load_stream(self._model, self._config, staged.version.tensors())
-        else:
-            staged.layers.swap()
-            self.loaded = staged.report
+        self.loaded = load_stream(self._model, self._config, staged.version.tensors())
         if self.loaded != staged.report:
             raise RuntimeError(
                 f"weight version {staged.version.version} was staged as {staged.report} and loaded as {self.loaded}"
