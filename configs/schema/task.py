@@ -64,7 +64,7 @@ class TaskConfig(Section):
         "(docs/guide/conversations.md)",
     )
     tool_parser: Text = Field(
-        default="hermes", description="how the model writes calls of an environment's tools: a name of vLLM's parsers"
+        default="hermes", description="how the model writes calls of tools: a name of vLLM's parsers"
     )
     time_limit: float = Field(
         default=60.0,
@@ -84,8 +84,10 @@ class TaskConfig(Section):
                 f"task.rollout {self.rollout!r} and task.environment {self.environment!r} both speak with the policy; "
                 "leave one of them out"
             )
-        if not self.environment and self.tool_parser != type(self).model_fields["tool_parser"].default:
+        speaks = self.environment or self.rollout
+        if not speaks and self.tool_parser != type(self).model_fields["tool_parser"].default:
             raise ValueError(
-                f"task.tool_parser {self.tool_parser!r} is for calls of tools: give task.environment, or leave it out"
+                f"task.tool_parser {self.tool_parser!r} is for calls of tools: give task.environment or task.rollout, "
+                "or leave it out"
             )
         return self

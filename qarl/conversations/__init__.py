@@ -1,5 +1,5 @@
-"""Conversations of several turns, in the tokens that were sampled: a user's `async def rollout(policy, problem)`, or
-the tools of an environment class.
+"""Conversations of several turns, in the tokens that were sampled: a user's `async def rollout(policy, problem)`, the
+tools of an environment class, or an agent that asks for chat completions.
 
 What is said to the policy is appended to its tokens, and nothing is rendered anew. Turns of many conversations are
 sampled together, once each that goes on waits for one; an engine's answer does not depend on those beside it.
@@ -8,10 +8,10 @@ sampled together, once each that goes on waits for one; an engine's answer does 
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from qarl.configs.functions import in_words
 from qarl.rollout.engine import Engine
@@ -26,25 +26,67 @@ class OutOfRoomError(Exception):
     conversation ends here, cut off, and is judged by its last turn."""
 
 
+class Server(Protocol):
+    """Where conversations are spoken over HTTP; see `qarl.conversations.chat`."""
+
+    def serve(self, policy: "Conversation") -> AbstractAsyncContextManager[str]:
+        """The base URL of one of them, for as long as it is entered."""
+        ...
+
+    async def close(self) -> None:
+        """End it, where it was begun."""
+        ...
+
+
 class Conversation:
     """What a rollout is given to speak with the policy.
 
     tokenizer: the policy's. events: what happened, with its count, for the metrics; a rollout may add its own. prompt:
     what the policy is given first. limit: tokens after it, of turns and of what is said. ask: samples a completion.
+    server: for `served`.
     """
 
-    def __init__(self, prompt: Prompt, tokenizer: Any, limit: int, ask: Callable[[Prompt], Awaitable[Completion]]):
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: Any,
+        limit: int,
+        ask: Callable[[Prompt], Awaitable[Completion]],
+        server: Server | None = None,
+    ):
         self.tokenizer, self.events = tokenizer, Counter[str]()
-        self.prompt, self._limit, self._ask = prompt, limit, ask
+        self.prompt, self._limit, self._ask, self._server = prompt, limit, ask, server
         self._turns: list[Completion] = []
         self._said: list[tuple[int, ...]] = []
-        self._out_of_room = False
+        self._out_of_room = self._waiting = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """After the prompt: turns, and what was said between them."""
         parts = zip(self._said, self._turns, strict=True)
         return tuple(token for said, turn in parts for token in (*said, *turn.token_ids))
+
+    @property
+    def turns(self) -> int:
+        """Of the policy until now."""
+        return len(self._turns)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a turn is asked for, and the policy has to answer."""
+        return self._waiting
+
+    def served(self) -> AbstractAsyncContextManager[str]:
+        """`async with policy.served() as base_url`: this conversation as OpenAI's chat completions, for an agent."""
+        assert self._server is not None
+        return self._server.serve(self)
+
+    def open(self, token_ids: Sequence[int]) -> None:
+        """Give the policy these tokens first, instead of the problem's own prompt. All samples of a problem have to
+        begin alike. Raises `ValueError` after the first turn."""
+        if self._turns:
+            raise ValueError(f"opened after {len(self._turns)} turns; a prompt comes before the first")
+        self.prompt = replace(self.prompt, token_ids=tuple(token_ids))
 
     async def generate(self, said: str | Sequence[int] = (), max_new_tokens: int | None = None) -> Completion:
         """The policy's next turn, after `said` to it: a text, in which no special token is read, or token ids.
@@ -67,7 +109,9 @@ class Conversation:
         before = (*self.prompt.token_ids, *self.token_ids, *tokens)
         limit = left if max_new_tokens is None else max(1, min(left, max_new_tokens))
         draws = (number, sample, len(self._turns))
+        self._waiting = True
         turn = await self._ask(replace(self.prompt, token_ids=before, draws=draws, max_new_tokens=limit))
+        self._waiting = False
         self._said.append(tokens)
         self._turns.append(turn)
         self.events["empty_turns"] += not turn.text.strip()
@@ -106,16 +150,19 @@ async def converse(
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     sampling: Sampling,
-) -> list[list[Completion]]:
-    """`sampling.samples` conversations of each problem, each as a completion of its prompt.
+    server: Server | None = None,
+) -> tuple[list[Prompt], list[list[Completion]]]:
+    """`sampling.samples` conversations of each problem, each as a completion of its prompt, and the prompts, which a
+    rollout may have opened otherwise.
 
     time_limit: seconds in which one of them must move; None: they bound themselves. sampling: `max_new_tokens` bounds a
-    conversation after its prompt. Raises `RewardError` where the rollout fails, and what the engine raises.
+    conversation after its prompt. Raises `RewardError` where the rollout fails, or opens one problem in two ways, and
+    what the engine raises.
     """
     turns = _Turns()
     pairs = enumerate(zip(problems, prompts, strict=True), sampling.first_prompt)
     begun = [(p, replace(prompt, draws=(j, k, 0))) for j, (p, prompt) in pairs for k in range(sampling.samples)]
-    policies = [Conversation(prompt, tokenizer, sampling.max_new_tokens, turns.ask) for _, prompt in begun]
+    policies = [Conversation(prompt, tokenizer, sampling.max_new_tokens, turns.ask, server) for _, prompt in begun]
     tasks = [
         asyncio.create_task(_conversation(rollout, policy, problem, turns.moved))
         for policy, (problem, _) in zip(policies, begun, strict=True)
@@ -135,7 +182,24 @@ async def converse(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return [done[start : start + sampling.samples] for start in range(0, len(done), sampling.samples)]
+        if server is not None:
+            await server.close()
+    starts = range(0, len(done), sampling.samples)
+    opened = [_opened(prompt, policies[n : n + sampling.samples]) for n, prompt in zip(starts, prompts, strict=True)]
+    return opened, [done[start : start + sampling.samples] for start in starts]
+
+
+def _opened(prompt: Prompt, policies: Sequence[Conversation]) -> Prompt:
+    """What a group's conversations began with."""
+    first = policies[0].prompt.token_ids
+    for policy in policies:
+        if policy.prompt.token_ids != first:
+            words = [policy.tokenizer.decode(tokens)[-80:] for tokens in (first, policy.prompt.token_ids)]
+            raise RewardError(
+                f"the rollout opened problem {prompt.id!r} in two ways, …{words[0]!r} and …{words[1]!r}, but "
+                "all samples of a problem begin alike; seed what it draws by the problem"
+            )
+    return replace(prompt, token_ids=first)
 
 
 class _Turns:
@@ -160,7 +224,8 @@ class _Turns:
     def answer(self, engine: Engine, sampling: Sampling) -> None:
         answers = engine.generate([prompt for prompt, _ in self.waiting], sampling)
         for (_, turn), (answer,) in zip(self.waiting, answers, strict=True):
-            turn.set_result(answer)
+            if not turn.done():  # its agent has gone
+                turn.set_result(answer)
         self.waiting.clear()
 
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 from qarl.conversations import Conversation, OutOfRoomError, Rollout
-from qarl.conversations.tools import ToolCall, ToolTurns
+from qarl.conversations.tools import Said, ToolCall, ToolTurns
 from qarl.tasks.base import Failure, Problem, RewardError, as_reward
 from qarl.tasks.environment_host import REWARD
 from qarl.tasks.environments import Environment, Environments
@@ -30,7 +30,8 @@ def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout
                 turn = await policy.generate()
                 while calls := turns.calls(turn):
                     results = [await result(policy, environment, problem, call) for call in calls]
-                    turn = await policy.generate(turns.reply(turn, calls, results))
+                    said = [Said(text, number) for number, text in enumerate(results)]
+                    turn = await policy.generate(turns.reply(turn, calls, said))
             return await _reward(environment, problem) if environments.judges else None
         finally:
             environment.close()

@@ -44,9 +44,9 @@ def answered(
     sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
     prompts = [prompter.prompt(problem) for problem in share]
     speaker = prompter.speaker(task.rollout, task.time_limit)
-    completions = sample(engine, speaker, share, prompts, sampling)
+    _, completions = sample(engine, speaker, share, prompts, sampling)
     responses = [
-        Response(problem, completion.text, completion.token_ids)
+        Response(problem, completion.text, completion.token_ids, completion.reward)
         for problem, own in zip(share, completions, strict=True)
         for completion in own
     ]
@@ -102,6 +102,6 @@ def answers(plan: Plan, question: str, seed: int) -> list[Completion]:
     rollout = load_rollout(plan.task.rollout) if plan.task.rollout else None
     speaker = prompter.speaker(rollout, plan.task.time_limit)
     with open_engine(plan.checkpoint, plan.rollout, plan.dtype) as engine:
-        (completions,) = sample(engine, speaker, [problem], [prompt], sampling)
+        _, (completions,) = sample(engine, speaker, [problem], [prompt], sampling)
     whole = prompter.tokenizer.decode
     return [dataclasses.replace(c, text=whole(c.token_ids)) if c.environment else c for c in completions]

@@ -16,6 +16,7 @@ from qarl.configs.schema.run import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
 from qarl.conversations import Rollout, converse
+from qarl.conversations.chat import ChatServer
 from qarl.conversations.environment import environment_rollout
 from qarl.conversations.tools import ToolTurns
 from qarl.rollout.engine import Engine
@@ -23,14 +24,19 @@ from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.tasks import Problem, Response, Task
 from qarl.tasks.environments import Environments, open_environments
 
+Sampled = tuple[list[Prompt], list[list[Completion]]]
+"""Prompts, and completions of each."""
+
 
 @dataclass(frozen=True)
 class Speaker:
-    """How conversations go. tokenizer: of its own. time_limit: seconds between two turns; None: the rollout has it."""
+    """How conversations go. tokenizer: of its own. time_limit: seconds between two turns; None: the rollout has it.
+    server: where agents speak."""
 
     rollout: Rollout
     tokenizer: Any
     time_limit: float | None
+    server: ChatServer | None = None
 
 
 class Prompter:
@@ -110,7 +116,8 @@ class Prompter:
             turns = ToolTurns(tokenizer, self._tool_parser, self._template)
             return Speaker(environment_rollout(self._environments, turns), tokenizer, None)
         assert rollout is not None
-        return Speaker(rollout, tokenizer, time_limit)
+        server = ChatServer(tokenizer, self._tool_parser, self._template, self._limit)
+        return Speaker(rollout, tokenizer, time_limit, server)
 
     def fits(self, problems: Sequence[Problem]) -> list[bool]:
         """Which prompts are within the limit."""
@@ -166,13 +173,13 @@ def sample(
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     sampling: Sampling,
-) -> list[list[Completion]]:
-    """`sampling.samples` completions of each problem's prompt: answers, or with a speaker conversations. Raises what
-    the engine and `qarl.conversations.converse` do."""
+) -> Sampled:
+    """`sampling.samples` completions of each problem's prompt: answers, or with a speaker conversations, which may have
+    begun otherwise. Raises what the engine and `qarl.conversations.converse` do."""
     if speaker is None:
-        return engine.generate(prompts, sampling)
-    rollout, tokenizer, limit = speaker.rollout, speaker.tokenizer, speaker.time_limit
-    return asyncio.run(converse(engine, rollout, limit, tokenizer, problems, prompts, sampling))
+        return list(prompts), engine.generate(prompts, sampling)
+    how = speaker.rollout, speaker.time_limit, speaker.tokenizer
+    return asyncio.run(converse(engine, *how, problems, prompts, sampling, speaker.server))
 
 
 def score_groups(

@@ -1,18 +1,16 @@
 """A step's completions: one round of prompts, or several where groups that teach nothing are replaced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.stopwatch import Stopwatch
-from qarl.rollout.types import Completion, Group, Prompt, Sampling
-from qarl.run.prompts import Speaker, sample, score_groups
+from qarl.rollout.types import Group, Prompt, Sampling
+from qarl.run.prompts import Sampled, Speaker, sample, score_groups
 from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
 from qarl.tasks import Problem, RewardError
-
-Completions = Sequence[Sequence[Completion]]
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,13 @@ class SampleRequest:
     sampling: Sampling
     speaker: Speaker | None
 
-    def answered(self, session: Session) -> Completions:
+    def answered(self, session: Session) -> Sampled:
         """What the session's engine answers."""
         return sample(session.engine, self.speaker, self.problems, self.prompts, self.sampling)
 
 
 def sample_step(
-    session: Session, config: RunConfig, step: int, watch: Stopwatch, first: Callable[[], Completions] | None = None
+    session: Session, config: RunConfig, step: int, watch: Stopwatch, first: Callable[[], Sampled] | None = None
 ) -> tuple[list[Group], list[Group]]:
     """All groups sampled in `step`, and those to learn from. first: what the engine, asked already, answers in the
     step's first round; None asks it now.
@@ -90,12 +88,12 @@ def _round(
     step: int,
     attempt: int,
     watch: Stopwatch,
-    answer: Callable[[], Completions] | None,
+    answer: Callable[[], Sampled] | None,
 ) -> list[Group]:
     """Each process samples and scores its share; all get all groups."""
     policy = session.policy
     with watch("sample"):
         request = make_request(session, config, step, attempt)
-        completions = answer() if answer else request.answered(session)
+        prompts, completions = answer() if answer else request.answered(session)
     with watch("score"):
-        return policy.processes.concatenated(score_groups(policy.task, request.problems, request.prompts, completions))
+        return policy.processes.concatenated(score_groups(policy.task, request.problems, prompts, completions))

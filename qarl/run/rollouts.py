@@ -21,7 +21,8 @@ from pydantic import TypeAdapter
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.stopwatch import Stopwatch
 from qarl.rollout.types import Group
-from qarl.run.rollout_step import Completions, make_request, sample_step
+from qarl.run.prompts import Sampled
+from qarl.run.rollout_step import make_request, sample_step
 from qarl.run.session import Position, Session
 
 Batch = tuple[list[Group], list[Group]]
@@ -42,7 +43,7 @@ class Rollouts:
         self._ahead = 0 if config.from_rollouts is not None else config.rollout.max_staleness
         self._threads = ThreadPoolExecutor(max(1, self._ahead), "sampling-ahead")
         self._ready = deque(map(_batch, at.ahead))
-        self._begun: deque[tuple[int, Future[Completions]]] = deque()  # by steps, those after `_ready`
+        self._begun: deque[tuple[int, Future[Sampled]]] = deque()  # by steps, those after `_ready`
         self._next = at.step + len(self._ready)
 
     def take(self) -> Batch:

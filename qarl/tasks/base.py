@@ -60,11 +60,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Response:
-    """A completion to be judged. text: without special tokens. token_ids: as sampled, () where nothing was."""
+    """A completion to be judged. text: without special tokens. token_ids: as sampled, () where nothing was. reward:
+    what a rollout or an environment gave already."""
 
     problem: Problem
     text: str
     token_ids: tuple[int, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class Task:
 
     source: of problems. reward, checker: see `Scorer`. system: a system prompt before every question. template:
     arguments of the model's chat template. rollout: speaks with the policy over several turns (`qarl.conversations`),
-    and time_limit: seconds it may take between two; None: each prompt is answered once.
+    None: each prompt is answered once. time_limit: seconds a rollout may take between two turns; None: it has its own.
     """
 
     source: Source
@@ -25,7 +25,7 @@ class Task:
     system: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     rollout: Callable[..., Any] | None = None
-    time_limit: float = 60.0
+    time_limit: float | None = 60.0
 
     @property
     def name(self) -> str:

@@ -66,7 +66,7 @@ def spoken(rollout: Any, tokenizer: Any, samples: int = 2, limit: int = 60, seco
     sampler = Sampler(len(tokenizer))
     prompts, sampling = [Prompt("p", "q?", (5, 6))], Sampling(samples, limit, first_prompt=4)
     talk = converse(sampler, rollout, seconds, tokenizer, [PROBLEM], prompts, sampling)  # type: ignore[arg-type]
-    return asyncio.run(talk)[0], sampler.asked
+    return asyncio.run(talk)[1][0], sampler.asked
 
 
 def test_tokens_sampled_are_tokens_learned(tokenizer: Any):
@@ -160,6 +160,12 @@ def test_without_room_a_conversation_ends_cut_off(tokenizer: Any):
 
 
 MINE = """
+import openai
+
+async def agent(policy, problem):
+    async with policy.served() as url, openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+        await client.chat.completions.create(model="policy", messages=problem.chat)
+
 async def once(policy, problem):
     await policy.generate()
 
@@ -180,8 +186,8 @@ class Tools:
 
 @pytest.mark.slow
 def test_a_run_of_conversations(tmp_path: Path):
-    """One turn through a rollout or beside tools is the run without, in every metric and digest. Ten turns are sampled
-    by the policy that learns, to the last bit, and are recorded as what they were."""
+    """One turn through a rollout, beside tools or by an agent is the run without, in every metric and digest. Ten turns
+    are sampled by the policy that learns, to the last bit, and are recorded as what they were."""
     (tmp_path / "mine.py").write_text(MINE + TOOLS)
     copy = shutil.copytree(ensure_tiny("tiny-qwen3"), tmp_path / "tiny")
     settings = json.loads((copy / "tokenizer_config.json").read_text())
@@ -191,7 +197,7 @@ def test_a_run_of_conversations(tmp_path: Path):
              "--eval.problems", "8", "--max-new-tokens", "200", "--record", "all")  # fmt: skip
     ways = {
         "plain": (), "once": ("--task.rollout", "mine.py:once"), "often": ("--task.rollout", "mine.py:often"),
-        "tools": ("--task.environment", "mine.py:Tools"),
+        "tools": ("--task.environment", "mine.py:Tools"), "agent": ("--task.rollout", "mine.py:agent"),
     }  # fmt: skip
     runs = {}
     for way, options in ways.items():
@@ -200,14 +206,14 @@ def test_a_run_of_conversations(tmp_path: Path):
             {k: v for k, v in step.items() if not k.startswith("seconds")}
             for step in read_metrics(tmp_path / way / "metrics.jsonl")
         ]
-    for way in ("once", "tools"):
+    for way in ("once", "tools", "agent"):
         alone = [{k: v for k, v in step.items() if not k.startswith("conversation/")} for step in runs[way]]
         assert alone == runs["plain"]
     for number, step in enumerate(runs["often"], 1):
         assert step["conversation/turns"] == 10 and step["learn/mismatch/max_abs"] == 0
         (group, *_) = read_groups(tmp_path / "often" / "tokens" / f"step-{number:06d}.parquet")
         assert all(len(c.environment) == 9 and sum(c.sampled) <= 30 for c in group.completions)
-    same = ("plain", "once", "tools")
+    same = ("plain", "once", "tools", "agent")
     assert len({json.loads((tmp_path / way / "export" / "qarl.json").read_text())["digest"] for way in same}) == 1
 
 

@@ -15,7 +15,7 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.task import TaskConfig
 from qarl.conversations import converse
 from qarl.conversations.environment import environment_rollout
-from qarl.conversations.tools import ToolCall, ToolTurns
+from qarl.conversations.tools import Said, ToolCall, ToolTurns
 from qarl.embedded.recipe import RECIPES, encode_problems, recipe_tokenizer
 from qarl.embedded.tokenizer import TOOL_TEMPLATE
 from qarl.rollout.types import Completion, Prompt, Sampling
@@ -24,6 +24,7 @@ from qarl.tasks import Problem, RewardError, TaskError, load_task
 from qarl.tasks.base import Failure
 from qarl.tasks.environment_host import describe
 from qarl.tasks.environments import Environments, open_environments
+from tests.support.conversations import Script
 
 CLASS = '''
 import os, random, signal, subprocess, time
@@ -207,7 +208,7 @@ def test_a_template_goes_on_from_what_was_sampled(tokenizer: Any, mine: Environm
     whole = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
     for ended in (True, False):  # by its end token, or by a stop text
         turn = completion([*sampled, tokenizer.eos_token_id] if ended else sampled)
-        reply = turns.reply(turn, [ToolCall("add", {})] * count, results)
+        reply = turns.reply(turn, [ToolCall("add", {})] * count, [Said(r, call) for call, r in enumerate(results)])
         assert before + tokenizer.decode([*turn.token_ids, *reply], skip_special_tokens=False) == whole
         special = sum(token in (0, 1, 2) for token in (*turn.token_ids, *reply))
         assert special == 2 + (2 if template == MERGED else 2 * count)
@@ -251,16 +252,6 @@ def test_calls_are_read_as_vllm_reads_them(tokenizer: Any, mine: Environments):
         ToolTurns(tokenizer, "deepseek_v3", {"tools": TOOLS})
 
 
-class Script:
-    """An engine whose policy says the same things in every conversation, turn by turn."""
-
-    def __init__(self, tokenizer: Any, turns: list[str]):
-        self.turns = [tuple(tokenizer(turn + "<|im_end|>", add_special_tokens=False)["input_ids"]) for turn in turns]
-
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        return [[completion(list(self.turns[prompt.draws[2]]))] for prompt in prompts if prompt.draws]
-
-
 def call(tool: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
@@ -272,7 +263,7 @@ def spoken(tokenizer: Any, environments: Environments, turns: list[str], prompt:
     )
     engine: Any = Script(tokenizer, turns)
     talk = converse(engine, rollout, None, tokenizer, [PROBLEM], [Prompt("p", prompt, (5,))], Sampling(2, limit))
-    first, second = asyncio.run(talk)[0]
+    ((first, second),) = asyncio.run(talk)[1]
     assert first == second
     return first
 
@@ -289,7 +280,7 @@ def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
         "cut_off_turns": 0,
     }
     said = [tokenizer.decode(whole.token_ids[start:end]) for start, end in whole.environment]
-    counts |= {"empty_turns": 6, "environment_tokens": sum(end - start for start, end in whole.environment)}
+    counts |= {"empty_turns": 0, "environment_tokens": sum(end - start for start, end in whole.environment)}
     assert dict(whole.events) == counts and whole.reward == 0.75
     assert (
         "tool\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in said[0]
@@ -346,7 +337,7 @@ def test_tokens_sampled_are_tokens_learned(tokenizer: Any, mine: Environments):
         engine, rollout, None, tokenizer, [PROBLEM], [Prompt("p", "q?", (5,))], Sampling(CONVERSATIONS, 200)
     )
     turns = 0
-    for row, whole in enumerate(asyncio.run(talk)[0]):
+    for row, whole in enumerate(asyncio.run(talk)[1][0]):
         own = [engine.asked[0, row, turn] for turn in range(dict(whole.events)["turns"])]
         sampled = [token for token, mine in zip(whole.token_ids, whole.sampled, strict=True) if mine]
         assert sampled == [token for turn in own for token in turn] and len(whole.token_ids) <= 200
@@ -373,6 +364,6 @@ def test_the_embedded_policy_learns_what_it_is_asked_in_a_run(tokenizer: Any, tm
         turn = completion(tokenizer(call("lookup", name=name) + "<|im_end|>", add_special_tokens=False)["input_ids"])
         (asked,) = turns.calls(turn)
         assert after(environments, (asked.name, asked.arguments), problem=problem)[1] == str(number)
-        expected += [*turn.token_ids, *turns.reply(turn, [asked], [str(number)])]
+        expected += [*turn.token_ids, *turns.reply(turn, [asked], [Said(str(number), 0)])]
     end = tokenizer(problem.metadata["worked_solution"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
     assert ids[0].tolist() == expected + end
