@@ -13,11 +13,13 @@ class TaskConfig(Section):
     name: Text = Field(
         default="chain_sum",
         description="built-in task (`qarl tasks` lists them), math, or your questions: a .jsonl, .csv, .tsv or "
-        ".parquet file, or hf:ID or hf:FOLDER for a Hugging Face data set",
+        ".parquet file, hf:ID or hf:FOLDER for a Hugging Face data set, or verifiers:ID for an environment of that "
+        "package",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="a built-in task's own options, to make it easier or harder (`qarl tasks NAME`)",
+        description="a built-in task's own options, to make it easier or harder (`qarl tasks NAME`); of verifiers:ID "
+        "its [env] section",
     )
     prompt: Text | None = Field(
         default=None,
@@ -84,7 +86,7 @@ class TaskConfig(Section):
                 f"task.rollout {self.rollout!r} and task.environment {self.environment!r} both speak with the policy; "
                 "leave one of them out"
             )
-        speaks = self.environment or self.rollout
+        speaks = self.environment or self.rollout or self.name.startswith("verifiers:")
         if not speaks and self.tool_parser != type(self).model_fields["tool_parser"].default:
             raise ValueError(
                 f"task.tool_parser {self.tool_parser!r} is for calls of tools: give task.environment or task.rollout, "

@@ -16,6 +16,7 @@ from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
 from qarl.tasks.scorers import checker_of, reward_of, tolerant
 from qarl.tasks.table import Columns, Table, make_table
 from qarl.tasks.task import Task
+from qarl.tasks.verifiers import VERIFIERS, open_verifiers, rewarded
 
 MATH = "math"
 _ROLLOUT = "taking (policy, problem): async def rollout(policy, problem)"
@@ -31,6 +32,8 @@ def load_task(config: TaskConfig) -> Task:
         TaskError: an unknown name or option, one that does not apply, rows that cannot be used, or a reward or checker
             that cannot be loaded.
     """
+    if config.name.startswith(VERIFIERS):
+        return _of_verifiers(config)
     source, reward, checker = _source(config)
     shown = short_name(config.name)
     if config.environment and open_environments(config.environment, config.time_limit).judges:
@@ -49,6 +52,29 @@ def load_task(config: TaskConfig) -> Task:
     return Task(
         source=source, reward=reward, checker=checker, system=config.system, template=config.template,
         rollout=load_rollout(config.rollout) if config.rollout else None, time_limit=config.time_limit,
+    )  # fmt: skip
+
+
+def _of_verifiers(config: TaskConfig) -> Task:
+    for field in (
+        "reward",
+        "rollout",
+        "environment",
+        "system",
+        "data",
+        "prompt",
+        "answer",
+        "subset",
+        "split",
+        "heldout",
+    ):
+        if (value := getattr(config, field)) is not None:
+            raise TaskError(f"task.{field} {value!r} is not for {config.name!r}, which brings its own; leave it out")
+    host = open_verifiers(config.name, config.options, config.time_limit)
+    checker = rewarded if config.correct is None else checker_of(config.correct, config.name, config.time_limit)
+    return Task(
+        source=host.table(), reward=each(lambda problem, text: None), checker=checker, template=config.template,
+        rollout=host.rollout, time_limit=None,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,13 +23,15 @@ from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 @dataclass(frozen=True)
 class Job:
     """word: "reward", "checker" or "environment", for messages. spec: what names the function or class. task: the
-    task's name. time_limit: seconds for a call. path: the parent's sys.path."""
+    task's name. time_limit: seconds for a call. path: the parent's sys.path. options: of an environment of verifiers.
+    """
 
     word: str
     spec: str
     task: str
     time_limit: float
     path: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def serve(fd: int) -> None:

@@ -82,6 +82,14 @@ class Child:
             return "it closed its pipe"
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
+    def end(self) -> None:
+        """Let the child end by itself, as it does without its pipe, and `stop` it where it does not."""
+        if self._process is not None:
+            self.pipe.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE)
+            self.stop()
+
     def stop(self) -> None:
         """End the child, whatever it does, and what the function started."""
         _kill(self._living)

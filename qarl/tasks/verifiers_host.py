@@ -1,0 +1,123 @@
+"""The child process in which an environment of the package verifiers lives, with its tools, agents and rewards.
+
+    python -c "from qarl.tasks.verifiers_host import serve; serve(FD)"          (see `qarl.tasks.verifiers`)
+
+Over the pipe comes one `Job`, answered by a list of `TaskOfIt`, or in words by why there is none; then file
+descriptors, each a conversation's pipe, on which come a task's place and the URL of the policy, answered by an
+`Outcome`. A pipe that is closed before that ends the conversation.
+"""
+
+import asyncio
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+from qarl.configs.functions import in_words
+from qarl.tasks.base import Message, TaskError
+from qarl.tasks.worker import begin, end_with
+
+
+@dataclass(frozen=True)
+class TaskOfIt:
+    """key: the same in every run. messages: how it begins, without its tools; () where a user's words come later."""
+
+    key: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """reward: None where it failed, for the reasons in `words`."""
+
+    reward: float | None
+    words: str = ""
+
+
+def serve(fd: int) -> None:
+    """The host's whole life: until the parent closes the pipe, or is gone."""
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    connection, job = begin(fd)
+    try:
+        environment = load(job.spec, job.options)
+        tasks = list(environment.taskset)
+        connection.send([_described(task) for task in tasks])
+    except (Exception, SystemExit) as error:  # a package's own, at its import or at its data
+        words = str(error) if isinstance(error, TaskError) else in_words(error)
+        connection.send(f"task verifiers:{job.spec}: {words}")
+        return
+    asyncio.run(_serve(connection, environment, tasks))
+
+
+def load(name: str, options: dict[str, Any]) -> Any:
+    """The environment. options: verifiers' own `[env]` section. Raises `TaskError` for one that is not for a single
+    policy, or has no end, and whatever verifiers does."""
+    try:
+        from verifiers import v1 as vf  # pyright: ignore[reportAttributeAccessIssue]
+        from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise TaskError(f"verifiers cannot be imported: {error}; pip install 'qarl[verifiers]'") from error
+    config = vf.resolve_env_config({**options, "taskset": {**options.get("taskset", {}), "id": name}})
+    if len(agents := agent_config_fields(config)) != 1:
+        raise TaskError(f"it has {len(agents)} agents, {', '.join(agents)}, but a conversation has one policy")
+    environment = vf.load_environment(config)
+    if not environment.taskset.bounded:
+        raise TaskError("its tasks have no end; give options that bound them")
+    return environment
+
+
+def _described(task: Any) -> TaskOfIt:
+    data = task.data
+    chat = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if data.prompt is not None:
+        chat += [{"role": "user", "content": data.prompt_text}]
+    return TaskOfIt(task.key, tuple(chat))
+
+
+async def _serve(connection: Connection, environment: Any, tasks: list[Any]) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    running: set[asyncio.Task[None]] = set()
+
+    def begun() -> None:
+        try:
+            pipe = Connection(recv_handle(connection))
+        except (EOFError, OSError):  # the parent closed the pipe, or is gone
+            loop.remove_reader(connection.fileno())
+            ended.set()
+        else:
+            running.add(conversation := loop.create_task(_conversation(pipe, environment, tasks)))
+            conversation.add_done_callback(running.discard)
+
+    loop.add_reader(connection.fileno(), begun)
+    async with environment.serving():
+        await ended.wait()
+        for conversation in running:
+            conversation.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _conversation(pipe: Connection, environment: Any, tasks: list[Any]) -> None:
+    from verifiers import v1 as vf  # pyright: ignore[reportAttributeAccessIssue]
+
+    loop, myself, fd = asyncio.get_running_loop(), asyncio.current_task(), pipe.fileno()
+    assert myself is not None
+    try:
+        number, url = pipe.recv()
+        loop.add_reader(fd, lambda: loop.remove_reader(fd) and myself.cancel())  # the parent closed it
+        policy = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=url, api_key_var="QARL_NO_KEY"))
+        episode = await environment.run_slot(*environment.slots(tasks[number]), policy)
+        with suppress(OSError):
+            pipe.send(_outcome(episode))
+    finally:
+        loop.remove_reader(fd)
+        pipe.close()
+
+
+def _outcome(episode: Any) -> Outcome:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        return Outcome(None, "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not finished")
+    return Outcome(sum(trace.reward for trace in episode.traces))
