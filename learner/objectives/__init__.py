@@ -1,17 +1,11 @@
-"""One short file per algorithm, DAPO in GRPO's; `find_objective` is the switch (`learner.objective.name`)."""
+"""Algorithms by family; `find_objective` is the switch (`learner.objective.name`)."""
 
 from typing import Any
 
 from qarl.learner.objectives.base import Objective, ObjectiveInput, ObjectiveResult
-from qarl.learner.objectives.cispo import cispo
-from qarl.learner.objectives.dual_clip import dual_clip
-from qarl.learner.objectives.grpo import grpo
-from qarl.learner.objectives.gspo import gspo
-from qarl.learner.objectives.gspo_dual_clip import gspo_dual_clip
-from qarl.learner.objectives.on_policy import on_policy
 from qarl.learner.objectives.own import own
-from qarl.learner.objectives.pg_seq_is import pg_seq_is
-from qarl.learner.objectives.positive_grpo import positive_grpo
+from qarl.learner.objectives.ppo import dual_clip, grpo, gspo, gspo_dual_clip, positive_grpo
+from qarl.learner.objectives.reinforce import cispo, on_policy, pg_seq_is
 from qarl.learner.objectives.sapo import sapo
 from qarl.learner.objectives.tbpo import tbpo
 

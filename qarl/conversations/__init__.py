@@ -11,12 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qarl.configs.functions import in_words
 from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks.base import Problem, RewardError, as_reward
+
+if TYPE_CHECKING:
+    from qarl.conversations.chat import ChatServer
 
 Rollout = Callable[["Conversation", Problem], Awaitable[Any]]
 
@@ -26,24 +29,12 @@ class OutOfRoomError(Exception):
     conversation ends here, cut off, and is judged by its last turn."""
 
 
-class Server(Protocol):
-    """Where conversations are spoken over HTTP; see `qarl.conversations.chat`."""
-
-    def serve(self, policy: "Conversation") -> AbstractAsyncContextManager[str]:
-        """The base URL of one of them, for as long as it is entered."""
-        ...
-
-    async def close(self) -> None:
-        """End it, where it was begun."""
-        ...
-
-
 class Conversation:
     """What a rollout is given to speak with the policy.
 
     tokenizer: the policy's. events: what happened, with its count, for the metrics; a rollout may add its own. prompt:
     what the policy is given first. limit: tokens after it, of turns and of what is said. ask: samples a completion.
-    server: for `served`.
+    server: for `served`. waiting: whether the policy has to answer.
     """
 
     def __init__(
@@ -52,13 +43,13 @@ class Conversation:
         tokenizer: Any,
         limit: int,
         ask: Callable[[Prompt], Awaitable[Completion]],
-        server: Server | None = None,
+        server: "ChatServer | None" = None,
     ):
         self.tokenizer, self.events = tokenizer, Counter[str]()
         self.prompt, self._limit, self._ask, self._server = prompt, limit, ask, server
         self._turns: list[Completion] = []
         self._said: list[tuple[int, ...]] = []
-        self._out_of_room = self._waiting = False
+        self._out_of_room = self.waiting = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -70,11 +61,6 @@ class Conversation:
     def turns(self) -> int:
         """Of the policy until now."""
         return len(self._turns)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a turn is asked for, and the policy has to answer."""
-        return self._waiting
 
     def served(self) -> AbstractAsyncContextManager[str]:
         """`async with policy.served() as base_url`: this conversation as OpenAI's chat completions, for an agent."""
@@ -109,9 +95,9 @@ class Conversation:
         before = (*self.prompt.token_ids, *self.token_ids, *tokens)
         limit = left if max_new_tokens is None else max(1, min(left, max_new_tokens))
         draws = (number, sample, len(self._turns))
-        self._waiting = True
+        self.waiting = True
         turn = await self._ask(replace(self.prompt, token_ids=before, draws=draws, max_new_tokens=limit))
-        self._waiting = False
+        self.waiting = False
         self._said.append(tokens)
         self._turns.append(turn)
         self.events["empty_turns"] += not turn.text.strip()
@@ -150,7 +136,7 @@ async def converse(
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    server: Server | None = None,
+    server: "ChatServer | None" = None,
 ) -> tuple[list[Prompt], list[list[Completion]]]:
     """`sampling.samples` conversations of each problem, each as a completion of its prompt, and the prompts, which a
     rollout may have opened otherwise.

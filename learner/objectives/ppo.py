@@ -1,0 +1,71 @@
+"""PPO's clip with a ratio a token (GRPO, DAPO) or a sequence (GSPO), its second clip for negative samples, and positive
+samples alone.
+
+    r_t = π_cur / π_proximal,   s = exp(mean_t(log π_cur - log π_proximal))
+    J   = mean over responses of w · min(r · A, clip(r, 1 - ε_l, 1 + ε_h) · A),   r = r_t, in the mean over t, or s
+"""
+
+from qarl.configs.schema.objectives import (
+    DapoConfig,
+    DualClipConfig,
+    GrpoConfig,
+    GspoConfig,
+    GspoDualClipConfig,
+    PositiveGrpoConfig,
+)
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
+from qarl.learner.objectives.clipping import (
+    clipped_surrogate,
+    dual_clipped_surrogate,
+    sequence_advantages,
+    sequence_ratio,
+    token_ratio,
+)
+
+
+def grpo(inputs: ObjectiveInput, config: GrpoConfig | DapoConfig) -> ObjectiveResult:
+    """-w · surrogate of each token. Source: GRPO (arXiv 2402.03300, eq. 3).
+
+    DAPO (arXiv 2503.14476) is the same function: ε_h > ε_l (clip-higher, eq. 10), so that unlikely tokens can still
+    rise, and the mean over all tokens (eq. 8) are defaults of its section. Its dynamic sampling is
+    `rollout.dynamic_sampling`.
+    """
+    ratio, advantages = token_ratio(inputs), inputs.advantages
+    surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+
+
+def dual_clip(inputs: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
+    """-w · surrogate of each token; where A < 0 it is the larger of GRPO's and c · A, so that a negative sample's ratio
+    is bounded above as well. Source: Ye et al. (arXiv 1912.09729; c = 3)."""
+    ratio, advantages = token_ratio(inputs), inputs.advantages
+    surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+
+
+def gspo(inputs: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
+    """-w · surrogate of each sequence. Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1)."""
+    ratio, advantages = sequence_ratio(inputs), sequence_advantages(inputs)
+    surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+
+
+def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
+    """-w · surrogate of each sequence with dual clip, as frameworks that have both can be set up.
+
+    For A < 0 it is clip(s, 1 - ε_l, c) A: with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's band; with the usual
+    c = 3 it is not.
+    """
+    ratio, advantages = sequence_ratio(inputs), sequence_advantages(inputs)
+    surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+
+
+def positive_grpo(inputs: ObjectiveInput, config: PositiveGrpoConfig) -> ObjectiveResult:
+    """-w · min(r_t, 1 + ε_h) · max(A, 0) of each token: negative samples, where error tokens gather, give no gradient.
+
+    One of the QaRL paper's comparisons (arXiv 2604.07853). Negative responses still count where an aggregation divides.
+    """
+    ratio, gain = token_ratio(inputs), inputs.advantages.clamp_min(0.0)
+    high = 1.0 + config.clip_high
+    return ObjectiveResult(-(inputs.weight * (ratio.clamp_max(high) * gain)), (ratio > high) & (gain > 0))
