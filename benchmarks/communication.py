@@ -27,11 +27,11 @@ from benchmarks.learner.worker import groups_of
 from benchmarks.models import PAD, BenchModel, qwen3, write_model
 from benchmarks.process import WorkerError
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.backends.native import shard_masters
-from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
+from qarl.learner.optim.sharded import shard_masters
 from qarl.learner.processes import Processes, join_processes, leave_processes
+from qarl.learner.zero_loading import partitioned_loading
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel

@@ -12,7 +12,6 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
-from qarl.learner.backends.native import Native
 from qarl.learner.batching import Batch, mini_batches
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
 from qarl.learner.diagnostics.observers import observers
@@ -27,6 +26,7 @@ from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives.ratios import shadowed
 from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.optim.schedule import make_schedule
+from qarl.learner.optim.sharded import ShardedOptimizer
 from qarl.learner.overflow import require_finite_sampler
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
@@ -65,7 +65,7 @@ class Learner:
         self.model = model
         self.config = config
         self.processes = processes or Processes()
-        self.backend = Native(model, config, self.processes)
+        self.sharded = ShardedOptimizer(model, config, self.processes)
         self.loss_scale = LossScale(model.context.compute_dtype == torch.float16, config.loss_scale)
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.router_log.enable(self._balance > 0)
@@ -103,7 +103,7 @@ class Learner:
         that measure lost updates.
         """
         lr = self.schedule.rate(step)
-        self.backend.optimizer.lr = lr
+        self.sharded.optimizer.lr = lr
         self.stopwatch.take()
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
@@ -209,7 +209,7 @@ class Learner:
     def _apply(self, watching: list[Observer], number: int) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
         with self.stopwatch("optimizer"):
-            step = self.backend.step(any(observer.counts_arrivals for observer in watching))
+            step = self.sharded.step(any(observer.counts_arrivals for observer in watching))
         if step.taken:
             with self.stopwatch("materialize"):
                 self.model.refresh(next((o.flips for o in watching if o.flips is not None), None))
@@ -223,7 +223,7 @@ class Learner:
         digest of the base they are for. Of several processes each has a part of the masters and of the optimizer, to
         be put together for `load_state_dict`."""
         return {
-            **self.backend.state_dict(),
+            **self.sharded.state_dict(),
             "scale": self.loss_scale.state_dict(),
             "base": self.model.base_digest,
             "scales": scales_state(self.model),
@@ -235,7 +235,7 @@ class Learner:
         scales of other weights."""
         self._require_base(state.get("base"))
         load_scales_state(self.model, state.get("scales", {}))
-        self.backend.load_state_dict(state)
+        self.sharded.load_state_dict(state)
         self.loss_scale.load_state_dict(state["scale"])
         self._start.load_state_dict(state.get("start", {}))
         self.model.refresh()

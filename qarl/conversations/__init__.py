@@ -11,15 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qarl.configs.functions import in_words
 from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks.base import Problem, RewardError, as_reward
-
-if TYPE_CHECKING:
-    from qarl.conversations.chat import ChatServer
 
 Rollout = Callable[["Conversation", Problem], Awaitable[Any]]
 
@@ -34,7 +31,7 @@ class Conversation:
 
     tokenizer: the policy's. events: what happened, with its count, for the metrics; a rollout may add its own. prompt:
     what the policy is given first. limit: tokens after it, of turns and of what is said. ask: samples a completion.
-    server: for `served`. waiting: whether the policy has to answer.
+    server: a `qarl.conversations.chat.ChatServer`, for `served`. waiting: whether the policy has to answer.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class Conversation:
         tokenizer: Any,
         limit: int,
         ask: Callable[[Prompt], Awaitable[Completion]],
-        server: "ChatServer | None" = None,
+        server: Any = None,
     ):
         self.tokenizer, self.events = tokenizer, Counter[str]()
         self.prompt, self._limit, self._ask, self._server = prompt, limit, ask, server
@@ -136,7 +133,7 @@ async def converse(
     problems: Sequence[Problem],
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    server: "ChatServer | None" = None,
+    server: Any = None,
 ) -> tuple[list[Prompt], list[list[Completion]]]:
     """`sampling.samples` conversations of each problem, each as a completion of its prompt, and the prompts, which a
     rollout may have opened otherwise.

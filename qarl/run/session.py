@@ -14,15 +14,15 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
-from qarl.learner.backends.native import shard_masters
-from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.gradients import require_compiler
 from qarl.learner.learner import Learner
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives import find_objective
+from qarl.learner.optim.sharded import shard_masters
 from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
+from qarl.learner.zero_loading import partitioned_loading
 from qarl.quant.checkpoint.folder import check_folder
 from qarl.quant.checkpoint.load import load_masters, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes

@@ -77,13 +77,13 @@ def cast_to(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def watched(learner: Learner) -> list[dict[str, torch.Tensor]]:
     """A list that is given the masters before every update."""
     seen: list[dict[str, torch.Tensor]] = []
-    step = learner.backend.step
+    step = learner.sharded.step
 
     def record(diagnose: bool = False) -> Any:
         seen.append(masters_of(learner))
         return step(diagnose)
 
-    learner.backend.step = record  # type: ignore[method-assign]
+    learner.sharded.step = record  # type: ignore[method-assign]
     return seen
 
 

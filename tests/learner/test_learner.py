@@ -15,7 +15,6 @@ from torch import nn
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.configs.schema.lora import LoraConfig
-from qarl.learner.backends.native import Native
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.diagnostics.ages import MismatchByAge
 from qarl.learner.learner import Learner
@@ -23,6 +22,7 @@ from qarl.learner.logprobs import token_logprobs
 from qarl.learner.objectives import OBJECTIVES
 from qarl.learner.optim.loss_scale import MOST_SKIPPED, LossScale, PrecisionError
 from qarl.learner.optim.optimizer import MasterOptimizer
+from qarl.learner.optim.sharded import ShardedOptimizer
 from qarl.learner.reserve import reserved, step_bytes
 from qarl.quant.layers.context import Forward
 from qarl.quant.model.add_lora import add_adapters
@@ -89,8 +89,8 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
     def record(diagnose: bool = False) -> None:
         seen.append({n: p.grad.clone() for n, p in learner.model.masters.items() if p.grad is not None})
 
-    assert isinstance(learner.backend, Native)
-    learner.backend.optimizer.step = record
+    assert isinstance(learner.sharded, ShardedOptimizer)
+    learner.sharded.optimizer.step = record
     return seen, learner.learn(batch, step=3)
 
 
@@ -442,7 +442,7 @@ def test_bytes_are_those_of_gradients_and_moments():
     counted = step_bytes(learner.model, learner.config, 1)
     with reserved(learner.model, learner.config, 1):
         learner.learn(batch_of(), 0)
-    state = learner.backend.state_dict()["optimizer"]["masters"].values()
+    state = learner.sharded.state_dict()["optimizer"]["masters"].values()
     moments = [t for master in state for part in master["moments"] for t in part.values() if t.ndim]
     gradients = sum(master.numel() for master in learner.model.masters.values())
     assert counted == 4 * (gradients + sum(t.numel() for t in moments))

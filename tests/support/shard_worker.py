@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.learner.backends.native import Native
+from qarl.learner.optim.sharded import ShardedOptimizer
 from qarl.learner.processes import Processes, join_processes, leave_processes
 from qarl.quant.checkpoint.families import ExpertLayout
 from qarl.quant.layers.gradients import Gradients
@@ -47,12 +47,12 @@ def row_steps(name: str, processes: Processes | None = None) -> tuple[dict[str, 
         shard_parameters(holder, processes.rank, processes.world)
         masters = dict(zip(SHAPES, holder.values(), strict=True))
 
-    def learner() -> Native:
+    def learner() -> ShardedOptimizer:
         model: Any = SimpleNamespace(
             masters=masters, matrices=lambda: set(SHAPES) - {"norm"}, device=torch.device("cpu"), gradients=Gradients()
         )
         config = LearnerConfig.model_validate({"optimizer": settings})
-        return Native(model, config, processes or Processes())
+        return ShardedOptimizer(model, config, processes or Processes())
 
     stepping = learner()
     for step in range(1, 4):

@@ -14,10 +14,10 @@ import torch
 from benchmarks.communication import Sent
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.lora import LoraConfig
-from qarl.learner.backends.native import shard_masters
-from qarl.learner.backends.zero_loading import partitioned_loading
 from qarl.learner.learner import Learner
+from qarl.learner.optim.sharded import shard_masters
 from qarl.learner.processes import Processes, join_processes, leave_processes
+from qarl.learner.zero_loading import partitioned_loading
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters

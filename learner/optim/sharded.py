@@ -39,7 +39,7 @@ from qarl.quant.schemes import MASTER_DTYPES, Scheme
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Native:
+class ShardedOptimizer:
     """Steps the masters of one model: at stage 3 of parameters that `shard_masters` has cut. All processes call every
     method together, in the same order."""
 

@@ -1,1 +1,0 @@
-"""How gradients of the masters become a step, in one process or several."""
