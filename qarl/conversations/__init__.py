@@ -2,7 +2,8 @@
 tools of an environment class, or an agent that asks for chat completions.
 
 What is said to the policy is appended to its tokens, and nothing is rendered anew. Turns of many conversations are
-sampled together, once each that goes on waits for one; an engine's answer does not depend on those beside it.
+sampled together, once each that goes on waits for one, or the others are slow; an engine's answer does not depend on
+those beside it.
 """
 
 import asyncio
@@ -19,6 +20,9 @@ from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks.base import Problem, RewardError, as_reward
 
 Rollout = Callable[["Conversation", Problem], Awaitable[Any]]
+
+PATIENCE = 1.0
+"""Seconds without a move after which the turns that are waited for are sampled without the others."""
 
 
 class OutOfRoomError(Exception):
@@ -152,8 +156,7 @@ async def converse(
     ]
     try:
         while going_on := [task for task in tasks if not task.done()]:
-            if len(turns.waiting) < len(going_on):
-                await turns.wait(time_limit)
+            if len(turns.waiting) < len(going_on) and await turns.move(time_limit):
                 continue
             for task in tasks:
                 if task.done():
@@ -197,12 +200,16 @@ class _Turns:
         self.moved.set()
         return self.waiting[-1][1]
 
-    async def wait(self, time_limit: float | None) -> None:
+    async def move(self, time_limit: float | None) -> bool:
+        """Wait until a conversation moves; False where some wait for a turn and the others take their time."""
         self.moved.clear()
         try:
-            await asyncio.wait_for(self.moved.wait(), time_limit)
+            await asyncio.wait_for(self.moved.wait(), PATIENCE if self.waiting else time_limit)
         except TimeoutError:
-            raise RewardError(f"a rollout waited longer than task.time_limit {time_limit:g} s; raise it") from None
+            if not self.waiting:
+                raise RewardError(f"a rollout took longer than task.time_limit {time_limit:g} s; raise it") from None
+            return False
+        return True
 
     def answer(self, engine: Engine, sampling: Sampling) -> None:
         answers = engine.generate([prompt for prompt, _ in self.waiting], sampling)

@@ -4,7 +4,6 @@ ends no run, and no other conversation."""
 import asyncio
 import functools
 import os
-import resource
 import signal
 import sys
 import threading
@@ -32,8 +31,6 @@ class Environments:
 
     def __init__(self, spec: str, time_limit: float):
         self.time_limit = time_limit
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pipe a conversation, of which 1,024 are soon open
         job = Job(word="environment", spec=spec, task="", time_limit=time_limit, path=tuple(sys.path))
         self._host = Child(job, "qarl.tasks.environment_host")
         self.description: Description = self._host.start()
@@ -100,7 +97,7 @@ class Environment:
             if self.lost is None:
                 try:
                     self._pipe.send(Call(name, dict(arguments), seed))
-                    await self._readable()
+                    await readable(self._pipe, self._of.time_limit + GRACE)
                     return self._pipe.recv()
                 except TimeoutError:
                     self.lost = too_long(self._of.time_limit)
@@ -109,15 +106,6 @@ class Environment:
                 self.close()
             return Failure(f"{self.lost}; the environment is gone")
 
-    async def _readable(self) -> None:
-        loop, fd = asyncio.get_running_loop(), self._pipe.fileno()
-        answered = asyncio.Event()
-        loop.add_reader(fd, answered.set)
-        try:
-            await asyncio.wait_for(answered.wait(), self._of.time_limit + GRACE)
-        finally:
-            loop.remove_reader(fd)
-
     def close(self) -> None:
         """End its process, and what it started; once, since its number may be another's afterwards."""
         if self._pipe.closed:
@@ -125,6 +113,17 @@ class Environment:
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._pipe.close()
+
+
+async def readable(pipe: Connection, seconds: float) -> None:
+    """Wait until there is something to read. Raises `TimeoutError` where it takes longer."""
+    loop, fd = asyncio.get_running_loop(), pipe.fileno()
+    answered = asyncio.Event()
+    loop.add_reader(fd, answered.set)
+    try:
+        await asyncio.wait_for(answered.wait(), seconds)
+    finally:
+        loop.remove_reader(fd)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """From the configuration's words to a task."""
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def _of_verifiers(config: TaskConfig) -> Task:
     ):
         if (value := getattr(config, field)) is not None:
             raise TaskError(f"task.{field} {value!r} is not for {config.name!r}, which brings its own; leave it out")
-    host = open_verifiers(config.name, config.options, config.time_limit)
+    host = open_verifiers(config.name, json.dumps(config.options, sort_keys=True), config.time_limit)
     checker = rewarded if config.correct is None else checker_of(config.correct, config.name, config.time_limit)
     return Task(
         source=host.table(), reward=each(lambda problem, text: None), checker=checker, template=config.template,

@@ -1,6 +1,5 @@
 """Tasks of the package verifiers: an environment by its name, with its problems, tools and rewards."""
 
-import asyncio
 import atexit
 import functools
 import json
@@ -14,6 +13,7 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from qarl.tasks.base import Problem, RewardError, Split, TaskError, is_heldout
+from qarl.tasks.environments import readable
 from qarl.tasks.signatures import too_long
 from qarl.tasks.table import Counts, Table
 from qarl.tasks.verifiers_host import Outcome, TaskOfIt
@@ -54,28 +54,25 @@ class VerifiersHost:
 
     async def rollout(self, policy: Any, problem: Problem) -> float | None:
         """Let the environment speak with the policy; its reward, None where it failed, which the metrics count. Raises
-        `RewardError` where it did not speak at all."""
-        async with policy.served() as url:
-            outcome = await self._outcome(policy, problem.metadata["number"], url)
-        if not policy.turns:
-            raise RewardError(
-                f"{self.name} asked the policy for nothing at {problem.id!r}: {outcome.words or 'no error'}"
-            )
-        if outcome.reward is None:
-            policy.events["environment_errors"] += 1
-        return outcome.reward
+        `RewardError` where it does not speak at all, in three tries."""
+        words = ""
+        for _ in range(3):
+            async with policy.served() as url:
+                outcome = await self._outcome(policy, problem.metadata["number"], url)
+            policy.events["environment_errors"] += outcome.reward is None
+            if policy.turns:
+                return outcome.reward
+            words = outcome.words
+        raise RewardError(f"{self.name} asked the policy for nothing at {problem.id!r}: {words or 'no error'}")
 
     async def _outcome(self, policy: Any, number: int, url: str) -> Outcome:
         pipe = self._open()
-        answered = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(pipe.fileno(), answered.set)
         try:
             pipe.send((number, url))
             while True:
                 before = policy.turns
                 try:
-                    await asyncio.wait_for(answered.wait(), self._time_limit)
+                    await readable(pipe, self._time_limit)
                     return pipe.recv()
                 except TimeoutError:  # of which the policy may have taken a part
                     if policy.turns == before and not policy.waiting:
@@ -83,7 +80,6 @@ class VerifiersHost:
         except (EOFError, OSError):
             return Outcome(None, f"its process ended ({self._host.ending()})")
         finally:
-            loop.remove_reader(pipe.fileno())
             pipe.close()
 
     def _open(self) -> Connection:
@@ -95,13 +91,9 @@ class VerifiersHost:
 
 
 @functools.cache
-def _host(name: str, options: str, time_limit: float) -> VerifiersHost:
+def open_verifiers(name: str, options: str, time_limit: float) -> VerifiersHost:
+    """A process has one host of an environment. options: as JSON. Raises `TaskError` where it cannot be used."""
     return VerifiersHost(name, json.loads(options), time_limit)
-
-
-def open_verifiers(name: str, options: dict[str, Any], time_limit: float) -> VerifiersHost:
-    """A process has one host of an environment. Raises `TaskError` where it cannot be used."""
-    return _host(name, json.dumps(options, sort_keys=True), time_limit)
 
 
 def rewarded(responses: Sequence[Any]) -> list[bool]:

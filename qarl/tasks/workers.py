@@ -1,6 +1,7 @@
 """Functions run in child processes, timed: what takes too long or ends its process is a `Failure`, never a hung run."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ class Child:
     """A child process that serves a job; begun by `start`, and again after it ended. module: whose `serve` it runs."""
 
     def __init__(self, job: Job, module: str = "qarl.tasks.worker"):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pipe a conversation, of which 1,024 are soon open
         self.job = job
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None

@@ -143,6 +143,22 @@ def test_what_a_rollout_cannot_do(tokenizer: Any, tmp_path: Path):
             load_rollout(f"{tmp_path}/mine.py:{name}")
 
 
+def test_a_slow_rollout_keeps_nobody_waiting(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("qarl.conversations.PATIENCE", 0.01)
+    ahead = asyncio.Event()
+
+    async def rollout(policy: Conversation, problem: Problem) -> float:
+        turn = await policy.generate()
+        if policy.prompt.draws == (4, 0, 0):
+            turn = await policy.generate("more")
+            ahead.set()
+        await ahead.wait()
+        return float(len(turn.token_ids))
+
+    completions, asked = spoken(rollout, tokenizer)
+    assert [dict(c.events)["turns"] for c in completions] == [2, 1] and len(asked) == 3
+
+
 def test_without_room_a_conversation_ends_cut_off(tokenizer: Any):
     async def endless(policy: Conversation, problem: Problem) -> None:
         await policy.generate()
