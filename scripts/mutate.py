@@ -6,8 +6,9 @@
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
 tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
 run the changed function go first, the fastest in front, then those that run others of its file; where none does (it
-runs in other processes, or at import), all. What runs what is recorded once a commit. Tests that fail on the sound code
-are left out. --tests names others than the room's: `--tests tests/learner tests/engine`.
+runs in other processes, or at import), all. Files whose tests share a fixture, such as an engine, keep their order.
+What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names others than the
+room's: `--tests tests/learner tests/engine`.
 
 A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests over the time limit
 count as a catch, listed apart. --json keeps the outcomes, of any seeds; the same command goes on from there.
@@ -56,6 +57,7 @@ class Recorder:
         self.tests: dict[str, dict[str, Any]] = {}
         self._root, self._files, self._now, self._fixtures = f"{root}/", {}, set[str](), dict[str, set[str]]()
         self._passed = False
+        self._sharing = set[str]()
 
     def _call(self, frame: Any, event: str, argument: object) -> None:
         code: CodeType = frame.f_code
@@ -73,6 +75,8 @@ class Recorder:
         """Keep what a fixture of several tests ran."""
         before, self._now = self._now, set()
         result = yield
+        if fixturedef.scope in ("class", "module"):
+            self._sharing.add(fixturedef.baseid)
         if fixturedef.scope != "function":
             self._fixtures.setdefault(fixturedef.argname, set()).update(self._now)
         self._now |= before
@@ -91,6 +95,11 @@ class Recorder:
             ran = sorted(self._now.union(*shared))
             self.tests[item.nodeid] = {"seconds": time.monotonic() - started, "functions": ran}
         return result
+
+    def pytest_sessionfinish(self) -> None:
+        """Only now is it known which files keep their order."""
+        for name, test in self.tests.items():
+            test["together"] = name.partition("::")[0] in self._sharing
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Skipped and failing tests catch nothing."""
@@ -113,10 +122,18 @@ def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]]) -> Ou
     sound = file.read_bytes()
     file.write_bytes(mutation.planted(sound))
     try:
-        caught = failing(list(dict.fromkeys([*near, *mates])) or fastest, clone, tests)
+        caught = failing(in_turn([*near, *mates] or fastest, tests), clone, tests)
     finally:
         file.write_bytes(sound)
     return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
+
+
+def in_turn(names: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
+    """Each once, in this order; but those of a file that stay together where its first is, in the file's own order."""
+    groups = {name: name.partition("::")[0] if tests[name]["together"] else name for name in names}
+    places = {group: place for place, group in enumerate(dict.fromkeys(groups.values()))}
+    recorded = {name: place for place, name in enumerate(tests)}
+    return sorted(groups, key=lambda name: (places[groups[name]], recorded[name]))
 
 
 def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:

@@ -42,10 +42,11 @@ def forked_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qarl.ptq.compressor._in_own_process", forks.compress)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the order within a file stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first, for several workers; the order within a file stays."""
     rank = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
 
 
 @pytest.fixture(scope="session")
