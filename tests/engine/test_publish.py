@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -63,13 +64,14 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     engine = start_engine(model, folder, tmp_path / "start", dtype)
     require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
     assert {row.name: row.scheme for row in engine.layers()} == {n: s.name for n, s in model.plan.schemes.items()}
-    publisher = Publisher(model, engine, SEQUENCES, model.plan.bound, canary_every=publishes // 2)
+    every = publishes // 2 - 1
+    publisher = Publisher(model, engine, SEQUENCES, model.plan.bound, canary_every=every)
     publisher.share_layers()
     before = engine.logprobs(SEQUENCES)
     for version in range(1, publishes + 1):
         disturb(model, version)
         published = publisher.publish(version)
-        assert (published.canary is not None) == (version in (1, publishes // 2 + 1))
+        assert (published.canary is not None) == (version % every == 1)
     assert publisher.canary(publishes).mean_abs < 0.01
     after = engine.logprobs(SEQUENCES)
     publisher.unshare()
@@ -86,6 +88,7 @@ def test_forward_published_and_exported_are_the_same_bytes(random_policy: Polici
     model = make_model(folder, scheme, kernel="reference")
     written = export_checkpoint(model, folder, tmp_path / "export")
     assert str(folder) not in (tmp_path / "export" / "config.json").read_text()
+    assert {file.name for file in (tmp_path / "export").glob("model*")} == {"model.safetensors"}
     read = StreamDigest()
     with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as file:
         for item in model.low_bit_tensors():
@@ -191,11 +194,19 @@ def test_the_canary_sees_an_engine_with_other_weights(running: Running):
     assert publisher.canary(3).mean_abs < 1e-3
 
 
-def test_the_canary_stops_at_what_is_no_number(running: Running, monkeypatch: pytest.MonkeyPatch):
+def test_the_canary_is_of_the_farthest_replica_and_stops_at_what_is_no_number(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
     model, engine = running
-    monkeypatch.setattr(
-        engine, "logprobs_of_each", lambda sequences: [[[float("nan")] * (len(s) - 1) for s in sequences]]
-    )
+    scored = engine.logprobs(SEQUENCES)
+
+    def replicas(*shifts: float):
+        return lambda sequences: [[[value - shift for value in row] for row in scored] for shift in shifts]
+
+    for shifts in ((1.0, 3.0, 2.0), (3.0, 1.0)):
+        monkeypatch.setattr(engine, "logprobs_of_each", replicas(*shifts))
+        assert Publisher(model, engine, SEQUENCES, 4.0, 1).canary(3).mean_abs == pytest.approx(3.0, abs=0.05)
+    monkeypatch.setattr(engine, "logprobs_of_each", replicas(math.nan))
     with pytest.raises(PublishError, match="is nan nats, above the bound"):
         Publisher(model, engine, SEQUENCES, 0.05, canary_every=1).canary(3)
 

@@ -31,6 +31,17 @@ def test_the_audit_compares_every_field():
             require_agreement(audit(*sides, same_kernels=True))
 
 
+@pytest.mark.parametrize(("count", "rest"), [(8, ""), (9, "\n  … and 1 more"), (11, "\n  … and 3 more")])
+def test_the_audit_shows_eight_layers_and_counts_the_rest(count: int, rest: str):
+    ours, theirs = ([replace(LAYER, name=f"{n}", scheme=scheme) for n in range(count)] for scheme in ("w4a16", "w8a8"))
+    with pytest.raises(AuditError) as error:
+        require_agreement(audit([LAYER, *ours], [LAYER, *theirs], same_kernels=True))
+    heading, shown = str(error.value).split("\ncheck that")[0].split(":\n", 1)
+    assert heading == f"learner and engine disagree about {count} of {count + 1} layers"
+    lines = [f"  {n}: scheme 'w4a16' (learner) and 'w8a8' (engine)" for n in range(8)]
+    assert shown == "\n".join(lines) + rest
+
+
 @pytest.mark.parametrize(("sides", "leaves", "quantizes"), [
     (("w4a16", "bf16"), "engine", "learner"), (("bf16", "w8a8"), "learner", "engine"),
 ])  # fmt: skip
