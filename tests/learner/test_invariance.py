@@ -133,7 +133,7 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
     assert drift(found, expected)[1] <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [1.0, 1.1])
 def test_log_probs_and_gradients_are_autograds(temperature: float):
     """By plain autograd through `log_softmax` of the model's own logits / T, without chunks or a backward of ours; the
     entropy is that of the same distribution."""

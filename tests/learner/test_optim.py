@@ -66,6 +66,7 @@ def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: i
             rounding._random_16_bits = real
         assert rounded.mean() == value.double()
         assert rounded.min() <= value <= rounded.max() and len(rounded.unique()) <= 2
+        assert rounded.max() - rounded.min() <= abs(value) * torch.finfo(dtype).eps
 
 
 @narrow
