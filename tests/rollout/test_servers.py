@@ -34,7 +34,7 @@ from qarl.rollout.servers.vllm.answers import completion_request, read_completio
 from qarl.rollout.servers.vllm.replica import _one
 from qarl.rollout.servers.vllm.start import replica_command, replica_environment, start_replicas, visible_devices
 from qarl.rollout.types import Prompt, Sampling
-from qarl.rollout.vllm.options import VllmOptions
+from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from tests.support.profiles import thorough
 from tests.support.servers import ANSWER
 
@@ -198,6 +198,18 @@ def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
     for option in ("--max-num-seqs 7", "--no-enable-prefix-caching", "--logprobs-mode raw_logprobs", "--port 9"):
         assert option in " ".join(command)
     assert command[-2:] == ["--seed", "4"] and not any("key" in part for part in command)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "eager"), [(False, None, True), (False, False, False), (True, None, False), (True, True, True)]
+)
+def test_an_engine_has_the_runs_settings(gpus: bool, setting: bool | None, eager: bool, monkeypatch):
+    """Contract: CUDA graphs on GPUs unless refused; on CPUs prompts are scheduled whole."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    arguments = llm_arguments(VllmOptions(RolloutConfig(enforce_eager=setting, kv_cache_gib=3, max_prompt_tokens=9000)))
+    assert (arguments["enforce_eager"], arguments["kv_cache_memory_bytes"]) == (eager, 3 * 2**30)
+    assert arguments["max_model_len"] == 10024 == arguments.get("max_num_batched_tokens", 10024)
+    assert ("max_num_batched_tokens" in arguments, "compilation_config" in arguments) == (not gpus, gpus and not eager)
 
 
 def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -484,6 +496,10 @@ def test_a_file_that_does_not_come_as_announced_is_refused(
     request = Request({"type": "http"}, next_message)
     with (tmp_path / "file").open("wb") as file, pytest.raises(HTTPException, match=message):
         asyncio.run(receive.copy(request, file, 6))
+    bodies[:], request = [b"abc", b"def", b""], Request({"type": "http"}, next_message)
+    with (tmp_path / "file").open("wb") as file:
+        asyncio.run(receive.copy(request, file, 6))
+    assert (tmp_path / "file").read_bytes() == b"abcdef"
 
 
 def test_a_whole_version_and_a_delta_are_received(tmp_path: Path):
