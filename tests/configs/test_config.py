@@ -1,6 +1,8 @@
 """Configuration: every shipped file parses, every mistake is quoted back with its remedy."""
 
 import functools
+import itertools
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -9,9 +11,11 @@ import yaml
 
 from qarl.cli.main import main
 from qarl.configs.errors import ConfigError
-from qarl.configs.load import config_file, default_config, field_paths, load_config, shipped_names
+from qarl.configs.load import choice_sections, config_file, default_config, field_paths, load_config, shipped_names
 from qarl.configs.schema.objectives import AnyObjective
 from qarl.configs.schema.run import RunConfig, TaskConfig
+from qarl.configs.schemes import SCHEME_SPECS
+from qarl.configs.words import allowed
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 from qarl.rollout.types import Sampling
 
@@ -72,9 +76,48 @@ def test_paper_files_hold_table_2(model: str):
     assert "--processes 8" in file.read_text() and "seq_clip_ratio_low" in file.read_text()
 
 
-def test_every_field_is_described():
-    for path, info in field_paths().items():
-        assert info.description, path
+BOUNDS = {
+    "at least 0": "warmup_steps decay_steps diagnostics_every top_k dynamic_sampling router_aux_loss",
+    "at least 0, at most 1": "weight_decay",
+    "at least 0, at most 10": "temperature",
+    "at least 0, at most 16": "max_staleness",
+    "at least 0, at most 1000000": "problems record",
+    f"at least 0, at most {2**63 - 1}": "seed",
+    "at least 0, below 1": "floor momentum min_p betas",
+    "at least 1": "server_full_every rank mini_batches canary_every micro_batch_tokens logprob_chunk_tokens every keep "
+    "ratio_cap cap kv_cache_gib",
+    "at least 1, at most 10000": "samples",
+    "at least 1, at most 1000000": "prompts max_num_seqs",
+    "at least 1, at most 1000000000": "steps",
+    f"at least 1, at most {2**24}": "max_prompt_tokens max_new_tokens",
+    "at least 2": "loop_limit",
+    "at least 2, at most 10000": "samples",
+    "above 0": "time_limit server_seconds epsilon_high alpha delta_high clip_high tau_positive tau_negative constant "
+    "coefficient grad_clip loss_scale canary_bound gate_bound gate_k3_bound",
+    "above 0, at most 1": "lr top_p",
+    "above 0, at most 10": "temperature",
+    "above 0, below 1": "delta_low clip_low",
+    "above 1": "dual_clip",
+}
+"""What a message says of a number → the fields of which it does, in every section that has them."""
+
+
+def test_fields_are_described_and_bounded():
+    assert all(info.description for info in field_paths().values())
+    alternatives = [part.model_fields.items() for parts in choice_sections().values() for part in parts]
+    bounds = {
+        (", ".join(re.findall(r"(?:above|at least|at most|below) \d+", allowed(info))), path.rpartition(".")[2])
+        for path, info in itertools.chain(field_paths().items(), *alternatives)
+    }
+    expected = {(text, name) for text, names in BOUNDS.items() for name in names.split()}
+    assert {(text, name) for text, name in bounds if text} == expected
+
+
+def test_runs_stop_at_the_bounds_of_their_scheme():
+    """On the mean |Δ log p| and the k3, as docs/explain/mismatch.md chose them."""
+    wider = {"w4afp8": (0.1, 0.01), "fp8": (0.1, 0.01), "fp8-block": (0.1, 0.01), "nvfp4": (0.2, 0.04)}
+    bounds = {name: (spec.bound, spec.k3_bound) for name, spec in SCHEME_SPECS.items()}
+    assert bounds == dict.fromkeys(bounds, (0.05, 0.005)) | wider
 
 
 SAPO, GRPO = {"learner.objective.name": "sapo"}, {"learner.objective.name": "grpo"}
