@@ -79,23 +79,17 @@ def test_the_workers_of_a_server_stage_one_version():
 
 
 def test_a_request_depends_on_prompt_and_sample_alone():
-    """Contract: sample k of the run's prompt j is asked for alike, whichever process or server it falls to."""
+    """Contract: sample k of the run's prompt j is asked for alike, whichever process or server it falls to; and where
+    no stop text is looked for, a server decodes nothing."""
     prompt, whole = Prompt("p", "", (1, 2)), Sampling(samples=2, max_new_tokens=4, seed=3)
     shared = dataclasses.replace(whole, first_prompt=5)
     assert completion_request(prompt, whole, 6, 1, "s") == completion_request(prompt, shared, 1, 1, "s")
     others = [completion_request(prompt, whole, j, k, "s") for j in range(3) for k in range(2)]
     assert len({request["sampling_params"]["seed"] for request in others}) == 6
     assert json.loads(json.dumps(others)) == others
-
-
-def test_servers_decode_what_stop_texts_need_alone():
-    """Contract: where no stop text is looked for, a server decodes nothing."""
-    prompt, sampling = Prompt("p", "", (1, 2)), Sampling(samples=1, max_new_tokens=4)
-    modes = {}
-    for stop in ((), ("END",)):
-        request = completion_request(prompt, dataclasses.replace(sampling, stop=stop), 0, 0, "s")
-        modes[stop] = (request["output_mode"], request["sampling_params"]["detokenize"])
-    assert modes == {(): ("tokens", False), ("END",): ("text", True)}
+    for stop, mode in (((), "tokens"), (("END",), "text")):
+        request = completion_request(prompt, dataclasses.replace(whole, stop=stop), 0, 0, "s")
+        assert (request["output_mode"], request["sampling_params"]["detokenize"]) == (mode, bool(stop))
     assert not scoring_request((1, 2), "s")["sampling_params"]["detokenize"]
 
 
@@ -184,13 +178,6 @@ def test_servers_are_a_number_or_addresses():
             load_config(None, {f"rollout.{name}": value})
 
 
-def test_runs_that_share_a_folder_have_their_own_in_it(tmp_path: Path):
-    """Two seeds of one configuration, and two runs of one name."""
-    runs = [tmp_path / name for name in ("a/seed0", "a/seed1", "b/seed0")]
-    names = {_folder_name(run, run_name(run)) for run in runs}
-    assert len(names) == 3 and names == {_folder_name(run, run_name(run)) for run in runs}
-
-
 def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
     """Blind spot: that vLLM takes them is tests/engine/test_servers.py's."""
     options = VllmOptions(RolloutConfig(max_num_seqs=7, prefix_caching=False))
@@ -222,12 +209,16 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path,
 
 
 def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Contract: one name a run, whoever asks first, and no two runs' are the same."""
+    """Contract: one name a run, whoever asks first, and no two runs' are the same. In a folder that they share each has
+    its own: two seeds of one configuration, and two runs of one name."""
     with ThreadPoolExecutor(8) as threads:
         names = set(threads.map(lambda _: run_name(tmp_path / "a"), range(8)))
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert names == {run_name(tmp_path / "a")} != {run_name(tmp_path / "b")}
     assert [file.name for file in (tmp_path / "a/servers").iterdir()] == ["run"]
+    runs = [tmp_path / name for name in ("a/seed0", "a/seed1", "b/seed0")]
+    names = {_folder_name(run, run_name(run)) for run in runs}
+    assert len(names) == 3 and names == {_folder_name(run, run_name(run)) for run in runs}
 
 
 def test_replicas_on_cpus_keep_memory_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
