@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.runtime import libraries
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
+from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.open import _folder_name, run_name
 from qarl.rollout.servers.sender import VersionSender
 from qarl.rollout.servers.versions import Version, read_delta, read_version, remove_versions, write_delta, write_version
@@ -200,12 +202,27 @@ def test_an_engine_has_the_runs_settings(gpus: bool, setting: bool | None, eager
 
 
 def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Blind spot: that nothing listens elsewhere then is tests/engine/test_servers.py's."""
+    """And on CPUs memory, unless told otherwise. Blind spot: that nothing listens elsewhere then is
+    tests/engine/test_servers.py's."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     environment = replica_environment("k", tmp_path)
     assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["VLLM_HOST_IP"] == "127.0.0.1"
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == "k"
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for device in ("cpu", ""):
+        monkeypatch.setenv("DS_ACCELERATOR", device)
+        assert ("trim_threshold" in replica_environment(None, tmp_path).get("GLIBC_TUNABLES", "")) == (device == "cpu")
+    monkeypatch.setenv("GLIBC_TUNABLES", "a.b=1")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert replica_environment(None, tmp_path)["GLIBC_TUNABLES"] == "a.b=1"
+
+
+def test_an_engine_that_cannot_begin_leaves_nothing_running(tmp_path: Path):
+    before = threading.active_count()
+    with pytest.raises(EngineError, match=r"no server answers at http://127.0.0.1:9"):
+        ServerEngine(["http://127.0.0.1:9"], None, tmp_path, tmp_path, VllmOptions(), "run")
+    assert threading.active_count() == before
 
 
 def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -219,17 +236,6 @@ def test_a_run_keeps_its_name_on_another_machine(tmp_path: Path, monkeypatch: py
     runs = [tmp_path / name for name in ("a/seed0", "a/seed1", "b/seed0")]
     names = {_folder_name(run, run_name(run)) for run in runs}
     assert len(names) == 3 and names == {_folder_name(run, run_name(run)) for run in runs}
-
-
-def test_replicas_on_cpus_keep_memory_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert "trim_threshold" in replica_environment(None, tmp_path)["GLIBC_TUNABLES"]
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
-    assert replica_environment(None, tmp_path)["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
-    monkeypatch.delenv("GLIBC_TUNABLES")
-    monkeypatch.delenv("DS_ACCELERATOR")
-    assert "GLIBC_TUNABLES" not in replica_environment(None, tmp_path)
 
 
 def test_replicas_have_devices_of_their_own():
