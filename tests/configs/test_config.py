@@ -114,7 +114,6 @@ def test_fields_are_described_and_bounded():
 
 
 def test_runs_stop_at_the_bounds_of_their_scheme():
-    """On the mean |Δ log p| and the k3, as docs/explain/mismatch.md chose them."""
     wider = {"w4afp8": (0.1, 0.01), "fp8": (0.1, 0.01), "fp8-block": (0.1, 0.01), "nvfp4": (0.2, 0.04)}
     bounds = {name: (spec.bound, spec.k3_bound) for name, spec in SCHEME_SPECS.items()}
     assert bounds == dict.fromkeys(bounds, (0.05, 0.005)) | wider

@@ -65,6 +65,8 @@ def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(name: str, maste
         assert made.scale is not None
         assert torch.equal(as_bytes(made.scale), as_bytes(scale))
         assert torch.equal(made.unpacked(), expected)
+    with pytest.raises(ValueError, match="has a scale beyond"):
+        materialize(weight, scheme, dtype, scale=scale.index_fill(0, torch.tensor(1), torch.inf))
     with pytest.raises(ValueError, match="NaN or infinity"):
         materialize(weight.fill_(float("nan")), scheme, dtype, scale=scale)
 

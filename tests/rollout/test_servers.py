@@ -193,7 +193,6 @@ def test_a_replica_has_the_settings_of_an_engine_in_process(tmp_path: Path):
     ("gpus", "setting", "eager"), [(False, None, True), (False, False, False), (True, None, False), (True, True, True)]
 )
 def test_an_engine_has_the_runs_settings(gpus: bool, setting: bool | None, eager: bool, monkeypatch):
-    """Contract: CUDA graphs on GPUs unless refused; on CPUs prompts are scheduled whole."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     arguments = llm_arguments(VllmOptions(RolloutConfig(enforce_eager=setting, kv_cache_gib=3, max_prompt_tokens=9000)))
     assert (arguments["enforce_eager"], arguments["kv_cache_memory_bytes"]) == (eager, 3 * 2**30)
