@@ -89,7 +89,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --model Qwen3-0.6B", "as in Qwen/Qwen3-0.6B"),
         ("train --model model.gguf", "'model.gguf' is a file; give the folder"),
         ("train --model taken", "'taken' has no config.json"),
-        ("train --task nope.jsonl", "task file nope.jsonl does not exist"),
+        ("train --task [red]nope.jsonl", "task file [red]nope.jsonl does not exist"),
         ("train --task list.json", "jq -c '.[]' list.json > list.jsonl"),
         ("train --task chain_sums", "unknown task 'chain_sums'; did you mean chain_sum"),
         ("train --task chain_sum --task.options.terms 2", "unknown option 'terms' of task 'chain_sum'"),
