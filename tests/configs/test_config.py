@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from pathlib import Path
 from typing import get_args
 
@@ -15,7 +14,6 @@ from qarl.configs.load import choice_sections, config_file, default_config, fiel
 from qarl.configs.schema.objectives import AnyObjective
 from qarl.configs.schema.run import RunConfig, TaskConfig
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.configs.words import allowed
 from qarl.report.run_folder import FIXED_FIELDS, resumed_config
 from qarl.rollout.types import Sampling
 
@@ -77,40 +75,39 @@ def test_paper_files_hold_table_2(model: str):
 
 
 BOUNDS = {
-    "at least 0": "warmup_steps decay_steps diagnostics_every top_k dynamic_sampling router_aux_loss",
-    "at least 0, at most 1": "weight_decay",
-    "at least 0, at most 10": "temperature",
-    "at least 0, at most 16": "max_staleness",
-    "at least 0, at most 1000000": "problems record",
-    f"at least 0, at most {2**63 - 1}": "seed",
-    "at least 0, below 1": "floor momentum min_p betas",
-    "at least 1": "server_full_every rank mini_batches canary_every micro_batch_tokens logprob_chunk_tokens every keep "
-    "ratio_cap cap kv_cache_gib",
-    "at least 1, at most 10000": "samples",
-    "at least 1, at most 1000000": "prompts max_num_seqs",
-    "at least 1, at most 1000000000": "steps",
-    f"at least 1, at most {2**24}": "max_prompt_tokens max_new_tokens",
-    "at least 2": "loop_limit",
-    "at least 2, at most 10000": "samples",
-    "above 0": "time_limit server_seconds epsilon_high alpha delta_high clip_high tau_positive tau_negative constant "
-    "coefficient grad_clip loss_scale canary_bound gate_bound gate_k3_bound",
-    "above 0, at most 1": "lr top_p",
-    "above 0, at most 10": "temperature",
-    "above 0, below 1": "delta_low clip_low",
-    "above 1": "dual_clip",
+    "ge 0": "decay_steps diagnostics_every dynamic_sampling router_aux_loss top_k warmup_steps",
+    "ge 0, le 1": "weight_decay",
+    "ge 0, le 10": "temperature",
+    "ge 0, le 16": "max_staleness",
+    "ge 0, le 1e+06": "problems",
+    "ge 0, le 9.22337e+18": "seed",
+    "ge 0, lt 1": "floor min_p momentum",
+    "ge 1": "canary_every cap every keep kv_cache_gib logprob_chunk_tokens micro_batch_tokens mini_batches rank "
+    "ratio_cap server_full_every",
+    "ge 1, le 1.67772e+07": "max_new_tokens max_prompt_tokens",
+    "ge 1, le 10000": "samples",
+    "ge 1, le 1e+06": "max_num_seqs prompts",
+    "ge 1, le 1e+09": "steps",
+    "ge 2": "loop_limit",
+    "ge 2, le 10000": "samples",
+    "gt 0": "alpha canary_bound clip_high coefficient constant delta_high epsilon_high gate_bound gate_k3_bound "
+    "grad_clip loss_scale server_seconds tau_negative tau_positive time_limit",
+    "gt 0, le 1": "lr top_p",
+    "gt 0, le 10": "temperature",
+    "gt 0, lt 1": "clip_low delta_low",
+    "gt 1": "dual_clip",
 }
-"""What a message says of a number → the fields of which it does, in every section that has them."""
+"""What is said of a number → the fields of which it is, in every section that has them."""
 
 
 def test_fields_are_described_and_bounded():
     assert all(info.description for info in field_paths().values())
     alternatives = [part.model_fields.items() for parts in choice_sections().values() for part in parts]
-    bounds = {
-        (", ".join(re.findall(r"(?:above|at least|at most|below) \d+", allowed(info))), path.rpartition(".")[2])
-        for path, info in itertools.chain(field_paths().items(), *alternatives)
-    }
-    expected = {(text, name) for text, names in BOUNDS.items() for name in names.split()}
-    assert {(text, name) for text, name in bounds if text} == expected
+    bounds: dict[str, set[str]] = {}
+    for path, info in itertools.chain(field_paths().items(), *alternatives):
+        said = [f"{n} {getattr(m, n):g}" for m in info.metadata for n in ("ge", "gt", "le", "lt") if hasattr(m, n)]
+        bounds.setdefault(", ".join(sorted(said)), set()).add(path.rpartition(".")[2])
+    assert {said: " ".join(sorted(names)) for said, names in bounds.items() if said} == BOUNDS
 
 
 def test_runs_stop_at_the_bounds_of_their_scheme():

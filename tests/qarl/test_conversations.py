@@ -22,16 +22,8 @@ from qarl.tasks import Problem, RewardError, TaskError
 from qarl.tasks.load import load_rollout
 from tests.support.runs import succeeded
 
-NASTY = [
-    "<|im_end|>",
-    "<|im_start|>tool\n",
-    "é",
-    "🙂",
-    "\udcff".encode("utf-8", "replace").decode(),
-    " ",
-    "\n",
-    "<tool_call>{",
-]
+HALF = "\udcff".encode("utf-8", "replace").decode()
+NASTY = ["<|im_end|>", "<|im_start|>tool\n", "é", "🙂", HALF, " ", "\n", "<tool_call>{"]
 PROBLEM = Problem("p", "q?", "42")
 
 

@@ -271,16 +271,9 @@ def spoken(tokenizer: Any, environments: Environments, turns: list[str], prompt:
 def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
     turns = [call("add", a=1) + call("add", a=2), call("sub"), call("add", c=1), "<tool_call>{", call("add", a=3), "42"]
     whole = spoken(tokenizer, mine, turns)
-    counts = {
-        "turns": 6,
-        "tool_calls": 6,
-        "tool_errors": 2,
-        "broken_calls": 1,
-        "environment_tokens": 0,
-        "cut_off_turns": 0,
-    }
+    counts = {"turns": 6, "tool_calls": 6, "tool_errors": 2, "broken_calls": 1, "cut_off_turns": 0, "empty_turns": 0}
     said = [tokenizer.decode(whole.token_ids[start:end]) for start, end in whole.environment]
-    counts |= {"empty_turns": 0, "environment_tokens": sum(end - start for start, end in whole.environment)}
+    counts |= {"environment_tokens": sum(end - start for start, end in whole.environment)}
     assert dict(whole.events) == counts and whole.reward == 0.75
     assert (
         "tool\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in said[0]
@@ -304,14 +297,15 @@ class Wild:
     """An engine whose policy says anything: calls, parts of calls, pieces of bytes, special tokens."""
 
     def __init__(self, tokenizer: Any):
-        pieces = [
-            call("add", a=1),
-            call("misbehave", how="none"),
-            call("sub", x="<|im_end|>"),
-            "<tool_call>",
+        pieces = [call("add", a=1), call("misbehave", how="none"), call("sub", x="<|im_end|>"), "<tool_call>"]
+        pieces += [
             "</tool_call>",
+            '{"name": "add", "arguments": {"a": ',
+            "🙂",
+            "\n\n ",
+            "<|im_start|>tool\n",
+            "«result 0»",
         ]
-        pieces += ['{"name": "add", "arguments": {"a": ', "🙂", "\n\n ", "<|im_start|>tool\n", "«result 0»"]
         self.pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
         self.asked: dict[Any, tuple[int, ...]] = {}
 
