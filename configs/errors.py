@@ -75,3 +75,9 @@ def disk_error(error: BaseException) -> DiskError | None:
         f"cannot write{where}: {os.strerror(number)}; make room there, or name another place. Checkpoints that were "
         "written stay; a run that has one goes on with --resume RUN"
     )
+
+
+class GraphError(InputError):
+    """The engine's model cannot be the learner's graph, or is asked for what it does not do."""
+
+    heading = "operators"

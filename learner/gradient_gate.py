@@ -8,9 +8,9 @@ late.
 import torch
 from torch import nn
 
+from qarl.configs.errors import GraphError
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.processes import Processes
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.model.low_bit_model import LowBitModel
 
 _TOKENS = 8

@@ -21,6 +21,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES
 from qarl.report.run_folder import new_path
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Task, solution_of
+from qarl.tasks.rewards import no_signal
 
 _LOOKED_AT = 512
 """Problems whose lengths are measured."""
@@ -76,6 +77,9 @@ def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
 
 def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
     """The reward and the verdict on a right answer and on another problem's, bare and boxed."""
+    if task.reward is no_signal:
+        yield Finding("note", "reward", "the environment's, which speaks with the policy first")
+        return
     problem = problems[0]
     wrong = next((p.answer for p in problems if p.answer.strip() != problem.answer.strip()), f"{problem.answer}0")
     texts = [solution_of(problem), f"\\boxed{{{problem.answer}}}", wrong, f"\\boxed{{{wrong}}}"]

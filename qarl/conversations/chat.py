@@ -19,8 +19,7 @@ from qarl.conversations import Conversation, OutOfRoomError
 from qarl.conversations.tools import Said, ToolCall, ToolTurns
 from qarl.rollout.types import Completion
 
-_TAKEN = frozenset(["messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"])
-_IGNORED = frozenset(["model", "user", "metadata"])
+_TAKEN = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", "model", "user"}
 _USUAL: dict[str, Any] = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "store": False}
 """Fields of a request that may have this value alone."""
 
@@ -198,7 +197,7 @@ def _read(body: Any) -> tuple[Request, int | None]:
     """A request's messages and tools, and the most tokens of the turn."""
     try:
         for name, value in body.items():
-            if name not in _TAKEN | _IGNORED and value not in (None, _USUAL.get(name)):
+            if name not in _TAKEN and value not in (None, _USUAL.get(name)):
                 raise ChatError(f"{name} {value!r:.80} is not taken: the run says how turns are sampled; leave it out")
         messages = [_message(message) for message in body["messages"]]
         if not messages:

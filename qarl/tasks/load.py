@@ -12,7 +12,7 @@ from qarl.tasks.base import Scorer, Source, TaskError
 from qarl.tasks.environments import open_environments
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
-from qarl.tasks.rewards import each, exact_answer
+from qarl.tasks.rewards import each, exact_answer, no_signal
 from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
 from qarl.tasks.scorers import checker_of, reward_of, tolerant
 from qarl.tasks.table import Columns, Table, make_table
@@ -43,7 +43,7 @@ def load_task(config: TaskConfig) -> Task:
                 f"task.reward {config.reward!r} and get_reward of environment {config.environment!r} both give "
                 "rewards; leave one of them out"
             )
-        reward = each(lambda problem, text: None)  # of a conversation that lost its environment
+        reward = no_signal
     if config.reward is None and config.on_error != "stop":
         raise TaskError(f"task.on_error {config.on_error!r} is for your own reward; give task.reward, or leave it out")
     if config.reward is not None:
@@ -74,7 +74,7 @@ def _of_verifiers(config: TaskConfig) -> Task:
     host = open_verifiers(config.name, json.dumps(config.options, sort_keys=True), config.time_limit)
     checker = rewarded if config.correct is None else checker_of(config.correct, config.name, config.time_limit)
     return Task(
-        source=host.table(), reward=each(lambda problem, text: None), checker=checker, template=config.template,
+        source=host.table(), reward=no_signal, checker=checker, template=config.template,
         rollout=host.rollout, time_limit=None,
     )  # fmt: skip
 

@@ -1,11 +1,11 @@
 """Rewards and verdicts that ship with QaRL, as plain functions of a problem and a completion's text."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qarl.configs.functions import in_words
-from qarl.tasks.base import Failure, Problem, Scorer
+from qarl.tasks.base import Failure, Problem, Response, Scorer
 
 _BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 """What opens or closes a box or a group; an escaped brace does neither."""
@@ -46,6 +46,11 @@ def attempt(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
     except (Exception, SystemExit) as error:
         return Failure(f"raised {in_words(error)}")
+
+
+def no_signal(responses: Sequence[Response]) -> list[Any]:
+    """The reward of a task whose environment gives its own."""
+    return [None] * len(responses)
 
 
 def each(function: Callable[[Problem, str], Any]) -> Scorer:

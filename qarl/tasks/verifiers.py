@@ -16,7 +16,7 @@ from qarl.tasks.base import Problem, RewardError, Split, TaskError, is_heldout
 from qarl.tasks.environments import readable
 from qarl.tasks.signatures import too_long
 from qarl.tasks.table import Counts, Table
-from qarl.tasks.verifiers_host import Outcome, TaskOfIt
+from qarl.tasks.verifiers_host import Begins, Outcome
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Child
 
@@ -35,19 +35,19 @@ class VerifiersHost:
         )
         self._host = Child(job, "qarl.tasks.verifiers_host")
         self._asking = threading.Lock()
-        self._tasks: list[TaskOfIt] = self._host.start()
+        self._tasks: list[Begins] = self._host.start()
         atexit.register(self._host.end)
 
     def table(self) -> Table:
         """Its tasks, of which one in eight is held out, by its content. Raises `TaskError` where it has none."""
         by_split: dict[Split, list[Problem]] = {"train": [], "heldout": []}
-        for number, task in enumerate(self._tasks):
-            question = task.messages[-1]["content"] if task.messages else f"task {number}"
-            messages = task.messages if len(task.messages) > 1 else ()
+        for number, (key, messages) in enumerate(self._tasks):
+            question = messages[-1]["content"] if messages else f"task {number}"
+            chat = messages if len(messages) > 1 else ()
             problem = Problem(
-                id=f"{self.name}:{number}", question=question, answer="", metadata={"number": number}, messages=messages
+                id=f"{self.name}:{number}", question=question, answer="", metadata={"number": number}, messages=chat
             )
-            by_split["heldout" if is_heldout(task.key) else "train"].append(problem)
+            by_split["heldout" if is_heldout(key) else "train"].append(problem)
         if not self._tasks:
             raise TaskError(f"{self.name} has no task; give other options")
         return Table(self.name, by_split, Counts(rows=len(self._tasks)))

@@ -2,7 +2,7 @@
 
     python -c "from qarl.tasks.verifiers_host import serve; serve(FD)"          (see `qarl.tasks.verifiers`)
 
-Over the pipe comes one `Job`, answered by a list of `TaskOfIt`, or in words by why there is none; then file
+Over the pipe comes one `Job`, answered by how its tasks begin, or in words by why there is none; then file
 descriptors, each a conversation's pipe, on which come a task's place and the URL of the policy, answered by an
 `Outcome`. A pipe that is closed before that ends the conversation.
 """
@@ -20,13 +20,8 @@ from qarl.configs.functions import in_words
 from qarl.tasks.base import Message, TaskError
 from qarl.tasks.worker import begin, end_with
 
-
-@dataclass(frozen=True)
-class TaskOfIt:
-    """key: the same in every run. messages: how it begins, without its tools; () where a user's words come later."""
-
-    key: str
-    messages: tuple[Message, ...]
+Begins = tuple[str, tuple[Message, ...]]
+"""A task's key, the same in every run, and its first messages, without its tools; () where a user speaks later."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ def serve(fd: int) -> None:
     try:
         environment = load(job.spec, job.options)
         tasks = list(environment.taskset)
-        connection.send([_described(task) for task in tasks])
+        connection.send([_begins(task) for task in tasks])
     except (Exception, SystemExit) as error:  # a package's own, at its import or at its data
         words = str(error) if isinstance(error, TaskError) else in_words(error)
         connection.send(f"task verifiers:{job.spec}: {words}")
@@ -69,12 +64,12 @@ def load(name: str, options: dict[str, Any]) -> Any:
     return environment
 
 
-def _described(task: Any) -> TaskOfIt:
+def _begins(task: Any) -> Begins:
     data = task.data
     chat = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if data.prompt is not None:
         chat += [{"role": "user", "content": data.prompt_text}]
-    return TaskOfIt(task.key, tuple(chat))
+    return task.key, tuple(chat)
 
 
 async def _serve(connection: Connection, environment: Any, tasks: list[Any]) -> None:

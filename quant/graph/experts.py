@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from qarl.quant.graph.errors import GraphError
+from qarl.configs.errors import GraphError
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.layers.experts import RoutedLowBitExperts
 

@@ -25,8 +25,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from qarl.configs.errors import GraphError
 from qarl.quant.graph.attention import attention
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.graph.experts import RoutedLayer
 from qarl.quant.graph.operators import Operator
 from qarl.quant.graph.packing import Sequences

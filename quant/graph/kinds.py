@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backend import AttentionType
 
-from qarl.quant.graph.errors import GraphError
+from qarl.configs.errors import GraphError
 
 
 def refuse_unknown(name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]) -> None:

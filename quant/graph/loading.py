@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from qarl.quant.graph.errors import GraphError
+from qarl.configs.errors import GraphError
 from qarl.quant.graph.skeleton import Skeleton, quiet
 from qarl.quant.kernels.vllm import alone
 

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from qarl.quant.graph.errors import GraphError
+from qarl.configs.errors import GraphError
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.runtime.batch_invariance import kernel_arguments

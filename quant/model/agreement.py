@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.shapes import plan_layers
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.surgery import replace_layers

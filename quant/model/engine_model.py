@@ -15,8 +15,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import family_of
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.graph.graph import Graph, Masters
 from qarl.quant.graph.kinds import refuse_unknown
 from qarl.quant.graph.loading import trace_loading

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from qarl.configs.errors import GraphError
 from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.graph.packing import Packed, Pick, Sequences
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.kernels import KernelError

@@ -9,10 +9,10 @@ from collections import defaultdict
 from torch import nn
 from transformers import PreTrainedModel
 
+from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import ExpertsShape, Family, experts_per_token, family_of, fused_experts
 from qarl.quant.checkpoint.plan import Plan, stacked_name
 from qarl.quant.checkpoint.shapes import router_names, weight_shapes
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts

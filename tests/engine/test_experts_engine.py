@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.quant.graph.errors import GraphError
+from qarl.configs.errors import GraphError
 from qarl.quant.kernels import make_factory
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SchemeError

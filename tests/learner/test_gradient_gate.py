@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from qarl.configs.errors import GraphError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.gradient_gate import require_gradients
 from qarl.learner.processes import Processes
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.model.add_lora import add_adapters
 from tests.support.learners import batch_of, experts_policy, logprob_gradients, policy
 

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qarl.configs.errors import ConfigError
+from qarl.configs.errors import ConfigError, GraphError
 from qarl.learner.batching import Batch
 from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
-from qarl.quant.graph.errors import GraphError
 from tests.support.learners import (
     VOCABULARY,
     assert_same_trajectory,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
+from qarl.configs.errors import GraphError
 from qarl.quant.graph import experts, operators
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.kernels import vllm as vllm_kernels
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.agreement import agreement

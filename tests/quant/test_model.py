@@ -13,13 +13,12 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qarl.configs.errors import ConfigError
+from qarl.configs.errors import ConfigError, GraphError
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.learner import Learner
 from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.graph.errors import GraphError
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme

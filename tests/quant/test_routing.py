@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
-from qarl.quant.graph.errors import GraphError
+from qarl.configs.errors import GraphError
 from qarl.quant.graph.experts import RoutedLayer, weights_of
 from qarl.quant.graph.kinds import _of_experts
 from qarl.quant.graph.router_log import RouterLog
