@@ -1,5 +1,6 @@
 """A transformers model folder or hub id → a causal LM whose parameters are the masters."""
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
 from qarl.quant.checkpoint.folder import check_model, local_folder, not_in_hub, tensor_shapes, weight_files
+from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
 
 
 def resolve_model(name: str) -> Path:
@@ -52,8 +54,8 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 def model_skeleton(folder: Path) -> PreTrainedModel:
     """The model in `folder` on the meta device: names, kinds and shapes of its layers without any weight.
 
-    Raises `ModelError` for what `check_model` refuses, for a config.json of an unknown architecture, and for one of
-    another model than the tensors.
+    Raises `ModelError` for what `check_model` refuses, for a config.json of an unknown architecture, and for experts
+    that are incomplete; `SchemeError` for experts whose checkpoint layout is not known.
     """
     check_model(folder)
     try:
@@ -68,6 +70,7 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
         raise
     except Exception as error:
         raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {_first_line(error)}") from error
+    _check_experts(folder, model)
     _check_shapes(folder, model)
     return model
 
@@ -92,6 +95,29 @@ def _first_line(error: Exception, longest: int = 300) -> str:
     return text if len(text) <= longest else text[:longest] + "…"
 
 
+def _check_experts(folder: Path, model: PreTrainedModel) -> None:
+    """Name the experts' tensors that are missing, too many or of another size: transformers stacks the experts that it
+    reads, and reports shapes of the stack. A layer of which the checkpoint has no expert under the layout's names is
+    left to the loader: it may be stored fused, or under a prefix the loader strips."""
+    layers = expert_modules(model)
+    stored = tensor_shapes(folder) if layers and weight_files(folder) else {}
+    expected = {f"{name}.weight": list(shape) for name, shape in weight_shapes(model).items()} if layers else {}
+    faults = []
+    for layer in layers:
+        one = re.compile(rf"{re.escape(layer)}\.\d+\.")
+        if any(map(one.match, stored)):
+            names = filter(one.match, {**expected, **stored})
+            faults += [(name, stored.get(name), expected.get(name)) for name in names]
+    wrong = [
+        f"{name!r} is {there or 'missing'} instead of {due or 'none'}" for name, there, due in faults if there != due
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ModelError(
+            f"model {str(folder)!r} has other experts than its config.json: {wrong[0]}{more}; copy it again"
+        )
+
+
 def load_masters(
     folder: Path,
     dtype: torch.dtype,
@@ -103,28 +129,20 @@ def load_masters(
     device: where the masters live and the learner computes; None is the CPU. reading: entered while the weights are
     read, for a backend that partitions them as they come.
 
-    Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, for those of another shape
-    than config.json says, and for those that hold NaN or infinity; of parameters that `reading` partitions, what this
-    process has of them is looked at.
+    Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, and for those that hold NaN
+    or infinity; of parameters that `reading` partitions, what this process has of them is looked at.
     """
     model_skeleton(folder)
     try:
         with reading or nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-            )  # they are told below, in our words
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded
     except Exception as error:
         raise ModelError(f"model {str(folder)!r} could not be loaded: {_first_line(error)}") from error
-    if missing := sorted(info["missing_keys"]):
+    if info["missing_keys"] or info.get("mismatched_keys"):
+        missing = sorted(info["missing_keys"]) or [str(k) for k in info["mismatched_keys"]]
         raise ModelError(
             f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; copy it again"
-        )
-    if mismatched := sorted(info["mismatched_keys"]):
-        name, stored, expected = mismatched[0]
-        raise ModelError(
-            f"model {str(folder)!r}: tensor {name!r} is {list(stored)} in its files and {list(expected)} by its "
-            "config.json; the two are of different models, or files are cut short: copy it again"
         )
     check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)

@@ -127,39 +127,52 @@ def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tm
 def test_unknown_layouts_are_refused_from_the_skeleton(config, words: str, tmp_path: Path):
     config.save_pretrained(tmp_path)
     with pytest.raises(SchemeError, match=f"{words}.*3-D weights.*known are mixtures of experts"):
-        plan_layers(model_skeleton(tmp_path), get_scheme("w4a16"))
+        model_skeleton(tmp_path)
 
 
-def spoiled(tmp_path: Path, kind: str, drop: str) -> Path:
+def spoiled(tmp_path: Path, kind: str, drop: str, shards: bool = False) -> Path:
     """A checkpoint without the tensors whose name contains `drop`."""
-    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
+    random_moe(CONFIGS[kind]).save_pretrained(tmp_path, max_shard_size="300KB" if shards else "1GB")
     for file in tmp_path.glob("*.safetensors"):
         tensors = load_file(file)
         save_file({n: t for n, t in tensors.items() if drop not in n}, file, metadata={"format": "pt"})
     return tmp_path
 
 
+@pytest.mark.parametrize("shards", [False, True], ids=["one-file", "shards"])
 @pytest.mark.parametrize(
-    ("kind", "drop", "words"),
+    ("kind", "drop", "first", "more"),
     [
-        ("qwen3_moe", "layers.1.mlp.experts.3.up_proj", "could not be loaded"),
-        ("qwen3_moe", "layers.1.mlp.experts.4.", r"experts\.down_proj' is \[4, 128, 128\] .* and \[5, 128, 128\] by"),
-        ("qwen3_moe", "layers.1.mlp.experts.", r"lacks 2 tensors, the first being '[\w.]*experts\.down"),
-        ("mixtral", "layers.0.block_sparse_moe.experts.0.w2", r"experts\.down_proj' is \[2, .* and \[3, "),
-        ("deepseek_v3", "layers.1.mlp.experts.1.down", r"experts\.down_proj' is \[3, .* and \[4, "),
+        ("qwen3_moe", "layers.1.mlp.experts.3.up_proj", "model.layers.1.mlp.experts.3.up_proj.weight", ""),
+        ("qwen3_moe", "layers.1.mlp.experts.4.", "model.layers.1.mlp.experts.4.gate_proj.weight", r" \(and 2 more\)"),
+        ("mixtral", "layers.0.block_sparse_moe.experts.0.w2", r"layers.0.block_sparse_moe.experts.0.w2.weight", ""),
+        ("deepseek_v3", "layers.1.mlp.experts.1.down", "model.layers.1.mlp.experts.1.down_proj.weight", ""),
     ],
 )
-def test_missing_experts_are_refused(kind: str, drop: str, words: str, tmp_path: Path):
-    with pytest.raises(ModelError, match=words):
-        load_masters(spoiled(tmp_path, kind, drop), torch.float32)
+def test_missing_experts_are_named(kind: str, drop: str, first: str, more: str, shards: bool, tmp_path: Path):
+    folder = spoiled(tmp_path, kind, drop, shards)
+    for read in (model_skeleton, lambda path: load_masters(path, torch.float32)):
+        with pytest.raises(
+            ModelError, match=rf"other experts than .*: '[\w.]*{first}' is missing instead of [^(]*{more}; copy it"
+        ):
+            read(folder)
+
+
+def test_a_layer_without_any_expert_is_refused(tmp_path: Path):
+    folder = spoiled(tmp_path, "qwen3_moe", "layers.1.mlp.experts.")
+    with pytest.raises(ModelError, match=r"lacks 2 tensors, the first being 'model\.layers\.1\.mlp\.experts\.down"):
+        load_masters(folder, torch.float32)
 
 
 def test_experts_of_other_number_or_size_than_the_config_says(tmp_path: Path):
     random_moe(CONFIGS["qwen3_moe"]).save_pretrained(tmp_path)
     written = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(written.replace('"num_local_experts": 5', '"num_local_experts": 4'))
+    with pytest.raises(ModelError, match=r"experts\.4\.down_proj\.weight' is .* instead of none"):
+        model_skeleton(tmp_path)
     (tmp_path / "config.json").write_text(written.replace('_intermediate_size": 128', '_intermediate_size": 64'))
-    with pytest.raises(ModelError, match=r"down_proj' is \[5, 128, 128\] in its files and \[5, 128, 64\]"):
-        load_masters(tmp_path, torch.float32)
+    with pytest.raises(ModelError, match=r"gate_proj\.weight' is \[128, 128\] instead of \[64, 128\]"):
+        model_skeleton(tmp_path)
 
 
 def test_fused_checkpoints_are_left_to_the_loader(tmp_path: Path):
