@@ -12,9 +12,8 @@ class TaskConfig(Section):
 
     name: Text = Field(
         default="chain_sum",
-        description="built-in task (`qarl tasks` lists them), math, or your questions: a .jsonl, .csv, .tsv or "
-        ".parquet file, hf:ID or hf:FOLDER for a Hugging Face data set, or verifiers:ID for an environment of that "
-        "package",
+        description="built-in task (`qarl tasks` lists them), math, verifiers:ID, or your questions: a .jsonl, .csv, "
+        ".tsv or .parquet file, or hf:ID or hf:FOLDER for a Hugging Face data set",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

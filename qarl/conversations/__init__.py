@@ -19,6 +19,7 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks.base import Problem, RewardError, as_reward
 
+Ask = Callable[[Prompt], Awaitable[Completion]]
 Rollout = Callable[["Conversation", Problem], Awaitable[Any]]
 
 PATIENCE = 1.0
@@ -38,14 +39,7 @@ class Conversation:
     server: a `qarl.conversations.chat.ChatServer`, for `served`. waiting: whether the policy has to answer.
     """
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        tokenizer: Any,
-        limit: int,
-        ask: Callable[[Prompt], Awaitable[Completion]],
-        server: Any = None,
-    ):
+    def __init__(self, prompt: Prompt, tokenizer: Any, limit: int, ask: Ask, server: Any = None):
         self.tokenizer, self.events = tokenizer, Counter[str]()
         self.prompt, self._limit, self._ask, self._server = prompt, limit, ask, server
         self._turns: list[Completion] = []

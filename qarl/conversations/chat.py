@@ -184,13 +184,10 @@ class _Chat:
         whole = len(self._policy.prompt.token_ids) + len(self._policy.token_ids)
         new = 0 if self._cut_off or self._turn is None else len(self._turn.token_ids)
         return {
-            "id": f"chat-{self._policy.turns}",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "policy",
+            "id": f"chat-{self._policy.turns}", "object": "chat.completion", "created": 0, "model": "policy",
             "choices": [{"index": 0, "message": message, "finish_reason": reason}],
             "usage": {"prompt_tokens": whole - new, "completion_tokens": new, "total_tokens": whole},
-        }
+        }  # fmt: skip
 
 
 def _read(body: Any) -> tuple[Request, int | None]:

@@ -28,7 +28,7 @@ def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout
                 )
             with suppress(OutOfRoomError):  # cut off, and judged as it is
                 turn = await policy.generate()
-                while calls := turns.calls(turn):
+                while calls := turns.read(turn)[1]:
                     results = [await result(policy, environment, problem, call) for call in calls]
                     said = [Said(text, number) for number, text in enumerate(results)]
                     turn = await policy.generate(turns.reply(turn, calls, said))

@@ -54,12 +54,8 @@ class ToolTurns:
             self._written = self._way_of_results()
             self._parts(("a", "b"), (0, 1))
 
-    def calls(self, turn: Completion) -> list[ToolCall]:
-        """What a turn calls, in order. A turn that was cut off calls nothing."""
-        return self.read(turn)[1]
-
     def read(self, turn: Completion) -> tuple[str, list[ToolCall]]:
-        """What a turn says beside its calls, and these."""
+        """What a turn says beside its calls, and these, in order. A turn that was cut off calls nothing."""
         if turn.truncated or self._parser is None:
             return turn.text, []
         text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=False)

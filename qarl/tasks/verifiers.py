@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
@@ -66,8 +65,11 @@ class VerifiersHost:
         raise RewardError(f"{self.name} asked the policy for nothing at {problem.id!r}: {words or 'no error'}")
 
     async def _outcome(self, policy: Any, number: int, url: str) -> Outcome:
-        pipe = self._open()
+        pipe, theirs = Pipe()
         try:
+            with theirs, self._asking:
+                self._host.start()
+                send_handle(self._host.pipe, theirs.fileno(), None)
             pipe.send((number, url))
             while True:
                 before = policy.turns
@@ -81,13 +83,6 @@ class VerifiersHost:
             return Outcome(None, f"its process ended ({self._host.ending()})")
         finally:
             pipe.close()
-
-    def _open(self) -> Connection:
-        mine, theirs = Pipe()
-        with theirs, self._asking:
-            self._host.start()
-            send_handle(self._host.pipe, theirs.fileno(), None)
-        return mine
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from qarl.conversations.chat import ChatServer
 from qarl.conversations.tools import Said, ToolTurns
 from qarl.embedded.recipe import ensure_tiny
 from qarl.embedded.tokenizer import TOOL_TEMPLATE
-from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks import Problem, RewardError
 from tests.support.conversations import Script
 
@@ -29,9 +29,7 @@ def tokenizer() -> Any:
     return tokenizer
 
 
-def spoken(
-    tokenizer: Any, agent: Any, says: list[str], limit: int = 2000, longest: int = 2000, samples: int = 1
-) -> Any:
+def spoken(tokenizer: Any, agent: Any, says: list[str], limit: int = 2000, most: int = 2000, samples: int = 1) -> Any:
     """The conversations' prompt, the first of them, and what the engine was asked."""
 
     async def rollout(policy: Conversation, problem: Problem) -> Any:
@@ -39,7 +37,7 @@ def spoken(
             return await agent(lambda **how: client.chat.completions.create(model="any", **how), policy)
 
     engine: Any = Script(tokenizer, says)
-    server = ChatServer(tokenizer, "hermes", {}, longest)
+    server = ChatServer(tokenizer, "hermes", {}, most)
     problem, prompt = Problem("p", "q?", ""), Prompt("p", "q?", (5, 6))
     talk = converse(engine, rollout, 10.0, tokenizer, [problem], [prompt], Sampling(samples, limit), server)
     (opened,), ((first, *_),) = asyncio.run(talk)
@@ -146,7 +144,7 @@ def test_what_no_conversation_can_have_ends_the_run(tokenizer: Any, monkeypatch:
     with pytest.raises(RewardError, match=r"opened problem 'p' in two ways, .*a<\|im_end\|>.*begin alike"):
         spoken(tokenizer, otherwise, ["one"], samples=2)
     with pytest.raises(RewardError, match=r"has \d+ tokens, above rollout.max_prompt_tokens 5"):
-        spoken(tokenizer, careless, ["one"], longest=5)
+        spoken(tokenizer, careless, ["one"], most=5)
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(RewardError, match="no special token ends a turn"):
         spoken(tokenizer, careless, ["one"])
@@ -161,8 +159,6 @@ def test_a_template_that_drops_thoughts_goes_on_behind_them(tokenizer: Any, monk
         "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     )
-    turns, (turn, *_) = ToolTurns(tokenizer, "", {}), Script(tokenizer, ["<think>hm</think>one"]).generate(
-        [Prompt("p", "", (), (0, 0, 0))], Sampling(1, 9)
-    )[0]  # fmt: skip
-    reply = tokenizer.decode(turns.reply(turn, [], [Said("more")]))
+    turn = Completion((5, tokenizer.eos_token_id), (0.0, 0.0), "", 0, "stop")
+    reply = tokenizer.decode(ToolTurns(tokenizer, "", {}).reply(turn, [], [Said("more")]))
     assert reply == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"

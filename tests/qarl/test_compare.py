@@ -142,7 +142,6 @@ BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
         (BODY | {"reference": "c"}, "", "variant 'c' must be one of a, b"),
         (BODY | {"figures": {"x": "reward lst 3"}}, "", "'reward lst 3' must be METRIC mean, METRIC first N"),
         (BODY | {"evaluate": {"temprature": 1}}, "", "'temprature' must be one of suite, data"),
-        (BODY | {"evaluate": {"samples": 0}}, "", "eval.samples 0 must be greater than or equal to 1"),
         ({"variants": ["a"]}, "", "variants: ['a'] must be named options"),
         ({"variants": {"a": "w4a16"}}, "", "variants: a 'w4a16' must be options"),
         ({"variants": {"a": {"of": "b"}}}, "", "a-seed0: unknown option --of"),

@@ -244,8 +244,8 @@ def test_calls_are_read_as_vllm_reads_them(tokenizer: Any, mine: Environments):
     }  # fmt: skip
     for text, calls in texts.items():
         tokens = tokenizer(text + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-        assert turns.calls(completion(tokens)) == calls, text
-        assert turns.calls(completion(tokens, "length")) == []
+        assert turns.read(completion(tokens))[1] == calls, text
+        assert turns.read(completion(tokens, "length"))[1] == []
     with pytest.raises(ConfigError, match=r"'hermess' must be one of .*did you mean"):
         ToolTurns(tokenizer, "hermess", {"tools": TOOLS})
     with pytest.raises(ConfigError, match="'deepseek_v3' cannot be used with the tokenizer"):
@@ -356,7 +356,7 @@ def test_the_embedded_policy_learns_what_it_is_asked_in_a_run(tokenizer: Any, tm
     expected = list(prompter.prompt(problem).token_ids)
     for name, number in problem.metadata["values_by_name"].items():
         turn = completion(tokenizer(call("lookup", name=name) + "<|im_end|>", add_special_tokens=False)["input_ids"])
-        (asked,) = turns.calls(turn)
+        (asked,) = turns.read(turn)[1]
         assert after(environments, (asked.name, asked.arguments), problem=problem)[1] == str(number)
         expected += [*turn.token_ids, *turns.reply(turn, [asked], [Said(str(number), 0)])]
     end = tokenizer(problem.metadata["worked_solution"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
