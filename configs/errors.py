@@ -44,6 +44,12 @@ class ModelError(InputError):
     heading = "model"
 
 
+class GraphError(InputError):
+    """The engine's model cannot be the learner's graph, or is asked for what it does not do."""
+
+    heading = "operators"
+
+
 class PolicyError(InputError):
     """A policy or its engine asked for something out of turn, or for tokens that it cannot take."""
 
@@ -75,9 +81,3 @@ def disk_error(error: BaseException) -> DiskError | None:
         f"cannot write{where}: {os.strerror(number)}; make room there, or name another place. Checkpoints that were "
         "written stay; a run that has one goes on with --resume RUN"
     )
-
-
-class GraphError(InputError):
-    """The engine's model cannot be the learner's graph, or is asked for what it does not do."""
-
-    heading = "operators"

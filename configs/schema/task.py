@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from qarl.configs.schema.base import Section, Text
 
+VERIFIERS = "verifiers:"
+
 
 class TaskConfig(Section):
     """Where prompts and rewards come from."""
@@ -85,7 +87,7 @@ class TaskConfig(Section):
                 f"task.rollout {self.rollout!r} and task.environment {self.environment!r} both speak with the policy; "
                 "leave one of them out"
             )
-        speaks = self.environment or self.rollout or self.name.startswith("verifiers:")
+        speaks = self.environment or self.rollout or self.name.startswith(VERIFIERS)
         if not speaks and self.tool_parser != type(self).model_fields["tool_parser"].default:
             raise ValueError(
                 f"task.tool_parser {self.tool_parser!r} is for calls of tools: give task.environment or task.rollout, "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.functions import FunctionKind, load_function
-from qarl.configs.schema.task import TaskConfig
+from qarl.configs.schema.task import VERIFIERS, TaskConfig
 from qarl.tasks.base import Scorer, Source, TaskError
 from qarl.tasks.environments import open_environments
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
@@ -17,7 +17,7 @@ from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
 from qarl.tasks.scorers import checker_of, reward_of, tolerant
 from qarl.tasks.table import Columns, Table, make_table
 from qarl.tasks.task import Task
-from qarl.tasks.verifiers import VERIFIERS, open_verifiers, rewarded
+from qarl.tasks.verifiers import open_verifiers, rewarded
 
 MATH = "math"
 _ROLLOUT = "taking (policy, problem): async def rollout(policy, problem)"
@@ -57,18 +57,8 @@ def load_task(config: TaskConfig) -> Task:
 
 
 def _of_verifiers(config: TaskConfig) -> Task:
-    for field in (
-        "reward",
-        "rollout",
-        "environment",
-        "system",
-        "data",
-        "prompt",
-        "answer",
-        "subset",
-        "split",
-        "heldout",
-    ):
+    of_rows = ("data", "prompt", "answer", "subset", "split", "heldout")
+    for field in ("reward", "rollout", "environment", "system", *of_rows):
         if (value := getattr(config, field)) is not None:
             raise TaskError(f"task.{field} {value!r} is not for {config.name!r}, which brings its own; leave it out")
     host = open_verifiers(config.name, json.dumps(config.options, sort_keys=True), config.time_limit)

@@ -11,6 +11,7 @@ from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
 from typing import Any
 
+from qarl.configs.schema.task import VERIFIERS
 from qarl.tasks.base import Problem, RewardError, Split, TaskError, is_heldout
 from qarl.tasks.environments import readable
 from qarl.tasks.signatures import too_long
@@ -18,8 +19,6 @@ from qarl.tasks.table import Counts, Table
 from qarl.tasks.verifiers_host import Begins, Outcome
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Child
-
-VERIFIERS = "verifiers:"
 
 
 class VerifiersHost:
@@ -54,15 +53,14 @@ class VerifiersHost:
     async def rollout(self, policy: Any, problem: Problem) -> float | None:
         """Let the environment speak with the policy; its reward, None where it failed, which the metrics count. Raises
         `RewardError` where it does not speak at all, in three tries."""
-        words = ""
+        outcome = Outcome(None)
         for _ in range(3):
             async with policy.served() as url:
                 outcome = await self._outcome(policy, problem.metadata["number"], url)
             policy.events["environment_errors"] += outcome.reward is None
             if policy.turns:
                 return outcome.reward
-            words = outcome.words
-        raise RewardError(f"{self.name} asked the policy for nothing at {problem.id!r}: {words or 'no error'}")
+        raise RewardError(f"{self.name} asked the policy for nothing at {problem.id!r}: {outcome.words}")
 
     async def _outcome(self, policy: Any, number: int, url: str) -> Outcome:
         pipe, theirs = Pipe()

@@ -29,7 +29,7 @@ class Outcome:
     """reward: None where it failed, for the reasons in `words`."""
 
     reward: float | None
-    words: str = ""
+    words: str = "no error"
 
 
 def serve(fd: int) -> None:
@@ -103,9 +103,12 @@ async def _conversation(pipe: Connection, environment: Any, tasks: list[Any]) ->
         number, url = pipe.recv()
         loop.add_reader(fd, lambda: loop.remove_reader(fd) and myself.cancel())  # the parent closed it
         policy = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=url, api_key_var="QARL_NO_KEY"))
-        episode = await environment.run_slot(*environment.slots(tasks[number]), policy)
+        try:
+            outcome = _outcome(await environment.run_slot(*environment.slots(tasks[number]), policy))
+        except Exception as error:  # the host goes on with the other conversations
+            outcome = Outcome(None, in_words(error))
         with suppress(OSError):
-            pipe.send(_outcome(episode))
+            pipe.send(outcome)
     finally:
         loop.remove_reader(fd)
         pipe.close()

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
-from transformers import AutoTokenizer
 
 from qarl.conversations import Conversation, converse
 from qarl.conversations.chat import ChatServer
 from qarl.conversations.tools import Said, ToolTurns
-from qarl.embedded.recipe import ensure_tiny
-from qarl.embedded.tokenizer import TOOL_TEMPLATE
+from qarl.embedded.recipe import RECIPES, recipe_tokenizer
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks import Problem, RewardError
 from tests.support.conversations import Script
@@ -24,9 +22,7 @@ CHAT: list[Any] = [{"role": "developer", "content": "Be."}, ASKED]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(ensure_tiny("tiny-qwen3"))
-    tokenizer.chat_template = TOOL_TEMPLATE
-    return tokenizer
+    return recipe_tokenizer(RECIPES["tiny-qwen3-tools"])
 
 
 def spoken(tokenizer: Any, agent: Any, says: list[str], limit: int = 2000, most: int = 2000, samples: int = 1) -> Any:
