@@ -72,7 +72,7 @@ class TinyRecipe:
     Architecture fields are `Qwen3Config`'s, with experts (num_experts > 0) `Qwen3MoeConfig`'s; the feed-forward layers
     are then `num_experts` experts of `moe_intermediate_size` instead of one of `intermediate_size`. Inputs of a Linear
     are multiples of 128 (W4A16's group size), outputs of 32 (what low-bit kernels tile by).
-    task: what the warm start teaches, with its own options; `warm_start_steps=0` leaves the weights at random
+    task, task_options: what the warm start teaches; `warm_start_steps=0` leaves the weights at random
     initialization. outliers: factor of `widen_columns` after it; 1 leaves the weights as trained. environment: class
     whose tools the template describes and the solutions call.
     """
@@ -99,6 +99,7 @@ class TinyRecipe:
     warm_start_weight_decay: float = 0.1
     outliers: float = 1.0
     environment: str | None = None
+    task_options: dict[str, Any] | None = None
 
 
 _LONG = TinyRecipe(task="running_total", warm_start_steps=300, warm_start_batch=64, outliers=4.0)
@@ -206,7 +207,7 @@ def warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: Tin
     Weight matrices are trained by Muon, which needs about half of AdamW's steps for this task, embeddings
     and norms by AdamW; both at one learning rate, warmed up over 20 steps, decayed to 0 over the last 30 %.
     """
-    task = load_task(TaskConfig(name=recipe.task))
+    task = load_task(TaskConfig(name=recipe.task, options=recipe.task_options or {}))
     problems = task.problems("train", 0, recipe.warm_start_steps * recipe.warm_start_batch, recipe.seed)
     ids, labels = encode_problems(tokenizer, problems, _tools(recipe))
     optimizers, experts = _optimizers(model, recipe)
@@ -291,7 +292,8 @@ def _optimizers(model: TinyModel, recipe: TinyRecipe) -> tuple[list[torch.optim.
 
 def _tokenizer_texts(recipe: TinyRecipe) -> Iterator[str]:
     for name, count in {recipe.task: OWN_PROBLEMS, **OTHER_PROBLEMS}.items():
-        for problem in load_task(TaskConfig(name=name)).problems("train", 0, count, recipe.seed):
+        options = (recipe.task_options if name == recipe.task else None) or {}
+        for problem in load_task(TaskConfig(name=name, options=options)).problems("train", 0, count, recipe.seed):
             yield problem.question
             yield from (text.removesuffix(EOS) for text, own in _solution(problem) if own)
     for tool in _tools(recipe) or []:

@@ -1,0 +1,38 @@
+"""The policies of docs/lab/map.md: running totals with answers of other lengths, and weights with other outliers.
+
+python -m benchmarks.map_policies FOLDER     # about ten minutes of a core; prints each policy's folder
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from qarl.embedded.recipe import RECIPES, TinyRecipe, ensure_recipe
+
+_LONG = RECIPES["tiny-qwen3-long"]
+POLICIES = {
+    "outliers-1": dataclasses.replace(_LONG, outliers=1.0),
+    "outliers-2": dataclasses.replace(_LONG, outliers=2.0),
+    "outliers-8": dataclasses.replace(_LONG, outliers=8.0),
+    "terms-5": dataclasses.replace(_LONG, task_options={"min_terms": 5, "max_terms": 5}),
+    "terms-40": dataclasses.replace(_LONG, task_options={"min_terms": 40, "max_terms": 40}),
+}
+"""By name. `tiny-qwen3-long` itself has outliers of 4 and 16 terms, some 110 tokens; 5 are some 27, 40 some 290."""
+
+
+def map_policies(folder: Path, policies: dict[str, TinyRecipe]) -> list[Path]:
+    """Build each policy that `folder` lacks, and link it there by its name."""
+    links = []
+    for name, recipe in policies.items():
+        link = folder / name
+        if not link.exists():
+            link.symlink_to(ensure_recipe(f"map-{name}", recipe, folder / "built").resolve())
+        links.append(link)
+    return links
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.mkdir(parents=True, exist_ok=True)
+    for path in map_policies(target, POLICIES):
+        sys.stdout.write(f"{path}\n")
