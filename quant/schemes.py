@@ -141,10 +141,11 @@ class Scheme:
 
 
 def write_quantization_config(
-    groups: Sequence[tuple[Scheme, Sequence[str]]], ignore: Sequence[str]
+    groups: Sequence[tuple[Scheme, Sequence[str]]], ignore: Sequence[str], kv_cache: str | None = None
 ) -> dict[str, Any] | None:
     """The `quantization_config` for config.json; None without groups. groups: quantized schemes and the targets of
-    each, module classes or layer names as readers match them. ignore: layers in the compute dtype."""
+    each, module classes or layer names as readers match them. ignore: layers in the compute dtype. kv_cache:
+    "fp8", or None."""
     written, formats = {}, []
     for scheme, targets in groups:
         assert scheme.quantization is not None
@@ -159,6 +160,7 @@ def write_quantization_config(
         format=(formats[0] if len(set(formats)) == 1 else CompressionFormat.mixed_precision).value,
         ignore=list(ignore),
         quantization_status=QuantizationStatus.COMPRESSED,
+        kv_cache_scheme=None if kv_cache is None else QuantizationArgs(num_bits=8, type="float", dynamic=False),
     )
     return config.model_dump(mode="json")
 

@@ -42,7 +42,7 @@ def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
     config.pop("_name_or_path", None)  # where the masters were read from, a path of this machine
-    quantization = model.plan.quantization_config()
+    quantization = model.plan.quantization_config(model.context.kv_cache)
     if quantization is not None:
         config["quantization_config"] = quantization
     return config

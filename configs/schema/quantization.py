@@ -23,6 +23,12 @@ class QuantizationConfig(Section):
         description="gptq: start from llmcompressor's codes, calibrated on the task; without it from rounded masters",
     )
 
+    kv_cache: Literal["fp8"] | None = Field(
+        default=None,
+        description="fp8: keys and values in e4m3, half their memory, of sampler, learner and export alike; without it "
+        "in `dtype`",
+    )
+
     @model_validator(mode="after")
     def _keeps_what_it_starts_from(self) -> "QuantizationConfig":
         if self.init is not None and self.scale != "kept":

@@ -14,6 +14,7 @@ from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.quantization import QuantizationConfig, refuse_calibrated_start
 from qarl.configs.schema.servers import Servers
 from qarl.configs.schema.task import TaskConfig
+from qarl.configs.schemes import UNQUANTIZED
 
 _MOST_PROMPTS, _LONGEST = 10**6, 2**24
 """Prompts, sequences or problems at once, and tokens of a sequence: bounds that only slips of the hand exceed."""
@@ -326,6 +327,11 @@ class RunConfig(Section):
                 "never be reached; lower the first or raise the second"
             )
         self._refuse_an_engine()
+        if self.quantization.kv_cache is not None and self.scheme == UNQUANTIZED and not self.layers:
+            raise ValueError(
+                f"quantization.kv_cache {self.quantization.kv_cache!r} with scheme {UNQUANTIZED!r}, whose checkpoint "
+                "has no quantization to say so in; choose a low-bit scheme, or leave it out"
+            )
         if self.checkpoint.best and not self.eval.problems:
             raise ValueError(
                 "checkpoint.best true with eval.problems 0: nothing says which is the best; give eval.problems, or "

@@ -116,11 +116,12 @@ def investigate(config: RunConfig) -> Investigation:
     prompter = open_prompter(folder, config.rollout, config.task)
     masters = load_masters(folder, torch.float32, Processes().device)
     of_run = config.scheme, config.dtype
-    models = {name: learner_over(masters, *of_run, kind, config.layers) for name, kind in LEARNERS.items()}
+    cache = config.quantization.kv_cache
+    models = {name: learner_over(masters, *of_run, kind, config.layers, cache) for name, kind in LEARNERS.items()}
     task = load_task(config.task).shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
-    with engine_of(models["fake-quant"], folder, config.rollout, config.dtype) as engine:
+    with engine_of(models["aligned"], folder, config.rollout, config.dtype) as engine:
         sampling = Sampling(config.rollout.samples, config.rollout.max_new_tokens, seed=config.seed)
         completions = engine.generate(prompts, sampling)
         groups = [group for group in score_groups(task, problems, prompts, completions) if group.completions]
@@ -164,12 +165,15 @@ def evidence_of(
 
 
 def learner_over(
-    masters: PreTrainedModel, scheme: str, dtype: str, kind: LearnerKind, rules: Sequence[LayerRule] = ()
-) -> LowBitModel:
-    """Over modules of its own and the very tensors of `masters`, which nothing here writes."""
+    masters: PreTrainedModel, scheme: str, dtype: str, kind: LearnerKind, rules: Sequence[LayerRule] = (),
+    kv_cache: str | None = None,
+) -> LowBitModel:  # fmt: skip
+    """Over modules of its own and the very tensors of `masters`, which nothing here writes. kv_cache: the engine's,
+    which a learner with the engine's operators alone reads."""
     tensors = (*masters.parameters(), *masters.buffers())
     modules = copy.deepcopy(masters, {id(tensor): tensor for tensor in tensors})
-    context = LayerContext(COMPUTE_DTYPES[dtype], kind.kernel, kind.aligned)
+    read = None if kind.operators == "transformers" else kv_cache
+    context = LayerContext(COMPUTE_DTYPES[dtype], kind.kernel, kind.aligned, kv_cache=read)
     return LowBitModel(modules, get_scheme(scheme), context, kind.operators, rules)
 
 

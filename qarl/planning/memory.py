@@ -263,7 +263,7 @@ class _Count:
 
     @property
     def cache_a_token(self) -> int:
-        return self.shapes.key_value_bytes(self.itemsize)
+        return self.shapes.key_value_bytes(1 if self.config.quantization.kv_cache else self.itemsize)
 
     def cache(self) -> int:
         return (self.config.rollout.kv_cache_gib or 1) * GIB if self.samples else 0

@@ -164,7 +164,8 @@ def wrap_masters(masters: PreTrainedModel, config: RunConfig) -> LowBitModel:
     """A model whose parameters become the masters, in the run's schemes. Raises as `LowBitModel`."""
     learner = config.learner
     compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
-    context = LayerContext(COMPUTE_DTYPES[config.dtype], learner.kernel, learner.aligned, compute)
+    dtype, kv_cache = COMPUTE_DTYPES[config.dtype], config.quantization.kv_cache
+    context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache)
     model = LowBitModel(masters, get_scheme(config.scheme), context, learner.operators, config.layers)
     if config.quantization.scale == "kept":
         keep_scales(model)
@@ -207,6 +208,8 @@ def trained_part(policy: Policy, config: RunConfig) -> list[str]:
         )
     if policy.model.context.compute_dtype != policy.model.context.dtype:
         lines.append(f"the learner computes in {config.learner.compute_dtype}, the engine in {config.dtype}")
+    if policy.model.context.kv_cache and config.learner.aligned:
+        lines.append(f"learner and engine read keys and values in {policy.model.context.kv_cache}")
     if policy.processes.world > 1 or stage is not None:
         lines.append(f"processes: {policy.processes.world}, ZeRO stage {stage or 0}")
     return lines

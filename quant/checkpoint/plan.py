@@ -52,8 +52,9 @@ class Plan:
         """`Scheme.k3_bound` of the loosest scheme in use, in nats."""
         return max((scheme.k3_bound for scheme in self.schemes.values()), default=self.main.k3_bound)
 
-    def quantization_config(self) -> dict[str, Any] | None:
-        """The `quantization_config` for config.json; None where nothing is quantized.
+    def quantization_config(self, kv_cache: str | None = None) -> dict[str, Any] | None:
+        """The `quantization_config` for config.json; None where nothing is quantized. kv_cache: "fp8" for keys and
+        values in e4m3.
 
         One group a scheme, the main scheme's first; `ignore` holds exactly the layers in the compute dtype. A main
         scheme alone targets every "Linear", and an output head that takes it by name: vLLM's is none. Where schemes are
@@ -64,7 +65,7 @@ class Plan:
         if list(targets) == [self.main.name]:
             targets = {self.main.name: ["Linear", *filter(is_protected, targets[self.main.name])]}
         groups = [(get_scheme(name), names) for name, names in targets.items()]
-        return write_quantization_config(groups, config_names(self.ignored))
+        return write_quantization_config(groups, config_names(self.ignored), kv_cache)
 
 
 def make_plan(

@@ -17,6 +17,7 @@ from qarl.quant.graph.packing import Sequences
 from qarl.quant.kernels import flash_attention
 from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.cpu_attention import cpu_attention
+from qarl.quant.materialize.fp8 import fp8_values
 
 
 class _Attention(torch.autograd.Function):
@@ -35,6 +36,9 @@ class _Attention(torch.autograd.Function):
         """q: [N, H, D], k, v: [N, G, D] in the compute dtype → [N, H, D]. sinks: a score a head [H] of what no token
         is, or None."""
         ctx.scoring, ctx.sequences, ctx.flash = scoring, sequences, False
+        if scoring.fp8:  # the gradients below are of these values: straight through the rounding
+            k, v = fp8_values(k), fp8_values(v)
+            q = fp8_values(q) if scoring.fp8_queries else q
         seen, lengths = (sequences.visible(k), sequences.visible(v)), (sequences.lengths, sequences.seen)
         if flash_attention.takes(q, scoring, sinks):
             y, sums = flash_attention.flash_attention(q, *seen, sinks, scoring, *lengths)

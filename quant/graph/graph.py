@@ -11,7 +11,7 @@ decoder layers.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -191,6 +191,9 @@ class Graph:
             cap=getattr(implementation, "logits_soft_cap", None) or 0.0,
             slopes=getattr(implementation, "alibi_slopes", None),
         )
+        fp8 = self._context.kv_cache == "fp8"
+        fp8_queries = fp8 and getattr(implementation, "supports_quant_query_input", False)
+        published = replace(scoring, fp8=fp8, fp8_queries=fp8_queries)
         shared = module.kv_sharing_target_layer_name
         owner = self._owners.get(id(getattr(implementation, "sinks", None)))
 
@@ -204,7 +207,8 @@ class Graph:
                 if module.layer_name in self._shared:  # no others: they would be kept to the backward's end
                     self._step.keys[module.layer_name] = k, v
             sinks = None if owner is None else getattr(*owner)
-            y = attention(q, k, v, sinks, scoring, self._step.sequences)
+            of_forward = published if self._context.multiplies_codes else scoring
+            y = attention(q, k, v, sinks, of_forward, self._step.sequences)
             return y.reshape(*query.shape[:-1], -1) if query.ndim == 2 else y.flatten(1)
 
         return attend

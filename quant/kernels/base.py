@@ -25,12 +25,15 @@ class KernelError(QarlError):
 class Scoring:
     """How queries and keys are scored. scale: of their products. window: how many tokens each sees, itself the last;
     None: all before it. cap: scores are cap · tanh(score / cap); 0: they are not. slopes: fp32 [H], added a token of
-    distance (ALiBi), or None."""
+    distance (ALiBi), or None. fp8: keys and values are rounded to
+    e4m3; fp8_queries: queries, too."""
 
     scale: float
     window: int | None = None
     cap: float = 0.0
     slopes: torch.Tensor | None = None
+    fp8: bool = False
+    fp8_queries: bool = False
 
     @property
     def plain(self) -> bool:

@@ -40,10 +40,11 @@ def cpu_attention(
     # From where a sequence's tokens are in k and v to its slots: its first page's less what came before it.
     slots = torch.arange(len(k)) + (first * _BLOCK - (length.cumsum(0) - length)).repeat_interleave(length)
     # Zeros: what lies behind a sequence's end is multiplied by probabilities of zero, which no NaN may meet.
-    cache = torch.zeros(int(pages.sum()), k.shape[1], 2 * _BLOCK, k.shape[2], dtype=k.dtype)
+    stored, kind = (torch.uint8, "fp8") if scoring.fp8 else (k.dtype, "auto")
+    cache = torch.zeros(int(pages.sum()), k.shape[1], 2 * _BLOCK, k.shape[2], dtype=stored)
     keys, values = cache.chunk(2, dim=2)
     isa = cpu_isa(q.dtype, q.shape[2])
-    ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, slots, isa)
+    ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, slots, isa, kv_cache_dtype=kind)
     plan = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(seen),
         num_heads=q.shape[1],
@@ -73,6 +74,7 @@ def cpu_attention(
         softcap=scoring.cap,
         scheduler_metadata=plan,
         s_aux=sinks,
+        kv_cache_dtype=kind,
     )
     return output
 

@@ -29,7 +29,8 @@ class LayerContext:
     still made for publishing). compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the
     backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
     engine: the running engine's own layers, to multiply with instead of `kernel`'s; they hold each version before it is
-    used. keeps_codes: cache codes per version; if False, recompute them at every use (slower, less memory).
+    used. keeps_codes: cache codes per version; if False, recompute them at every use (slower, less memory). kv_cache:
+    "fp8" where keys and values are cached in e4m3, None in `dtype`; forwards of codes read the same.
 
     Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
     run here.
@@ -41,6 +42,7 @@ class LayerContext:
         kernel: str,
         aligned: bool = True,
         compute_dtype: torch.dtype | None = None,
+        kv_cache: str | None = None,
     ):
         if aligned and compute_dtype not in (None, dtype):
             raise SchemeError(
@@ -51,6 +53,7 @@ class LayerContext:
         self.compute_dtype = compute_dtype or dtype
         self.kernel = kernel
         self.aligned = aligned
+        self.kv_cache = kv_cache
         self.gradients = Gradients()
         self.checkpointing = False
         self.engine: KernelFactory | None = None

@@ -23,3 +23,8 @@ def quantize(
     scale = stored_scale(largest, FP8_MAX, dtype)
     codes = (blocks / scale[..., None, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes.transpose(1, 2).reshape(weight.shape), scale, largest
+
+
+def fp8_values(values: torch.Tensor) -> torch.Tensor:
+    """The nearest e4m3 of each value, those beyond its range at its ends, in the dtype they came in."""
+    return values.float().clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(values.dtype)

@@ -177,7 +177,9 @@ class LowBitModel(nn.Module):
         engine = self._layers.engine
         assert engine is not None
         # The reference multiplies schemes, too, for which vLLM has no layer to build on this machine.
-        quantization = None if self.context.kernel == "reference" else self.plan.quantization_config()
+        quantization = None
+        if self.context.kernel != "reference":
+            quantization = self.plan.quantization_config(self.context.kv_cache)
         graph = build_graph(self.module, engine, quantization, self._layers, self.context, self.router_log)
         self._graphs[dtype] = graph
         return graph

@@ -40,6 +40,11 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
             if operators == "engine":
                 raise
             why_not = str(error)
+    if engine is None and context.aligned and context.kv_cache is not None:
+        raise GraphError(
+            f"quantization.kv_cache {context.kv_cache!r} needs vLLM's own model as the learner's, and this one "
+            f"computes with transformers' operators ({why_not or 'learner.operators'}); leave one of them out"
+        )
     if engine is not None:
         return _engine_layers(model, plan, context, engine)
     _refuse_changed_logits(model, why_not)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from qarl.learner.batching import make_batch
 from qarl.learner.logprobs import token_logprobs
-from qarl.learner.mismatch import measure_mismatch
+from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES
@@ -78,6 +78,21 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     engine.close()
     assert after != before
     assert after == answers_when_fresh(model, folder, tmp_path / "fresh", dtype)
+
+
+def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Path):
+    """Contract: the export alone says that keys and values are e4m3's; an engine on it samples what the learner scores,
+    to the bit, in every version; and another cache gives other log-probs."""
+    folder = random_policy(True)
+    model = make_model(folder, "w8a8", kv_cache="fp8")
+    engine = start_engine(model, folder, tmp_path / "start")
+    disturb(model, 1)
+    Publisher(model, engine, SEQUENCES, 0.01, 1).publish(1)
+    equal, rounded = sampled_mismatch(model, engine, 1.0).equal, engine.logprobs(SEQUENCES)
+    engine.close()
+    model.context.kv_cache = None
+    assert equal == 1.0
+    assert rounded != answers_when_fresh(model, folder, tmp_path / "fresh")
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "fp8-block"])
@@ -260,15 +275,20 @@ def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(shared: Sh
     disturb(model, 8)
     publisher.publish(1)
     for temperature, own in itertools.product((1.0, 0.6), (False, True)):
-        sampling = Sampling(samples=8, max_new_tokens=24, temperature=temperature, seed=7, ignore_end=True)
-        completions = engine.generate(PROMPTS, sampling)
-        groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(PROMPTS, completions, strict=True)]
-        batch = make_batch(groups, pad_token=0)
-        with torch.no_grad(), model.context.own_products() if own else contextlib.nullcontext():
-            learner, _ = token_logprobs(
-                model, batch.tokens, batch.response_mask, packed=batch.packed(), temperature=temperature
-            )
-        assert measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask).equal == 1.0
+        with model.context.own_products() if own else contextlib.nullcontext():
+            assert sampled_mismatch(model, engine, temperature).equal == 1.0
+
+
+def sampled_mismatch(model: LowBitModel, engine: VllmEngine, temperature: float) -> Mismatch:
+    sampling = Sampling(samples=8, max_new_tokens=24, temperature=temperature, seed=7, ignore_end=True)
+    completions = engine.generate(PROMPTS, sampling)
+    groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(PROMPTS, completions, strict=True)]
+    batch = make_batch(groups, pad_token=0)
+    with torch.no_grad():
+        learner, _ = token_logprobs(
+            model, batch.tokens, batch.response_mask, packed=batch.packed(), temperature=temperature
+        )
+    return measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask)
 
 
 def test_stops_and_loops_end_completions(running: Running):

@@ -1,6 +1,7 @@
 """Models, and engines that start on their export."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,12 +20,13 @@ SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_see
 
 
 def make_model(
-    folder: Path, scheme: str, dtype: str = "bfloat16", layers: str = "[]", kernel: str = "vllm"
+    folder: Path, scheme: str, dtype: str = "bfloat16", layers: str = "[]", kernel: str = "vllm", **context: Any
 ) -> LowBitModel:
-    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them."""
+    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context: of
+    `LayerContext`."""
     compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
-    masters, context = load_masters(folder, torch.float32), LayerContext(compute, kernel)
-    return LowBitModel(masters, get_scheme(scheme), context, rules=rules)
+    masters = load_masters(folder, torch.float32)
+    return LowBitModel(masters, get_scheme(scheme), LayerContext(compute, kernel, **context), rules=rules)
 
 
 def start_engine(

@@ -33,21 +33,21 @@ def register() -> None:
         settle()
     if not current_platform.is_cpu():
         return
+    from qarl.quant.kernels.vllm_cpu.attention import register_attention
     from qarl.quant.kernels.vllm_cpu.experts import register_per_expert_products
     from qarl.quant.kernels.vllm_cpu.fp8 import CPUFp32FP8ScaledMMLinearKernel
     from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16NibbleKernel
 
+    register_attention()
     register_per_expert_products()
     _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
     _replace(CPUWNA16NibbleKernel, "mp")
     if torch.cpu._is_amx_tile_supported():
-        from qarl.quant.kernels.vllm_cpu.attention import register_fp32_attention
         from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMAnyDtypeKernel
 
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
         _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
-        register_fp32_attention()
 
 
 def _leave_transformers_classes() -> None:

@@ -1,14 +1,24 @@
-"""Attention that rounds alike on every CPU.
+"""Attention that rounds alike on every CPU, and keys and values that round as on GPUs.
 
 With AMX vLLM 0.32 rounds the probabilities of bfloat16 attention to bfloat16, block by block under a running maximum,
 before they meet the values; without, it keeps them in fp32, as `quant.graph.attention.torch_attention` does. Here
 the fp32 kernel runs with AMX too. Remove this when an option of vLLM's chooses the kernel.
+
+An FP8 cache is written by cutting bits off in vLLM 0.32 (1.1 becomes 1.0), where GPUs round to the nearest. Here keys
+and values come rounded. Remove that when vLLM's kernel rounds.
 """
 
 from typing import Any
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
+import torch
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from qarl.quant.materialize.fp8 import fp8_values
 
 
 class Fp32AttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -21,8 +31,25 @@ class Fp32AttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
 
-class Fp32AttentionBackend(CPUAttentionBackend):
-    """vLLM's backend for CPUs with `Fp32AttentionMetadataBuilder`."""
+class RoundedCacheImpl(CPUAttentionBackendImpl):
+    """vLLM's attention, whose FP8 cache takes the nearest e4m3."""
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, *cache: torch.Tensor
+    ) -> None:
+        """vLLM's hook: write keys and values [N, G, D] into their slots. No checkpoint of ours has scales."""
+        if self.is_fp8_kv_cache:
+            key, value = fp8_values(key), fp8_values(value)
+        super().do_kv_cache_update(layer, key, value, *cache)
+
+
+class AttentionBackend(CPUAttentionBackend):
+    """vLLM's backend for CPUs with `Fp32AttentionMetadataBuilder` and `RoundedCacheImpl`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """vLLM's hook: what fills a layer's cache and attends."""
+        return RoundedCacheImpl
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
@@ -30,6 +57,6 @@ class Fp32AttentionBackend(CPUAttentionBackend):
         return Fp32AttentionMetadataBuilder
 
 
-def register_fp32_attention() -> None:
-    """Make vLLM use `Fp32AttentionBackend` wherever it would use its own backend for CPUs."""
-    register_backend(AttentionBackendEnum.CPU_ATTN)(Fp32AttentionBackend)
+def register_attention() -> None:
+    """Make vLLM use `AttentionBackend` wherever it would use its own backend for CPUs."""
+    register_backend(AttentionBackendEnum.CPU_ATTN)(AttentionBackend)
