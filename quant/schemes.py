@@ -8,7 +8,7 @@ Axes: O output rows, I input columns, Q quantization groups.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +30,7 @@ from qarl.configs.schemes import SCHEME_SPECS, Codes, SchemeSpec, check_scheme_n
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-ALWAYS_IGNORED = ("lm_head", r"re:.*embed_tokens$", r"re:.*\.(gate|router(\.(layer|proj|gate))?|shared_expert_gate)$")
+_PROTECTED = re.compile(r"lm_head|.*embed_tokens|.*\.(gate|router(\.(layer|proj|gate))?|shared_expert_gate)")
 """Layers every scheme leaves in the compute dtype: embeddings, output head, expert routers."""
 
 FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
@@ -55,13 +55,12 @@ class Scheme:
     """How weights and activations of a model's linear layers are represented.
 
     name, format, bound, k3_bound: as in `configs.schemes.SchemeSpec`. quantization, format: None for the unquantized
-    `bf16` scheme. ignore: layer names or `re:` patterns left alone.
+    `bf16` scheme.
     """
 
     name: str
     quantization: QuantizationScheme | None
     format: CompressionFormat | None = None
-    ignore: tuple[str, ...] = field(default=ALWAYS_IGNORED)
     bound: float = SchemeSpec.bound
     k3_bound: float = SchemeSpec.k3_bound
 
@@ -108,7 +107,7 @@ class Scheme:
 
     def leaves_alone(self, layer: str) -> bool:
         """Whether the linear layer of this checkpoint name stays in the compute dtype."""
-        return self.quantization is None or any(_matches(pattern, layer) for pattern in self.ignore)
+        return self.quantization is None or is_protected(layer)
 
     def check_layer(self, layer: str, shape: tuple[int, int]) -> None:
         """Raise `SchemeError` if a weight of `shape` (O, I) cannot be stored in this scheme."""
@@ -166,12 +165,8 @@ def write_quantization_config(
 
 
 def is_protected(layer: str) -> bool:
-    """Whether a layer is an embedding, an output head or a router by its name (`ALWAYS_IGNORED`)."""
-    return any(_matches(pattern, layer) for pattern in ALWAYS_IGNORED)
-
-
-def _matches(pattern: str, layer: str) -> bool:
-    return bool(re.match(pattern[3:], layer)) if pattern.startswith("re:") else pattern == layer
+    """Whether a layer is an embedding, an output head or a router by its name."""
+    return _PROTECTED.fullmatch(layer) is not None
 
 
 def _scheme(spec: SchemeSpec) -> Scheme:
@@ -223,10 +218,8 @@ def scheme_of_args(weights: QuantizationArgs | None, activations: QuantizationAr
     def meaning(args: QuantizationArgs | None) -> tuple[Any, ...] | None:
         return args and _MEANING(args)
 
-    for scheme in SCHEMES.values():
-        if meaning(scheme.weights) == meaning(weights) and meaning(scheme.activations) == meaning(activations):
-            return scheme
-    return None
+    wanted = meaning(weights), meaning(activations)
+    return next((s for s in SCHEMES.values() if (meaning(s.weights), meaning(s.activations)) == wanted), None)
 
 
 def is_integer(args: QuantizationArgs) -> bool:
