@@ -85,7 +85,7 @@ def measure(options: PrecisionOptions, masters: tuple[tuple[str, str], ...] = MA
             flips = FlipCount()
             with contextlib.ExitStack() as layers:
                 for layer in (*learner.model.linears.values(), *learner.model.experts.values()):
-                    layers.enter_context(flips.over(layer))
+                    layers.enter_context(flips.over(layer.low_bit))
                 lost, measuring = _learn(learner, batches)
             reference = reference or learner
             arrived, mean, largest = _distances(learner, reference, start)

@@ -8,7 +8,6 @@ moves under unchanged codes does not count.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -16,15 +15,6 @@ from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.experts import LowBitExperts
 
 _CHUNK_BYTES = 1 << 20
-
-
-class Materialized(Protocol):
-    """A layer that is materialized in place: `LowBitLinear` or `RoutedLowBitExperts`."""
-
-    @property
-    def low_bit(self) -> LowBitWeight | LowBitExperts | None:
-        """This weight version."""
-        ...
 
 
 @dataclass
@@ -49,11 +39,12 @@ class FlipCount(Changed):
     """Codes, over any number of materializations; layers in the compute dtype have none."""
 
     @contextlib.contextmanager
-    def over(self, layer: Materialized) -> Iterator[None]:
-        """Count what is changed in `layer` within this context, which takes a copy of that layer's codes."""
-        before = [weight.codes.clone() for weight in quantized_weights(layer.low_bit)]
+    def over(self, low_bit: LowBitWeight | LowBitExperts | None) -> Iterator[None]:
+        """Count what is materialized over a layer's version within this context, which takes a copy of its codes."""
+        weights = quantized_weights(low_bit)
+        before = [weight.codes.clone() for weight in weights]
         yield
-        for old, weight in zip(before, quantized_weights(layer.low_bit), strict=True):
+        for old, weight in zip(before, weights, strict=True):
             self.add(changed_codes(old, weight), weight.shape[0] * weight.shape[1])
 
 

@@ -102,7 +102,7 @@ class LowBitModel(nn.Module):
         """
         with checked_together():
             for layer in self.low_bit_layers():
-                with flips.over(layer) if flips and self.context.keeps_codes else contextlib.nullcontext():
+                with flips.over(layer.low_bit) if flips and self.context.keeps_codes else contextlib.nullcontext():
                     layer.refresh()
         for name, copy in self._layers.copies.items():
             copy.refresh(self.loaded[name])
