@@ -119,9 +119,7 @@ def _absmax(group):
     """Bits of the largest magnitude."""
     largest = _magnitude(group[0])
     for i in range(group.size):
-        bits = _magnitude(group[i])
-        if bits > largest:
-            largest = bits
+        largest = max(largest, _magnitude(group[i]))
     return largest
 
 
@@ -157,11 +155,7 @@ def _integers(quotients, low, high, offset, mask, codes):
     """round(clamp(quotient)) + offset, a byte each."""
     bias = F(_INTEGER_BIAS + offset)
     for i in range(quotients.size):
-        value = quotients[i]
-        if value < low:
-            value = low
-        if value > high:
-            value = high
+        value = min(max(quotients[i], low), high)
         codes[i] = np.uint8(_bits(F(value + bias)) & mask)
 
 
@@ -169,11 +163,7 @@ def _integers(quotients, low, high, offset, mask, codes):
 def _e4m3(quotients, low, high, codes):
     """The nearest e4m3 of clamp(quotient), a byte each."""
     for i in range(quotients.size):
-        value = quotients[i]
-        if value < low:
-            value = low
-        if value > high:
-            value = high
+        value = min(max(quotients[i], low), high)
         bits = _bits(value)
         sign = U(U(bits >> U(24)) & U(0x80))
         codes[i] = np.uint8(_narrowed(U(bits & U(0x7FFFFFFF)), 3, 7) | sign)
