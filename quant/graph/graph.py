@@ -34,7 +34,7 @@ from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import Skeleton
 from qarl.quant.kernels.base import KernelError, Scoring
 from qarl.quant.kernels.engine_layers import operator_kind
-from qarl.quant.layers.compute_copy import Weight
+from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.stack import LinearStack
@@ -48,7 +48,7 @@ class Masters:
 
     stacks: Mapping[str, LinearStack]
     experts: Mapping[str, RoutedLowBitExperts]
-    weights: Mapping[tuple[str, str], Weight]
+    weights: Mapping[tuple[str, str], MasterCopy]
     buffers: Mapping[tuple[str, str], torch.Tensor]
     padding: int = -1
 
@@ -71,7 +71,7 @@ class Graph:
         self.skeleton, self.module = skeleton, skeleton.module
         self._masters, self._context = masters, context
         self._step: _Step | None = None
-        self._read_directly: list[tuple[nn.Module, str, Weight]] = []
+        self._read_directly: list[tuple[nn.Module, str, MasterCopy]] = []
         self._shared = {m.kv_sharing_target_layer_name for m in self.module.modules() if isinstance(m, Attention)}
         self._routed: list[RoutedLayer] = []
         self._log = log
@@ -88,7 +88,7 @@ class Graph:
         if experts is not None and not self._routed:
             raise GraphError("the engine's expert choices were given, and this model has no experts to route to")
         for module, key, weight in self._read_directly:
-            module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.copy.read
+            module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.read
         step = _Step(sequences, experts)
         with self._stepping(step, len(tokens)), self._log.one_forward():
             output = self.module(tokens, sequences.positions(tokens.device))
@@ -166,7 +166,7 @@ class Graph:
             if tensor is not None and (name, key) in self._masters.buffers:
                 tensor.data.copy_(self._masters.buffers[name, key].reshape(tensor.shape))
 
-    def _weights(self, name: str, module: nn.Module) -> dict[str, Weight]:
+    def _weights(self, name: str, module: nn.Module) -> dict[str, MasterCopy]:
         """Of a module's own parameters, which it reads from now on instead of those it was built with."""
         weights = {}
         for of_module in (module._parameters, module._buffers):
@@ -175,7 +175,7 @@ class Graph:
                     continue
                 if (name, key) in self._masters.weights:
                     weights[key] = self._masters.weights[name, key]
-                    read = weights[key].copy.read
+                    read = weights[key].read
                     if (read.dtype, read.device) == (tensor.dtype, tensor.device):
                         tensor.data = read  # for who holds it, a router or an attention
                     del of_module[key]
@@ -242,7 +242,7 @@ class Graph:
 class _Product:
     """In the place of a layer's `quant_method`: multiplies by its low-bit layers, and looks up in its copy."""
 
-    def __init__(self, stack: LinearStack | None, weight: Weight | None = None, padding: int = -1):
+    def __init__(self, stack: LinearStack | None, weight: MasterCopy | None = None, padding: int = -1):
         self._stack, self._weight, self._padding = stack, weight, padding
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

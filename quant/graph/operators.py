@@ -22,7 +22,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from qarl.quant.layers.compute_copy import Weight
+from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.gradients import Gradients
 
 _BLOCK = 1 << 17
@@ -32,7 +32,7 @@ _BLOCK = 1 << 17
 class Operator:
     """One of vLLM's operators in the graph. module: a `CustomOp`. weights: of its parameters, by their names in it."""
 
-    def __init__(self, module: Any, weights: Mapping[str, Weight], gradients: Gradients):
+    def __init__(self, module: Any, weights: Mapping[str, MasterCopy], gradients: Gradients):
         self.module, self.weights, self.gradients = module, weights, gradients
         self.method: Callable[..., Any] = module._forward_method
         native = getattr(type(module), "forward_native", None)

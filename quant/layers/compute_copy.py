@@ -5,12 +5,10 @@ own (`learner.compute_dtype`); the gradient goes to the master by autograd, in f
 Axes: V vocabulary, H hidden columns.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.gradients import Gradients
@@ -18,11 +16,13 @@ from qarl.quant.runtime.shards import fill, shard_of, whole_shape
 
 
 class MasterCopy:
-    """One parameter as engine and learner read it. published: in the engine's dtype. computed: in the learner's; where
-    that is the same, one tensor. Both are to be filled."""
+    """A parameter outside linear layers and experts: its master, and the copies that engine and learner read.
+    published: in the engine's dtype. computed: in the learner's; where that is the same, one tensor. Both are to be
+    filled."""
 
     def __init__(self, master: torch.Tensor, context: LayerContext):
         dtype, compute_dtype = context.dtype, context.compute_dtype
+        self.master = master
         self.published = _empty_copy(master, dtype)
         self.computed = self.published if compute_dtype == dtype else _empty_copy(master, compute_dtype)
         self.context = context
@@ -32,28 +32,20 @@ class MasterCopy:
         """What the forward takes."""
         return self.published if self.context.forward_dtype == self.context.dtype else self.computed
 
-    def refresh(self, master: torch.Tensor) -> None:
+    def refresh(self) -> None:
         """Take over the master's present values."""
-        fill(self.published, master, shard_of(master))
+        fill(self.published, self.master, shard_of(self.master))
         if self.computed is not self.published:
-            fill(self.computed, master, shard_of(master))
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter outside linear layers and experts: its master, and the copy that is read."""
-
-    master: torch.Tensor
-    copy: MasterCopy
+            fill(self.computed, self.master, shard_of(self.master))
 
     def routed(self) -> torch.Tensor:
-        """The copy, with a way back to the master."""
-        return _Route.apply(self.master, self.copy.read, self.copy.context.gradients)
+        """What the forward takes, with a way back to the master."""
+        return _Route.apply(self.master, self.read, self.context.gradients)
 
     def looked_up(self, tokens: torch.Tensor, padding: int = -1) -> torch.Tensor:
-        """Rows of the copy: compute dtype [..., H] for int64 tokens of any shape. The backward sums rows in fp32,
-        without a compute-dtype gradient [V, H] in between. padding: a token whose row is not learned."""
-        return _Lookup.apply(tokens, self.master, self.copy, padding)
+        """Rows of what the forward takes: compute dtype [..., H] for int64 tokens of any shape. The backward sums rows
+        in fp32, without a compute-dtype gradient [V, H] in between. padding: a token whose row is not learned."""
+        return _Lookup.apply(tokens, self.master, self, padding)
 
 
 class ComputeCopy(nn.Module):
@@ -64,12 +56,12 @@ class ComputeCopy(nn.Module):
         self._copy = copy
 
     def forward(self, master: torch.Tensor) -> torch.Tensor:
-        """master: any shape → the copy."""
-        return _Route.apply(master, self._copy.read, self._copy.context.gradients)
+        """master: any shape, the copy's → the copy."""
+        return self._copy.routed()
 
 
 class MasterEmbedding(nn.Module):
-    """Replaces an `nn.Embedding`: rows of the copy; see `Weight.looked_up`."""
+    """Replaces an `nn.Embedding`: rows of the copy; see `MasterCopy.looked_up`."""
 
     def __init__(self, embedding: nn.Embedding, copy: MasterCopy):
         super().__init__()
@@ -84,7 +76,7 @@ class MasterEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 of any shape → compute dtype [..., H]."""
-        return Weight(self.master, self.copy).looked_up(tokens, self.padding_idx)
+        return self.copy.looked_up(tokens, self.padding_idx)
 
 
 def plain_lookup(embedding: nn.Embedding) -> bool:
@@ -95,13 +87,6 @@ def plain_lookup(embedding: nn.Embedding) -> bool:
 def _empty_copy(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Room for a copy of a master, of any dtype; `LowBitModel.refresh` fills it."""
     return torch.empty(whole_shape(master), dtype=dtype, device=master.device)
-
-
-def detach_copy(module: nn.Module, key: str, copy: MasterCopy) -> None:
-    """Let a module read its parameter `key` as that copy of it."""
-    parametrize.register_parametrization(
-        module, key, ComputeCopy(copy), unsafe=True
-    )  # unsafe: the dtype changes on purpose
 
 
 class _Route(torch.autograd.Function):

@@ -22,7 +22,6 @@ from qarl.quant.graph.kinds import refuse_unknown
 from qarl.quant.graph.loading import trace_loading
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import build_skeleton
-from qarl.quant.layers.compute_copy import Weight
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.layers import EngineModel, Layers
 from qarl.quant.runtime.shards import whole_shape
@@ -92,17 +91,13 @@ def build_graph(
     """The graph in the context's present dtype. quantization: the checkpoint's `quantization_config`. layers: of the
     model. Raises `GraphError` for a layer that vLLM leaves unquantized and the plan does not."""
     named = family_of(model.config.model_type).checkpoint_name
-    parameters = {
-        named(name): (parameter, layers.copies[name])
-        for name, parameter in model.named_parameters()
-        if name in layers.copies and name not in layers.frozen
-    }
+    copies = {named(name): copy for name, copy in layers.copies.items() if name not in layers.frozen}
     buffers = {named(name): buffer for name, buffer in model.named_buffers()}
     buffers |= {named(name): layers.copies[name].read for name in layers.frozen}
-    weights = {key: Weight(*parameters[source]) for key, source in engine.read.items() if source in parameters}
+    weights = {key: copies[source] for key, source in engine.read.items() if source in copies}
     embedding: Any = model.get_input_embeddings()
     name = next(n for n, parameter in model.named_parameters() if parameter is embedding.weight)
-    weights.setdefault((engine.embedding, "weight"), Weight(embedding.weight, layers.copies[name]))
+    weights.setdefault((engine.embedding, "weight"), layers.copies[name])
     return Graph(
         build_skeleton(model.config, engine.architecture, quantization, context.forward_dtype, _device(model)),
         Masters(

@@ -104,8 +104,8 @@ class LowBitModel(nn.Module):
             for layer in self.low_bit_layers():
                 with flips.over(layer.low_bit) if flips and self.context.keeps_codes else contextlib.nullcontext():
                     layer.refresh()
-        for name, copy in self._layers.copies.items():
-            copy.refresh(self.loaded[name])
+        for copy in self._layers.copies.values():
+            copy.refresh()
         if self._after_refresh is not None:
             self._after_refresh()
 

@@ -7,13 +7,14 @@ compute-dtype copy whose gradient flows to its master.
 from collections import defaultdict
 
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import ExpertsShape, Family, experts_per_token, family_of, fused_experts
 from qarl.quant.checkpoint.plan import Plan, stacked_name
 from qarl.quant.checkpoint.shapes import router_names, weight_shapes
-from qarl.quant.layers.compute_copy import MasterCopy, MasterEmbedding, detach_copy, plain_lookup
+from qarl.quant.layers.compute_copy import ComputeCopy, MasterCopy, MasterEmbedding, plain_lookup
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.linear import LowBitLinear
@@ -197,7 +198,8 @@ def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterC
         for key, parameter in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{key}" if prefix else key
             copies[name] = MasterCopy(parameter, context)
-            detach_copy(module, key, copies[name])
+            # Unsafe: the dtype changes on purpose.
+            parametrize.register_parametrization(module, key, ComputeCopy(copies[name]), unsafe=True)
     return copies
 
 

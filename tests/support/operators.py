@@ -11,7 +11,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.quant.graph.operators import Operator
-from qarl.quant.layers.compute_copy import MasterCopy, Weight
+from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.context import LayerContext
 from tests.support.tensors import normal
 
@@ -28,10 +28,10 @@ def make_operator(
     for seed, (key, parameter) in enumerate(list(module.named_parameters())):
         values = (1 + 0.3 * normal(*parameter.shape, seed=seed)).bfloat16()
         master = nn.Parameter(values.float().to(device))
-        weights[key] = Weight(master, MasterCopy(master, context))
-        weights[key].copy.refresh(master)
+        weights[key] = MasterCopy(master, context)
+        weights[key].refresh()
         del module._parameters[key]
-        module.__dict__[key] = weights[key].copy.read
+        module.__dict__[key] = weights[key].read
     return Operator(module, weights, context.gradients)
 
 
