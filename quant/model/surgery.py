@@ -58,10 +58,13 @@ def replace_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, op
     for name, linear in linears.items():
         together[stacked_name(name)].append(linear)
     fuse_scales(together.values())
+    experts = _make_experts(model, fused, family, plan, context)
+    for name, layer in zip(fused, experts.values(), strict=True):
+        model.set_submodule(name, layer)
     return Layers(
         linears=linears,
         stacks={},
-        experts=_replace_experts(model, fused, family, plan, context),
+        experts=experts,
         copies=_detach_copies(model, context),
         routers=routers,
         operators="transformers",
@@ -152,15 +155,6 @@ def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: Laye
             layer = family.checkpoint_name(name)
             replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, plan.scheme(layer), context)
             model.set_submodule(name, replaced[layer])
-    return replaced
-
-
-def _replace_experts(
-    model: PreTrainedModel, fused: dict[str, nn.Module], family: Family, plan: Plan, context: LayerContext
-) -> dict[str, RoutedLowBitExperts]:
-    replaced = _make_experts(model, fused, family, plan, context)
-    for name, experts in zip(fused, replaced.values(), strict=True):
-        model.set_submodule(name, experts)
     return replaced
 
 
