@@ -29,7 +29,7 @@ from qarl.quant.layers.straight_through import add_weight_gradient
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import LowBitActivation, quantize_activation
 from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
-from qarl.quant.runtime.shards import fill, shard_of, whole_shape
+from qarl.quant.runtime.shards import shard_of, whole_shape, whole_value
 from qarl.quant.schemes import Scheme
 
 _AT_ONCE = 16
@@ -80,11 +80,8 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         return self.context.factory.experts(self.layer, self.shape, low_bit)
 
     def _cast(self) -> ExpertsMatmul:
-        dtype = self.context.forward_dtype
-        casts = [
-            fill(torch.empty(whole_shape(master), dtype=dtype, device=merged.device), merged, shard_of(master))
-            for master, merged in zip(self.masters, self.merged(), strict=True)
-        ]
+        dtype, merged = self.context.forward_dtype, self.merged()
+        casts = [whole_value(master, dtype, rows) for master, rows in zip(self.masters, merged, strict=True)]
         if not self.context.aligned:  # an aligned layer's are for one product, and none is derived through
             self._casts = casts
         pairs = [(PlainMatmul(gate_up, None), PlainMatmul(down, None)) for gate_up, down in zip(*casts, strict=True)]

@@ -33,7 +33,7 @@ from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import LowBitActivation
-from qarl.quant.runtime.shards import fill, shard_of, whole_shape, whole_value
+from qarl.quant.runtime.shards import shard_of, whole_shape, whole_value
 from qarl.quant.schemes import Scheme
 
 
@@ -81,8 +81,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
 
     def _cast(self) -> LowBitMatmul:
         dtype, (merged,) = self.context.forward_dtype, self.merged()
-        room = torch.empty(whole_shape(self.master), dtype=dtype, device=merged.device)
-        weight = fill(room, merged, shard_of(self.master))
+        weight = whole_value(self.master, dtype, merged)
         return PlainMatmul(weight, None if self.bias is None else whole_value(self.bias, dtype))
 
     def adapt(self, adapter: Adapter) -> None:

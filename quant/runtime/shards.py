@@ -103,10 +103,13 @@ def fill(whole: torch.Tensor, rows: torch.Tensor, shard: Shard | None) -> torch.
     return shard.gather(whole)
 
 
-def whole_value(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy of the whole parameter, in `dtype` if given. All processes come here together."""
+def whole_value(
+    parameter: torch.Tensor, dtype: torch.dtype | None = None, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A copy of the whole parameter, in `dtype` if given. rows: values to take for this process's part of it, instead
+    of its own. All processes come here together."""
     room = torch.empty(whole_shape(parameter), dtype=dtype or parameter.dtype, device=parameter.device)
-    return fill(room, parameter.detach(), shard_of(parameter))
+    return fill(room, parameter.detach() if rows is None else rows, shard_of(parameter))
 
 
 def cut_rows(shape: torch.Size, rank: int, world: int, unit: int, turn: int) -> Shard:
