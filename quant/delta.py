@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from qarl.configs.errors import QarlError
 from qarl.quant.digest import digest_of_parts, tensor_part
@@ -63,19 +63,15 @@ class DeltaError(QarlError):
     heading = "delta"
 
 
-class _Block(BaseModel):
+class _Block(BaseModel, strict=True, extra="forbid", frozen=True):
     """changes: how many of its bytes are listed, None where it is sent whole. size: of the payload, in bytes."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     changes: _Count | None
     size: _Count
 
 
-class _Entry(BaseModel):
+class _Entry(BaseModel, strict=True, extra="forbid", frozen=True):
     """One changed tensor, all of its blocks."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     name: Annotated[str, Field(max_length=1024)]
     dtype: Annotated[str, Field(max_length=32)]
@@ -83,10 +79,8 @@ class _Entry(BaseModel):
     blocks: tuple[_Block, ...]
 
 
-class _Header(BaseModel):
+class _Header(BaseModel, strict=True, extra="forbid", frozen=True):
     """version: that the delta makes, of this digest. base, base_digest: the version it is from."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     version: int
     digest: _Digest
