@@ -83,10 +83,7 @@ def tensor_part(item: LowBitTensor) -> bytes:
 
 def digest_of_parts(parts: Iterable[bytes]) -> str:
     """The digest of the stream whose tensors these are the parts of (`tensor_part`), in stream order."""
-    whole = xxhash.xxh3_128()
-    for part in parts:
-        whole.update(part)
-    return whole.hexdigest()
+    return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
 def parameters_digest(parameters: Mapping[str, nn.Parameter]) -> str:
