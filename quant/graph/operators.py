@@ -283,9 +283,7 @@ def _reading(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator
 @contextlib.contextmanager
 def _natively() -> Iterator[None]:
     """Within this context vLLM's operators are torch's, uncompiled, and not wrapped in what autograd cannot follow."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(ir.enable_torch_wrap(False))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with ir.enable_torch_wrap(False), torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as stack:
         for operator in ir.op.IrOp.registry.values():
             stack.enter_context(operator.set_priority(["native"]))
         yield

@@ -45,12 +45,9 @@ def _name(layer: Any) -> str:
 
 def _kernel(layer: Any) -> Any:
     """The kernel object of a linear layer; None where it has none."""
-    for holder in (getattr(layer, "scheme", None), layer.quant_method):
-        for attribute in ("kernel", "fp8_linear"):
-            kernel = getattr(holder, attribute, None)
-            if kernel is not None:
-                return kernel
-    return None
+    holders = (getattr(layer, "scheme", None), layer.quant_method)
+    kernels = (getattr(holder, name, None) for holder in holders for name in ("kernel", "fp8_linear"))
+    return next((kernel for kernel in kernels if kernel is not None), None)
 
 
 def _is_batch_invariant(layer: Any) -> bool:
