@@ -99,9 +99,8 @@ def _in_all_processes(
     if start < stop:
         kept = None if scale is None else shard.rows(scale)
         materialize(rows, scheme, dtype, layer, fused, whole.rows(start, stop), kept)
-    for tensor in (whole.codes, whole.scale, whole.global_scale):
-        if tensor is not None:
-            shard.gather(tensor)
+    for tensor in whole.buffers():
+        shard.gather(tensor)
     return whole
 
 

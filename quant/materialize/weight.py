@@ -44,6 +44,10 @@ class LowBitWeight:
         if self.scheme.input_global_scale is not None:
             yield "input_global_scale", torch.full((1,), self.scheme.input_global_scale, dtype=torch.float32)
 
+    def buffers(self) -> list[torch.Tensor]:
+        """What is written anew with each version: codes and, where there are some, scales."""
+        return [tensor for tensor in (self.codes, self.scale, self.global_scale) if tensor is not None]
+
     def rows(self, start: int, stop: int) -> "LowBitWeight":
         """The weight of output rows start … stop-1, as views of the same storage; blocks are not cut."""
         scale, shape = self.scale, (stop - start, self.shape[1])
@@ -51,9 +55,7 @@ class LowBitWeight:
             height = self.scheme.block[0] if self.scheme.block else 1
             assert start % height == 0 == stop % height, f"rows {start} to {stop} cut a block of {height} rows"
             scale = scale[start // height : stop // height]
-        return LowBitWeight(
-            scheme=self.scheme, codes=self.codes[start:stop], scale=scale, shape=shape, global_scale=self.global_scale
-        )
+        return replace(self, codes=self.codes[start:stop], scale=scale, shape=shape)
 
     def without_codes(self) -> "LowBitWeight":
         """The same scale and shape; codes of no values, on the meta device."""
@@ -61,14 +63,9 @@ class LowBitWeight:
 
     def overwrite(self, other: "LowBitWeight") -> "LowBitWeight":
         """Copy another weight of the same scheme, shape and dtypes into this one's buffers; returns this one."""
-        for ours, theirs in (
-            (self.codes, other.codes),
-            (self.scale, other.scale),
-            (self.global_scale, other.global_scale),
-        ):
-            if ours is not None and theirs is not None:
-                assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
-                ours.copy_(theirs)
+        for ours, theirs in zip(self.buffers(), other.buffers(), strict=True):
+            assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+            ours.copy_(theirs)
         return self
 
     @property
