@@ -48,11 +48,8 @@ class LowBitExperts:
 
     def without_codes(self) -> "LowBitExperts":
         """See `LowBitWeight.without_codes`."""
-        if self.stacks is None:
-            pairs = ((e.gate_up.without_codes(), e.down.without_codes()) for e in self.experts)
-            return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in pairs))
-        gate_up, down = (stack.without_codes() for stack in self.stacks)
-        return _of_stacks(gate_up, down, len(self.experts))
+        experts = tuple(LowBitExpert(e.gate_up.without_codes(), e.down.without_codes()) for e in self.experts)
+        return LowBitExperts(experts, self.stacks and (self.stacks[0].without_codes(), self.stacks[1].without_codes()))
 
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """("0.gate_proj.weight_packed", tensor) and so on, expert by expert."""
