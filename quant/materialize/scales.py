@@ -16,7 +16,6 @@ class _Extremes:
     layer: str
     absmax: torch.Tensor
     scale: torch.Tensor
-    dtype: torch.dtype
 
 
 _later: list[_Extremes] | None = None
@@ -41,7 +40,7 @@ def _look(extremes: list[_Extremes]) -> None:
     finite = torch.stack(pairs).isfinite().all(dim=1).tolist() if pairs else []
     for one, fine in zip(extremes, finite, strict=True):
         if not fine:
-            _check(one.absmax, one.scale, one.layer, one.dtype)
+            _check(one.absmax, one.scale, one.layer)
 
 
 def absmax(values: torch.Tensor) -> torch.Tensor:
@@ -72,12 +71,12 @@ def stored_scale(absmax: torch.Tensor, half_range: float, dtype: torch.dtype) ->
 def check_scale(absmax: torch.Tensor, scale: torch.Tensor, layer: str) -> None:
     """Raise `PrecisionError` where masters are not finite, or a scale is beyond its dtype's range."""
     if _later is not None and absmax.is_cuda:  # maxima pass NaN on
-        _later.append(_Extremes(layer, absmax.max(), scale.max(), scale.dtype))
+        _later.append(_Extremes(layer, absmax.max(), scale.max()))
     else:
-        _check(absmax, scale, layer, scale.dtype)
+        _check(absmax, scale, layer)
 
 
-def _check(absmax: torch.Tensor, scale: torch.Tensor, layer: str, dtype: torch.dtype) -> None:
+def _check(absmax: torch.Tensor, scale: torch.Tensor, layer: str) -> None:
     if not torch.isfinite(absmax).all():
         raise PrecisionError(
             f"layer {layer!r}: a master weight holds NaN or infinity and cannot be quantized; at a run's start the "
@@ -87,5 +86,5 @@ def _check(absmax: torch.Tensor, scale: torch.Tensor, layer: str, dtype: torch.d
     if not torch.isfinite(scale).all():
         raise PrecisionError(
             f"layer {layer!r}: a master weight of magnitude {float(absmax.max()):.3g} has a scale beyond "
-            f"{dtype}'s range; use bfloat16 as the compute dtype (--dtype bfloat16)"
+            f"{scale.dtype}'s range; use bfloat16 as the compute dtype (--dtype bfloat16)"
         )
