@@ -68,21 +68,14 @@ class Plan:
         return write_quantization_config(groups, config_names(self.ignored), kv_cache)
 
 
-def make_plan(
-    main: Scheme,
-    rules: Sequence[LayerRule],
-    layers: Sequence[str],
-    fixed: Mapping[str, str] | None = None,
-    stacked: Mapping[str, Sequence[str]] = STACKED,
-) -> Plan:
+def make_plan(main: Scheme, rules: Sequence[LayerRule], layers: Sequence[str], fixed: Mapping[str, str]) -> Plan:
     """Resolve rules against a model; the first rule that matches a layer decides.
 
     layers: checkpoint names of the linear layers, in the model's order. fixed: name → why no scheme can quantize it;
-    embeddings are named here only. stacked: what the engine multiplies as one → its parts. Raises `SchemeError` for a
-    rule with an unknown scheme, one that matches nothing or whose layers earlier rules took, one that would quantize a
-    protected layer, and for layers the engine multiplies as one that would differ.
+    embeddings are named here only. Raises `SchemeError` for a rule with an unknown scheme, one that matches nothing or
+    whose layers earlier rules took, one that would quantize a protected layer, and for layers the engine multiplies as
+    one that would differ.
     """
-    fixed = fixed or {}
     names = list(dict.fromkeys([*layers, *fixed]))
     taken = _apply(rules, names)
     for layer, rule in taken.items():
@@ -92,7 +85,7 @@ def make_plan(
     for layer in layers:
         default = unquantized if layer in fixed or main.leaves_alone(layer) else main
         schemes[layer] = get_scheme(taken[layer].scheme) if layer in taken else default
-    _refuse_split(schemes, taken, stacked)
+    _refuse_split(schemes, taken)
     if main.quantization is not None and main.name not in {scheme.name for scheme in schemes.values()}:
         why = "; the rules take them all, so give the scheme of most layers as `scheme`" if taken else ""
         raise SchemeError(f"scheme {main.name!r} quantizes none of the model's {len(layers)} linear layers{why}")
@@ -149,13 +142,11 @@ def _refuse_protected(rule: LayerRule, layer: str, fixed: Mapping[str, str]) -> 
         )
 
 
-def _refuse_split(
-    schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule], stacked: Mapping[str, Sequence[str]]
-) -> None:
+def _refuse_split(schemes: Mapping[str, Scheme], taken: Mapping[str, LayerRule]) -> None:
     """Raise where layers the engine multiplies as one would take different schemes."""
     groups: dict[str, list[str]] = {}
     for layer in schemes:
-        groups.setdefault(stacked_name(layer, stacked), []).append(layer)
+        groups.setdefault(stacked_name(layer), []).append(layer)
     for fused, parts in groups.items():
         first: dict[str, str] = {}  # scheme → the first layer that takes it
         for part in parts:
@@ -173,10 +164,10 @@ def _by(rule: LayerRule | None) -> str:
     return f"by rule '{rule}'" if rule else "by no rule"
 
 
-def stacked_name(layer: str, stacked: Mapping[str, Sequence[str]] = STACKED) -> str:
+def stacked_name(layer: str) -> str:
     """What the engine calls the module this layer is part of; the layer itself where it stands alone."""
     expert = _EXPERT.match(layer)
     if expert:
         return expert[1]
     parent, _, leaf = layer.rpartition(".")
-    return next((f"{parent}.{stack}" for stack, parts in stacked.items() if leaf in parts), layer)
+    return next((f"{parent}.{stack}" for stack, parts in STACKED.items() if leaf in parts), layer)
