@@ -70,14 +70,14 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
         raise
     except Exception as error:
         raise ModelError(f"model {str(folder)!r} cannot be built from its config.json: {_first_line(error)}") from error
-    _check_experts(folder, model)
-    _check_shapes(folder, model)
+    stored = tensor_shapes(folder) if weight_files(folder) else {}
+    _check_experts(folder, model, stored)
+    _check_shapes(folder, model, stored)
     return model
 
 
-def _check_shapes(folder: Path, model: PreTrainedModel) -> None:
+def _check_shapes(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
     """Of the tensors that file and architecture both name; the loader strips prefixes and stacks experts of others."""
-    stored = tensor_shapes(folder) if weight_files(folder) else {}
     wrong = [
         f"tensor {name!r} is {stored[name]} in its files and {list(tensor.shape)} by its config.json"
         for name, tensor in model.state_dict().items()
@@ -95,15 +95,13 @@ def _first_line(error: Exception, longest: int = 300) -> str:
     return text if len(text) <= longest else text[:longest] + "…"
 
 
-def _check_experts(folder: Path, model: PreTrainedModel) -> None:
+def _check_experts(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
     """Name the experts' tensors that are missing, too many or of another size: transformers stacks the experts that it
     reads, and reports shapes of the stack. A layer of which the checkpoint has no expert under the layout's names is
     left to the loader: it may be stored fused, or under a prefix the loader strips."""
-    layers = expert_modules(model)
-    stored = tensor_shapes(folder) if layers and weight_files(folder) else {}
-    expected = {f"{name}.weight": list(shape) for name, shape in weight_shapes(model).items()} if layers else {}
+    expected = {f"{name}.weight": list(shape) for name, shape in weight_shapes(model).items()}
     faults = []
-    for layer in layers:
+    for layer in expert_modules(model):
         one = re.compile(rf"{re.escape(layer)}\.\d+\.")
         if any(map(one.match, stored)):
             names = filter(one.match, {**expected, **stored})
