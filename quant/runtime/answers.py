@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,12 @@ def read_answer(kind: str, question: Mapping[str, Any]) -> Any:
 
 def keep_answer(kind: str, question: Mapping[str, Any], answer: Any) -> None:
     """Keep a JSON-ready answer; nothing happens where the cache cannot be written."""
-    try:
+    with suppress(OSError, RuntimeError):  # RuntimeError: no home folder
         file = _file(kind, question)
         file.parent.mkdir(parents=True, exist_ok=True)
         building = file.with_suffix(f".{os.getpid()}.part")
         building.write_text(json.dumps({"question": dict(question), "answer": answer}) + "\n", encoding="utf-8")
         os.replace(building, file)
-    except (OSError, RuntimeError):  # RuntimeError: no home folder
-        return
 
 
 def _file(kind: str, question: Mapping[str, Any]) -> Path:
