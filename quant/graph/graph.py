@@ -208,8 +208,7 @@ class Graph:
                     self._step.keys[module.layer_name] = k, v
             sinks = None if owner is None else getattr(*owner)
             of_forward = published if self._context.multiplies_codes else scoring
-            y = attention(q, k, v, sinks, of_forward, self._step.sequences)
-            return y.reshape(*query.shape[:-1], -1) if query.ndim == 2 else y.flatten(1)
+            return attention(q, k, v, sinks, of_forward, self._step.sequences).flatten(1)
 
         return attend
 

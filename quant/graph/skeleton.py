@@ -129,8 +129,7 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty:
-            with torch.device("meta"):
-                planned = func(*args, **{**kwargs, "device": "meta"})
+            planned = func(*args, **{**kwargs, "device": "meta"})
             if planned.numel() > _SMALL:
                 return planned
         return func(*args, **kwargs)

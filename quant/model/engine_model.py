@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -118,7 +117,7 @@ def checkpoint_tensors(model: PreTrainedModel, matrices: Mapping[str, tuple[int,
     state = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in model.state_dict()}
     tensors: dict[str, tuple[int, ...]] = {}
     for name, tensor in state.items():
-        shape = tuple(whole_shape(tensor)) if isinstance(tensor, nn.Parameter) else tuple(tensor.shape)
+        shape = tuple(whole_shape(tensor))
         layer = named(name.rpartition(".")[0])
         if len(shape) == 3 and layer.endswith(".experts"):
             tensors |= {f"{n}.weight": of_one for n, of_one in matrices.items() if n.startswith(f"{layer}.")}
