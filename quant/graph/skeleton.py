@@ -7,7 +7,6 @@ behind its back fails loudly.
 
 import contextlib
 import copy
-import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -117,10 +116,9 @@ def _write_config(
     """config.json as an export of this model has it."""
     written = copy.deepcopy(config)
     written.architectures = [architecture]
-    written.save_pretrained(folder)
     if quantization is not None:
-        file = folder / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
+        written.quantization_config = quantization
+    written.save_pretrained(folder)
 
 
 class _LargeOnMeta(TorchFunctionMode):
