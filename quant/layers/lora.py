@@ -20,7 +20,8 @@ class Adapter(nn.Module):
     """Of one weight [O, I], or of each expert's in a stack [E, O, I].
 
     lora_A: fp32 [R, I] or [E, R, I], drawn as peft draws it (Kaiming uniform with a = √5, so ±1/√I). lora_B: fp32
-    [O, R] or [E, O, R], zeros: the first policy is the base. Both are fp32 whatever the base: steps are small.
+    [O, R] or [E, O, R], zeros: the first policy is the base. Both are fp32 whatever the base: steps are small. scale:
+    s, what B A is multiplied with.
     """
 
     def __init__(self, base: torch.Tensor, rank: int, alpha: float, generator: torch.Generator):
@@ -33,12 +34,7 @@ class Adapter(nn.Module):
         self.lora_A = nn.Parameter(drawn.to(base.device))
         self.lora_B = nn.Parameter(torch.zeros(*experts, rows, rank, device=base.device))
         self.rank = rank
-        self.alpha = alpha
-
-    @property
-    def scale(self) -> float:
-        """s, what B A is multiplied with."""
-        return self.alpha / self.rank
+        self.scale = alpha / rank
 
     @torch.no_grad()
     def merge(self, base: torch.Tensor, shard: Shard | None = None) -> torch.Tensor:
