@@ -89,8 +89,7 @@ class Graph:
             raise GraphError("the engine's expert choices were given, and this model has no experts to route to")
         for module, key, weight in self._read_directly:
             module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.read
-        step = _Step(sequences, experts)
-        with self._stepping(step, len(tokens)), self._log.one_forward():
+        with self._stepping(_Step(sequences, experts)), self._log.one_forward():
             output = self.module(tokens, sequences.positions(tokens.device))
         return output[0] if isinstance(output, tuple) else output
 
@@ -111,12 +110,12 @@ class Graph:
             return self.module.compute_logits(hidden)  # type: ignore[operator]
 
     @contextlib.contextmanager
-    def _stepping(self, step: _Step, tokens: int) -> Iterator[None]:
+    def _stepping(self, step: _Step) -> Iterator[None]:
         before, self._step = self._step, step
         for layer in self._routed:
             layer.replayed = None if step.experts is None else step.experts[:, layer.number]
         try:
-            with self.skeleton.running(tokens):
+            with self.skeleton.running(sum(step.sequences.lengths)):
                 yield
         finally:
             self._step = before
@@ -148,12 +147,8 @@ class Graph:
 
     def _stack(self, name: str, module: LinearBase) -> LinearStack:
         stack = self._masters.stacks[name]
-        scheme = stack.parts[0].scheme
-        if (
-            self.skeleton.config.quant_config
-            and scheme.quantization
-            and isinstance(module.quant_method, UnquantizedLinearMethod)
-        ):
+        scheme, unquantized = stack.parts[0].scheme, isinstance(module.quant_method, UnquantizedLinearMethod)
+        if self.skeleton.config.quant_config and scheme.quantization and unquantized:
             raise GraphError(
                 f"{stack.parts[0].layer!r} would be in {scheme.name!r}, and vLLM multiplies it unquantized; put a rule "
                 f"before the others that leaves it alone ('{stack.parts[0].layer}=bf16')"
@@ -229,7 +224,7 @@ class Graph:
             def again(*args: Any, **kwargs: Any) -> Any:
                 if self._step is step:
                     return forward(*args, **kwargs)
-                with self._stepping(step, sum(step.sequences.lengths)):
+                with self._stepping(step):
                     return forward(*args, **kwargs)
 
             # Nothing here is random. The output is the same bits: codes and kernels stay those of one weight version.
