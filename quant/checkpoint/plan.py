@@ -19,14 +19,11 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheme of every linear layer. main: of layers no rule takes. schemes: by layer name, in the model's order."""
+    """The scheme of every linear layer. main: of layers no rule takes. schemes: by checkpoint name, in the model's
+    order; `bf16` where a layer stays in the compute dtype."""
 
     main: Scheme
     schemes: Mapping[str, Scheme] = field(repr=False)
-
-    def scheme(self, layer: str) -> Scheme:
-        """Of one layer, by checkpoint name; `bf16` where it stays in the compute dtype."""
-        return self.schemes[layer]
 
     @property
     def ignored(self) -> list[str]:

@@ -90,7 +90,7 @@ def _check_shapes(shapes: dict[str, tuple[int, int]], plan: Plan) -> None:
     problems = []
     for name, shape in shapes.items():
         try:
-            plan.scheme(name).check_layer(name, shape)
+            plan.schemes[name].check_layer(name, shape)
         except SchemeError as error:
             problems.append(str(error))
     if problems:

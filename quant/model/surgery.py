@@ -106,7 +106,7 @@ def _engine_layers(model: PreTrainedModel, plan: Plan, context: LayerContext, en
         if name in multiplied or name == head:
             weight = parameters.get(f"{name}.weight", getattr(module, "weight", None))
             bias = parameters.get(f"{name}.bias")
-            scheme = plan.scheme(name) if name in plan.schemes else get_scheme("bf16")
+            scheme = plan.schemes[name] if name in plan.schemes else get_scheme("bf16")
             linears[name] = LowBitLinear(name, weight, bias, scheme, context)
     stacks = {
         name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
@@ -153,7 +153,7 @@ def _replace_linears(model: nn.Module, family: Family, plan: Plan, context: Laye
         if isinstance(linear, nn.Linear):
             assert isinstance(linear.weight, nn.Parameter)
             layer = family.checkpoint_name(name)
-            replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, plan.scheme(layer), context)
+            replaced[layer] = LowBitLinear(layer, linear.weight, linear.bias, plan.schemes[layer], context)
             model.set_submodule(name, replaced[layer])
     return replaced
 
@@ -174,7 +174,7 @@ def _make_experts(
             activation=getattr(config, "hidden_activation", None) or config.hidden_act,
             layout=family.experts,
         )
-        scheme = plan.scheme(f"{layer}.0.{family.experts.down}")  # one for all, as plans make sure
+        scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]  # one for all, as plans make sure
         layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
     return layers
 
@@ -198,7 +198,7 @@ def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterC
 
 
 def _refuse_quantized_routers(plan: Plan, routers: list[str]) -> None:
-    forced = [name for name in routers if plan.scheme(name).quantization is not None]
+    forced = [name for name in routers if plan.schemes[name].quantization is not None]
     if forced:
         raise SchemeError(
             f"a rule quantizes the router {forced[0]!r}, which transformers' own operators multiply unquantized; drop "

@@ -233,7 +233,7 @@ def test_routers_are_quantized_by_their_exact_name_only(random_experts: Policies
     with pytest.raises(SchemeError, match=r"'\*\.gate=w8a8' would quantize 'model\.layers\.0\.mlp\.gate'.*exactly"):
         make_model(folder, "w4a16", layers="*.gate=w8a8")
     plan = make_model(folder, "w4a16", layers="model.layers.0.mlp.gate=w8a8").plan
-    assert [plan.scheme(f"model.layers.{i}.mlp.gate").name for i in (0, 1)] == ["w8a8", "bf16"]
+    assert [plan.schemes[f"model.layers.{i}.mlp.gate"].name for i in (0, 1)] == ["w8a8", "bf16"]
 
 
 def test_mixtrals_router_cannot_be_quantized(tmp_path: Path):

@@ -86,7 +86,7 @@ def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: s
             assert layer == "lm_head"
             continue
         assert weight.shape == shape
-        found = model.plan.scheme(layer)
+        found = model.plan.schemes[layer]
         for suffix, tensor in materialize(weight, found, torch.bfloat16, layer).tensors():
             given = ours.pop(f"{layer}.{suffix}")
             assert (given.dtype, given.shape) == (tensor.dtype, tensor.shape), f"{layer}.{suffix}"

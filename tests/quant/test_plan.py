@@ -253,7 +253,7 @@ def test_vllm_resolves_every_layer_as_planned(layers: Sequence[str], data: st.Da
         return
     assert len(config["config_groups"]) == len({s.name for s in plan.schemes.values()} - {"bf16"})
     for name, parts in engine_modules(layers).items():
-        assert {vllm_reads(config, name)} == {plan.scheme(part).name for part in parts}, name
+        assert {vllm_reads(config, name)} == {plan.schemes[part].name for part in parts}, name
 
 
 @settings(max_examples=examples(20))
@@ -268,7 +268,7 @@ def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject)
     apply_quantization_config(model, QuantizationConfig.model_validate(config))
     for name in DENSE:
         scheme = getattr(model.get_submodule(name), "quantization_scheme", None)
-        expected = plan.scheme(name)
+        expected = plan.schemes[name]
         assert (scheme is None) == (expected.quantization is None), name
         if scheme is not None:
             assert scheme_of_args(scheme.weights, scheme.input_activations) == expected
@@ -324,7 +324,7 @@ def test_a_tied_head_has_nothing_to_quantize(kind: str, device: str):
         tied, untied = tiny(True, kind), tiny(False, kind)
     with pytest.raises(SchemeError, match=r"would quantize 'lm_head', which cannot be: this output head is tied"):
         plan_layers(tied, scheme, rules("lm_head=w8a8"))
-    assert plan_layers(untied, scheme, rules("lm_head=w8a8")).scheme("lm_head").name == "w8a8"
+    assert plan_layers(untied, scheme, rules("lm_head=w8a8")).schemes["lm_head"].name == "w8a8"
     with pytest.raises(SchemeError, match="embedding is looked up, not multiplied"):
         plan_layers(tied, scheme, rules("model.embed_tokens=w8a8"))
 
