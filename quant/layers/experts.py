@@ -129,7 +129,7 @@ class _StraightThrough(torch.autograd.Function):
         down: torch.Tensor,
         index: torch.Tensor,
         experts: RoutedLowBitExperts,
-        kept: tuple[torch.Tensor | None, ...],
+        kept: tuple[torch.Tensor, ...],
         *factors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.experts = experts

@@ -126,7 +126,7 @@ class _StraightThrough(torch.autograd.Function):
         x: torch.Tensor,
         parts: "Sequence[LowBitLinear]",
         product: LowBitMatmul,
-        kept: tuple[torch.Tensor | None, ...],
+        kept: tuple[torch.Tensor, ...],
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """tensors: master, bias and factors of every part."""

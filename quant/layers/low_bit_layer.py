@@ -147,13 +147,10 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """Whether inputs are quantized before they are multiplied."""
         return self.context.multiplies_codes and self.scheme.activations is not None
 
-    def kept_input(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def kept_input(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the backward keeps of an input [N, I]: codes and scales, 4 to 9 bits a value, where those are what is
         multiplied, else the input itself."""
-        if not self.quantizes_activations:
-            return (x,)
-        low_bit = multiplied_activation(x, self.scheme)
-        return low_bit.codes, low_bit.scale, low_bit.zero_point
+        return multiplied_activation(x, self.scheme).tensors if self.quantizes_activations else (x,)
 
 
 def multiplied_input(kept: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor | LowBitActivation:

@@ -31,11 +31,15 @@ class LowBitActivation:
     scale: torch.Tensor
     zero_point: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What it is made of: codes, scale, and the zero point where there is one."""
+        return tuple(tensor for tensor in (self.codes, self.scale, self.zero_point) if tensor is not None)
+
     def split(self, tokens: int) -> Iterator["LowBitActivation"]:
         """So many tokens at a time, as views."""
-        parts = [self.codes.split(tokens), self.scale.split(tokens)]
-        parts += [] if self.zero_point is None else [self.zero_point.split(tokens)]
-        return (LowBitActivation(*part) for part in zip(*parts, strict=True))
+        parts = zip(*(tensor.split(tokens) for tensor in self.tensors), strict=True)
+        return (LowBitActivation(*part) for part in parts)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,12 +74,7 @@ def quantize_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     parts = [_quantize(block, scheme) for (block,) in row_blocks(x)]
     if len(parts) == 1:
         return parts[0]
-    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
-    return LowBitActivation(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(zero_points) if zero_points else None,
-    )
+    return LowBitActivation(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
 
 
 def _quantize(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
