@@ -82,7 +82,7 @@ class LowBitModel(nn.Module):
             self.router_log.watch(model.get_submodule(name) for name in self._layers.routers)
         self.refresh()
         if self.operators == "engine":
-            self._build_graph(context.forward_dtype)
+            _ = self.graph  # refuses what vLLM has no low-bit layer for, before anything is run
 
     def low_bit_layers(self) -> Iterator[LowBitLinear | RoutedLowBitExperts]:
         """All that is materialized: linear layers, then experts."""
@@ -168,21 +168,18 @@ class LowBitModel(nn.Module):
     @property
     def graph(self) -> "Graph":
         """The engine's model over these layers, in the dtype of the present forward."""
-        dtype = self.context.forward_dtype
-        return self._graphs[dtype] if dtype in self._graphs else self._build_graph(dtype)
+        dtype, engine = self.context.forward_dtype, self._layers.engine
+        if dtype not in self._graphs:
+            from qarl.quant.model.engine_model import build_graph
 
-    def _build_graph(self, dtype: torch.dtype) -> "Graph":
-        from qarl.quant.model.engine_model import build_graph
-
-        engine = self._layers.engine
-        assert engine is not None
-        # The reference multiplies schemes, too, for which vLLM has no layer to build on this machine.
-        quantization = None
-        if self.context.kernel != "reference":
-            quantization = self.plan.quantization_config(self.context.kv_cache)
-        graph = build_graph(self.module, engine, quantization, self._layers, self.context, self.router_log)
-        self._graphs[dtype] = graph
-        return graph
+            assert engine is not None
+            # The reference multiplies schemes, too, for which vLLM has no layer to build on this machine.
+            quantization = None
+            if self.context.kernel != "reference":
+                quantization = self.plan.quantization_config(self.context.kv_cache)
+            graph = build_graph(self.module, engine, quantization, self._layers, self.context, self.router_log)
+            self._graphs[dtype] = graph
+        return self._graphs[dtype]
 
     @property
     def why_not_engine(self) -> str:
