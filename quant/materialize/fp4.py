@@ -10,7 +10,7 @@ import torch
 
 from qarl.configs.errors import PrecisionError
 from qarl.quant.materialize.integer import halves
-from qarl.quant.materialize.scales import finite_absmax
+from qarl.quant.materialize.scales import absmax, finite_absmax
 from qarl.quant.schemes import FP4_MAX, FP8_MAX, Scheme, SchemeError
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -51,18 +51,17 @@ def check_range(weight: torch.Tensor, dtype: torch.dtype, layer: str) -> None:
 
 
 def quantize_nvfp4(
-    weight: torch.Tensor, scheme: Scheme, absmax: torch.Tensor
+    weight: torch.Tensor, scheme: Scheme, largest: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight: fp32 or bf16 [O, I]; absmax: of the tensor and those fused with it, the master's dtype, scalar.
+    """weight: fp32 or bf16 [O, I]; largest: magnitude of it and those fused with it, the master's dtype, scalar.
 
     Returns codes uint8 [O, I/2], scale float8_e4m3fn [O, Q], global scale fp32 [1]. A weight is
     code · scale / global scale; the global scale spreads the scales over e4m3's range.
     """
     grouped = weight.view(weight.shape[0], -1, scheme.group_size or 0)
-    smallest = torch.finfo(absmax.dtype).tiny
-    global_scale = (FP8_MAX * FP4_MAX / absmax.clamp_min(smallest)).nan_to_num(posinf=1.0).to(torch.float32).view(1)
-    low, high = torch.aminmax(grouped, dim=-1)
-    scale = (global_scale * (torch.maximum(high, -low) / FP4_MAX)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    smallest = torch.finfo(largest.dtype).tiny
+    global_scale = (FP8_MAX * FP4_MAX / largest.clamp_min(smallest)).nan_to_num(posinf=1.0).to(torch.float32).view(1)
+    scale = (global_scale * (absmax(grouped) / FP4_MAX)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     fp32 = scale.to(torch.float32)
     fp32 = fp32.masked_fill(fp32 == 0, _SMALLEST_SCALE)
     codes = encode((grouped / (fp32 / global_scale).unsqueeze(-1)).view(weight.shape))
