@@ -100,7 +100,7 @@ class VersionCache:
         self.version = version
         free = {} if reuse is None else reuse._tensors
         self._tensors = {item.name: _copied(item.tensor.detach(), free.pop(item.name, None)) for item in stream}
-        self._parts = {name: tensor_part(LowBitTensor(name, tensor)) for name, tensor in self._tensors.items()}
+        self._parts = {item.name: tensor_part(item) for item in self.tensors()}
         self.bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
@@ -153,7 +153,9 @@ class VersionCache:
         version, digest: what the sender announced it to make. Raises `DeltaError`, and is what it was, where it is
         damaged, from another version than is held, or makes another than was announced.
         """
-        header, payload = _read(delta, self._longest_header())
+        blocks = len(self._tensors) + self.bytes // _BLOCK
+        longest = _HEADER_BYTES_A_TENSOR * (1 + len(self._tensors)) + _HEADER_BYTES_A_BLOCK * blocks
+        header, payload = _read(delta, longest)
         if (header.base, header.base_digest) != (self.version, self.digest):
             raise DeltaError(
                 f"it is from version {header.base} ({header.base_digest[:16]}…), and version {self.version} "
@@ -164,16 +166,11 @@ class VersionCache:
                 f"it makes version {header.version} ({header.digest[:16]}…), and {version} ({digest[:16]}…) was "
                 "announced; send the whole version"
             )
-        names = [entry.name for entry in header.tensors]
-        if len(set(names)) < len(names):
+        if len({entry.name for entry in header.tensors}) < len(header.tensors):
             raise DeltaError("it changes a tensor twice; send the whole version")
         for entry in header.tensors:
             self._check(entry)
         self._become(header, payload)
-
-    def _longest_header(self) -> int:
-        blocks = len(self._tensors) + self.bytes // _BLOCK
-        return _HEADER_BYTES_A_TENSOR * (1 + len(self._tensors)) + _HEADER_BYTES_A_BLOCK * blocks
 
     def _check(self, entry: _Entry) -> None:
         """Raise `DeltaError` where it is not for the tensor that is held, or more than any of its changes."""
@@ -207,8 +204,7 @@ class VersionCache:
                     before = octets.copy() if block.changes is None else part
                     _apply(octets, block.changes, part, entry.name)
                     undo.append((octets, block.changes, before))
-            names = [entry.name for entry in header.tensors]
-            parts = {name: tensor_part(LowBitTensor(name, self._tensors[name])) for name in names}
+            parts = {e.name: tensor_part(LowBitTensor(e.name, self._tensors[e.name])) for e in header.tensors}
             actual = digest_of_parts((self._parts | parts).values())
             if actual != header.digest:
                 raise DeltaError(
