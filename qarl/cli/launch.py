@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from qarl.configs.errors import ConfigError, InputError
 from qarl.learner.processes import RENDEZVOUS
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.servers.vllm.start import free_ports
+from qarl.run.interrupt import handled
 
 REFUSED = InputError.exit_status
 _PATIENCE = 20.0
@@ -61,24 +63,16 @@ def _launch(arguments: Sequence[str], count: int, place: dict[str, str]) -> int:
         )
         for r in range(count)
     ]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # A terminal sends Ctrl-C to all processes of the foreground job; ours have it already.
-    signal.signal(signal.SIGINT, signal.SIG_IGN if sys.stdin.isatty() else _passing(processes, signal.SIGINT))
-    signal.signal(signal.SIGTERM, _passing(processes, signal.SIGTERM))
-    try:
+    pass_on = partial(_send, processes)
+    with handled({signal.SIGINT: signal.SIG_IGN if sys.stdin.isatty() else pass_on, signal.SIGTERM: pass_on}):
         return _wait(processes)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
-def _passing(processes: Sequence[subprocess.Popen[bytes]], number: int):
-    def handler(*_: object) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    return handler
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: int, _frame: object = None) -> None:
+    """Send those that have not ended a signal."""
+    for process in processes:
+        process.send_signal(number)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -98,16 +92,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Those that fail by themselves in a moment say why first; then SIGTERM, and after `_PATIENCE` SIGKILL."""
-    deadline = time.monotonic() + 2.0
-    for process in processes:
-        while process.poll() is None and time.monotonic() < deadline:
+    for patience, number in ((2.0, signal.SIGTERM), (_PATIENCE, signal.SIGKILL)):
+        deadline = time.monotonic() + patience
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + _PATIENCE
-    for process in processes:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
+        _send(processes, number)

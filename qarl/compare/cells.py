@@ -7,9 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from qarl.compare.comparison import Cell, Comparison
 from qarl.report.run_folder import with_absolute_paths
+from qarl.run.interrupt import handled
 
 Commands = list[list[str]]
 """Arguments of `qarl`, in order."""
@@ -47,25 +47,13 @@ def run_cells(comparison: Comparison, left: Mapping[Cell, Commands], workers: in
     done = len(left) - len(todo)
     console.print(f"{len(left)} cells, {done} of them finished before, {workers} at a time", highlight=False)
     failed: list[Failed] = []
-    with _interruptible():
+    # SIGTERM is as Ctrl-C, and both count where a shell started this in the background, with SIGINT ignored: no child
+    # is left behind.
+    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.default_int_handler)):
         for quantized in (False, True):
             part = {cell: commands for cell, commands in todo.items() if bool(cell.variant.quantized) == quantized}
             failed += _Children(comparison, workers, console).run(part)
     return failed
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C, and both count where a shell started this in the background, with SIGINT ignored: no child
-    is left behind."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in handlers:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 class _Children:

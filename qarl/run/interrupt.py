@@ -1,9 +1,21 @@
-"""Ctrl-C that lets the step in hand finish."""
+"""Signals that are handled otherwise for a while; Ctrl-C that lets the step in hand finish."""
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def handled(handlers: Mapping[int, Callable[..., Any] | int]) -> Iterator[None]:
+    """Signals have these handlers, by number, and afterwards those they had."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -17,8 +29,5 @@ def deferred_interrupt() -> Iterator[list[int]]:
             os.write(2, b"\nfinishing the step in hand and writing a checkpoint; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
+    with handled({signal.SIGINT: on_interrupt}):
         yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)
