@@ -57,11 +57,7 @@ def environment_rollout(environments: Environments, turns: ToolTurns) -> Rollout
 async def _reward(environment: Environment, problem: Problem) -> float | None:
     if environment.lost is not None:
         return None
-    outcome = await environment.call(REWARD, {}, problem.id)
     try:
-        if not isinstance(outcome, Failure):
-            return as_reward(outcome)
-        words = outcome.words
+        return as_reward(await environment.call(REWARD, {}, problem.id))
     except ValueError as error:
-        words = str(error)
-    raise RewardError(f"environment: {REWARD} of problem {problem.id!r} {words}")
+        raise RewardError(f"environment: {REWARD} of problem {problem.id!r} {error}") from None

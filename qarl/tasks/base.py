@@ -97,8 +97,10 @@ LARGEST_REWARD = 1e15
 
 
 def as_reward(outcome: Any) -> float | None:
-    """What a reward, a rollout or an environment returned, as a number; None is no signal. Raises `ValueError` for
-    anything else, in words that follow whose reward it is."""
+    """What a reward, a rollout or an environment returned, as a number; None is no signal. Raises `ValueError` for a
+    `Failure` and anything else, in words that follow whose reward it is."""
+    if isinstance(outcome, Failure):
+        raise ValueError(outcome.words)
     if outcome is None:
         return None
     size: Any = abs(outcome) if isinstance(outcome, numbers.Real) else None
@@ -106,6 +108,16 @@ def as_reward(outcome: Any) -> float | None:
         allowed = f"a finite number, at most {LARGEST_REWARD:.0e} in magnitude, or None for no signal"
         raise ValueError(f"returned {outcome!r:.80} ({type(outcome).__name__}); a reward must be {allowed}")
     return outcome if isinstance(outcome, WeightedSum) else float(outcome)
+
+
+def as_verdict(outcome: Any) -> bool:
+    """What a checker returned, as a truth. Raises as `as_reward`."""
+    if isinstance(outcome, Failure):
+        raise ValueError(outcome.words)
+    if outcome not in (True, False):  # 1.0 and 0.0 too
+        kind = type(outcome).__name__
+        raise ValueError(f"returned {outcome!r:.80} ({kind}); a verdict must be true or false, or 1 or 0")
+    return bool(outcome)
 
 
 Scorer = Callable[[Sequence[Response]], list[Any]]

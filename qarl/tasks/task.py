@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from qarl.tasks.base import Failure, Problem, Response, RewardError, Scorer, Source, Split, TaskError, as_reward
+from qarl.tasks.base import Problem, Response, RewardError, Scorer, Source, Split, TaskError, as_reward, as_verdict
 from qarl.tasks.table import Table
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,11 @@ class Task:
             RewardError: a function failed, or returned a non-number, NaN or an infinity; the message quotes the problem
                 and the completion.
         """
-        outcomes = zip(responses, self.reward(responses), strict=True)
-        return [self._number(response, outcome) for response, outcome in outcomes]
+        return self._read("reward", as_reward, responses, self.reward(responses))
 
     def correct(self, responses: Sequence[Response]) -> list[bool]:
         """Whether each is right. Raises `RewardError` where the checker failed or gave neither true nor false."""
-        outcomes = zip(responses, self.checker(responses), strict=True)
-        return [self._verdict(response, outcome) for response, outcome in outcomes]
+        return self._read("checker", as_verdict, responses, self.checker(responses))
 
     def _behind_system(self, problems: Sequence[Problem]) -> list[Problem]:
         return [p if self.system is None else self._with_system(p, self.system) for p in problems]
@@ -80,25 +80,16 @@ class Task:
             )
         return problem.behind(system)
 
-    def _number(self, response: Response, outcome: Any) -> float | None:
-        if isinstance(outcome, Failure):
-            raise RewardError(self._complaint("reward", response, outcome.words))
-        try:
-            return as_reward(outcome)
-        except ValueError as error:
-            raise RewardError(self._complaint("reward", response, str(error))) from None
-
-    def _verdict(self, response: Response, outcome: Any) -> bool:
-        if isinstance(outcome, Failure):
-            raise RewardError(self._complaint("checker", response, outcome.words))
-        if outcome not in (True, False):  # 1.0 and 0.0 too
-            words = f"returned {outcome!r:.80} ({type(outcome).__name__}); a verdict must be true or false, or 1 or 0"
-            raise RewardError(self._complaint("checker", response, words))
-        return bool(outcome)
-
-    def _complaint(self, what: str, response: Response, words: str) -> str:
-        problem = response.problem
-        return (
-            f"the {what} of task {self.name!r} {words}\n"
-            f"  problem id: {problem.id}\n  question: {problem.question!r}\n  completion: {response.text!r}"
-        )
+    def _read(self, what: str, read: Callable[[Any], T], responses: Sequence[Response], outcomes: list[Any]) -> list[T]:
+        """Outcomes as `read` has them. what: gave them, for messages."""
+        values = []
+        for response, outcome in zip(responses, outcomes, strict=True):
+            try:
+                values.append(read(outcome))
+            except ValueError as error:
+                problem = response.problem
+                raise RewardError(
+                    f"the {what} of task {self.name!r} {error}\n"
+                    f"  problem id: {problem.id}\n  question: {problem.question!r}\n  completion: {response.text!r}"
+                ) from None
+        return values

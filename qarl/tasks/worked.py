@@ -28,11 +28,19 @@ class RunningTotalConfig:
         assert self.digits > 0, "digits must be positive"
 
 
-class RunningTotalDataset(ProceduralDataset):
-    """Add and subtract a chain of numbers, writing down every running total"""
+class _WorkedDataset(ProceduralDataset):
+    """Sums, of which the last number that is written counts."""
 
-    def __init__(self, config: RunningTotalConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """1.0 where the final answer is the sum, else 0.0."""
+        return float(final_answer(answer or "") == entry["answer"])
+
+
+class RunningTotalDataset(_WorkedDataset):
+    """Add and subtract a chain of numbers, writing down every running total"""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Problem `index`, from a generator of its own."""
@@ -43,10 +51,6 @@ class RunningTotalDataset(ProceduralDataset):
             "answer": final_answer(solution),
             "metadata": {"terms": terms, "worked_solution": solution},
         }
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """1.0 where the final answer is the total, else 0.0."""
-        return float(final_answer(answer or "") == entry["answer"])
 
     def _terms(self, generator: random.Random) -> list[int]:
         """Numbers to add, negative ones to subtract; every total of a prefix is in [0, 10^(digits + 1))."""
@@ -76,11 +80,8 @@ class LookupSumConfig:
         assert 50 >= self.max_terms >= self.min_terms, "max_terms must be >= min_terms, and at most 50"
 
 
-class LookupSumDataset(ProceduralDataset):
+class LookupSumDataset(_WorkedDataset):
     """Add numbers that only a tool knows, by their names"""
-
-    def __init__(self, config: LookupSumConfig) -> None:
-        super().__init__(config=config, seed=config.seed, size=config.size)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Problem `index`, from a generator of its own."""
@@ -94,10 +95,6 @@ class LookupSumDataset(ProceduralDataset):
             "answer": final_answer(solution),
             "metadata": {"values_by_name": numbers, "worked_solution": solution},
         }
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """1.0 where the final answer is the sum, else 0.0."""
-        return float(final_answer(answer or "") == entry["answer"])
 
 
 def running_totals(terms: list[int]) -> str:
