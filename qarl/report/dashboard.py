@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from statistics import fmean
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -34,16 +35,10 @@ class Dashboard:
         self._phase_started = clock()
         self._started = self._phase_started
         self._phase = "starting"
-        self._rewards: list[float] = []
-        self._step_seconds: list[float] = []
+        self._steps: list[StepMetrics] = []
         self._accuracies: list[tuple[int, float]] = []
-        self._seconds: dict[str, float] = {}
-        self._tokens = 0.0
-        self._last: StepMetrics | None = None
-        # Redrawn by a thread of its own, so that time goes on while a step runs.
-        self._live = (
-            Live(console=console, refresh_per_second=2, get_renderable=self.panel) if console.is_terminal else None
-        )
+        # Redrawn by a thread of its own, so that time goes on while a step runs. Without a terminal it never starts.
+        self._live = Live(console=console, refresh_per_second=2, get_renderable=self.panel)
 
     def __enter__(self) -> "Dashboard":
         return self
@@ -54,14 +49,13 @@ class Dashboard:
     def finished(self) -> None:
         """The last step is done: the panel stays as it is, and what comes is printed below it."""
         self.entered(_DONE)
-        if self._live:
-            self._live.stop()
+        self._live.stop()
 
     def entered(self, phase: str) -> None:
         """A phase of a step begins: "sample", "score", "learn", "publish", "record" or "evaluate". The first starts the
         live panel, below what start-up printed."""
         self._phase, self._phase_started = phase, self._clock()
-        if self._live and not self._live.is_started and phase != _DONE:
+        if self._console.is_terminal and not self._live.is_started and phase != _DONE:
             self._live.start()
 
     def audited(self, rows: list[AuditRow], materializers: dict[str, str], packed: bool, trained: list[str]) -> None:
@@ -81,26 +75,21 @@ class Dashboard:
 
     def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
         """Take in one step's metrics. warnings: what it showed, printed at once."""
-        self._last = metrics
-        self._rewards.append(metrics.reward)
+        self._steps.append(metrics)
         if metrics.accuracy is not None:
             self._accuracies.append((metrics.step, metrics.accuracy))
-        for phase, seconds in metrics.seconds.items():
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        self._tokens += metrics.response_tokens * metrics.prompts * self._config.rollout.samples
-        self._step_seconds.append(sum(metrics.seconds.values()))
         due = metrics.step == 1 or metrics.step % max(1, self._config.steps // 20) == 0
         if metrics.step == self._config.steps:
             self.finished()
-        if self._live is None and (due or metrics.accuracy is not None):
+        if not self._console.is_terminal and (due or metrics.accuracy is not None):
             self._console.print(self._line(metrics), soft_wrap=True)
         for warning in warnings:
             self._console.print(f"[yellow]warning[/], step {warning.step}: {escape(warning.text)}", soft_wrap=True)
 
     def panel(self) -> RenderableType:
         """The live view."""
-        config, last = self._config, self._last
-        done = last.step if last else 0
+        config = self._config
+        done = self._steps[-1].step if self._steps else 0
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold")
         grid.add_column()
@@ -108,20 +97,23 @@ class Dashboard:
         grid.add_row("step", Group(Text(f"{done} / {config.steps}   {self._times(done)}"), bar))
         if self._phase != _DONE:
             grid.add_row("now", f"{self._phase} [dim]for {self._clock() - self._phase_started:.0f} s[/]")
-        if last:
-            self._add_measured(grid, last)
+        if self._steps:
+            self._add_measured(grid, self._steps)
         title = f"[bold]QaRL[/]  {escape(config.model)}  {config.scheme}  {config.dtype}"
         return Panel(grid, title=title, border_style="cyan", expand=False)
 
-    def _add_measured(self, grid: Table, last: StepMetrics) -> None:
+    def _add_measured(self, grid: Table, steps: Sequence[StepMetrics]) -> None:
         """The rows that need a step."""
-        recent = sum(self._rewards[-10:]) / len(self._rewards[-10:])
-        low, high = min(self._rewards), max(self._rewards)
-        grid.add_row("reward", f"[green]{sparkline(self._rewards)}[/]")
-        grid.add_row("", f"{recent:.3f} of the last 10 steps   [dim]scale {low:.3f} … {high:.3f}[/]")
+        last, rewards = steps[-1], [m.reward for m in steps]
+        phases = dict.fromkeys(phase for m in steps for phase in m.seconds)
+        seconds = {phase: sum(m.seconds.get(phase, 0.0) for m in steps) for phase in phases}
+        tokens = self._config.rollout.samples * sum(m.response_tokens * m.prompts for m in steps)
+        grid.add_row("reward", f"[green]{sparkline(rewards)}[/]")
+        scale = f"[dim]scale {min(rewards):.3f} … {max(rewards):.3f}[/]"
+        grid.add_row("", f"{fmean(rewards[-10:]):.3f} of the last 10 steps   {scale}")
         if self._accuracies:
             grid.add_row("held-out", "  ".join(f"{a:.1%} [dim]@{s}[/]" for s, a in self._accuracies[-6:]))
-        rate = self._tokens / max(self._seconds.get("sample", 0), 1e-9)
+        rate = tokens / max(seconds.get("sample", 0), 1e-9)
         grid.add_row("completions", f"{last.response_tokens:,.1f} tokens   truncated {last.truncated:.1%}   "
                                     f"sampled at {rate:,.0f} tokens/s")  # fmt: skip
         if last.learn:
@@ -132,21 +124,19 @@ class Dashboard:
             grid.add_row("update", f"lr {last.learn.lr:.1e}   gradient norm {last.learn.grad_norm:.3f}   "
                                    f"clipped {last.learn.clipped:.1%} of tokens")  # fmt: skip
             grid.add_row("entropy", f"{last.learn.entropy:.3f} nats a token")
-        total = sum(self._seconds.values()) or 1.0
-        split = (f"{phase} {seconds / total:.0%}" for phase, seconds in self._seconds.items())
-        grid.add_row("time", "   ".join(split))
+        total = sum(seconds.values()) or 1.0
+        grid.add_row("time", "   ".join(f"{phase} {seconds[phase] / total:.0%}" for phase in phases))
 
     def _times(self, done: int) -> str:
         """Elapsed, seconds a step and what is left, by the last steps' mean."""
         elapsed = f"{_hours(self._clock() - self._started)} elapsed"
-        if not self._step_seconds:
+        if not self._steps:
             return elapsed
         return f"{elapsed}   {self._pace():.2f} s/step   ETA {_hours(self._pace() * (self._config.steps - done))}"
 
     def _pace(self) -> float:
         """Mean seconds of the last steps, as many as make evaluations count with their share."""
-        recent = self._step_seconds[-max(10, self._config.eval.every) :]
-        return sum(recent) / len(recent)
+        return fmean(sum(m.seconds.values()) for m in self._steps[-max(10, self._config.eval.every) :])
 
     def _line(self, m: StepMetrics) -> str:
         held_out = f"  held-out {m.accuracy:.1%}" if m.accuracy is not None else ""
