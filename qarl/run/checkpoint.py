@@ -70,8 +70,7 @@ def _write(state: dict[str, Any], file: Path) -> None:
             torch.save(state, cast(IO[bytes], recorded))
         except RuntimeError as error:  # torch says where in its code a write failed, not why
             raise recorded.refusal or error from error
-        stream.flush()
-        os.fsync(stream.fileno())
+    _flush(file)
 
 
 class _Recorded:
@@ -96,21 +95,19 @@ class _Recorded:
 
 def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> None:
     """Let a complete checkpoint have its name, and, once both are on the disk, drop the oldest."""
-    with (building / "manifest.json").open("w") as stream:
-        stream.write(json.dumps(manifest) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    _flush_folder(building)
+    (building / "manifest.json").write_text(json.dumps(manifest) + "\n")
+    _flush(building / "manifest.json")
+    _flush(building)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(building, target)
-    _flush_folder(target.parent)
+    _flush(target.parent)
     for old in list_checkpoints(target.parent)[:-keep]:
         shutil.rmtree(old)
 
 
-def _flush_folder(folder: Path) -> None:
-    """Have the names in it on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Have what a file holds, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -142,9 +139,9 @@ def load_checkpoint(
         if fault is None:
             return _read(newest)
         if step_over is None or index == 0:
-            older = "" if index == 0 else f"; remove that folder to go on from {checkpoints[index - 1].name}"
-            alone = "; no other one is left: start the run again with another --output" if index == 0 else older
-            raise CheckpointError(f"checkpoint {str(newest)!r} is damaged ({fault}){alone}")
+            older = f"remove that folder to go on from {checkpoints[index - 1].name}"
+            alone = "no other one is left: start the run again with another --output"
+            raise CheckpointError(f"checkpoint {str(newest)!r} is damaged ({fault}); {older if index else alone}")
         aside = newest.with_name(f"damaged-{newest.name}")
         step_over(f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it")
         together.first_does(lambda old=newest, new=aside: _set_aside(old, new))
@@ -175,10 +172,8 @@ def _digests(checkpoint: Path) -> dict[str, str] | None:
 
 def intact_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint whose bytes are those that were written; None where there is none."""
-    return next(
-        (checkpoint for checkpoint in reversed(list_checkpoints(folder)) if _fault(checkpoint, Processes()) is None),
-        None,
-    )
+    intact = (each for each in reversed(list_checkpoints(folder)) if _fault(each, Processes()) is None)
+    return next(intact, None)
 
 
 def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
