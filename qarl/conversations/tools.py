@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from qarl.configs.errors import ConfigError, ModelError
@@ -47,7 +48,7 @@ class ToolTurns:
         self._tokenizer, self._template = tokenizer, template
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-        self._known: dict[Any, tuple[list[int], list[list[int]]]] = {}
+        self._parts = cache(self._written_parts)
         self._parser = None
         if tools := template.get("tools"):
             self._parser, self._request = _parser(tokenizer, parser, tools)
@@ -81,13 +82,8 @@ class ToolTurns:
             tokens += part
         return tuple(tokens)
 
-    def _parts(self, names: tuple[str, ...], said: tuple[int | None, ...]) -> tuple[list[int], list[list[int]]]:
+    def _written_parts(self, names: tuple[str, ...], said: tuple[int | None, ...]) -> tuple[list[int], list[list[int]]]:
         """The token that ends a turn which calls these, and what the template writes after it, around what is said."""
-        if (names, said) not in self._known:
-            self._known[names, said] = self._parts_of(names, said)
-        return self._known[names, said]
-
-    def _parts_of(self, names: tuple[str, ...], said: tuple[int | None, ...]) -> tuple[list[int], list[list[int]]]:
         places = [_PLACE.format(number) for number in range(len(said))]
         turn = self._rendered(names)
         whole = self._rendered(names, [Said(place, call) for place, call in zip(places, said, strict=True)])
