@@ -5,7 +5,6 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +191,10 @@ def score_groups(
     `qarl.tasks.RewardError` where a reward is not a finite number."""
     answered = [(problem, a) for problem, answers in zip(problems, completions, strict=True) for a in answers]
     of_task = iter(task.rewards([Response(p, a.text, a.token_ids) for p, a in answered if a.reward is None]))
-    rewards = iter([next(of_task) if a.reward is None else a.reward for _, a in answered])
     groups = []
     for prompt, answers in zip(prompts, completions, strict=True):
-        own = zip(answers, islice(rewards, len(answers)), strict=True)
-        scored = [(completion, reward) for completion, reward in own if reward is not None]
+        rewards = [(a, next(of_task) if a.reward is None else a.reward) for a in answers]
+        scored = [(completion, reward) for completion, reward in rewards if reward is not None]
         kept, numbers = tuple(completion for completion, _ in scored), tuple(reward for _, reward in scored)
         groups.append(Group(prompt=prompt, completions=kept, rewards=numbers, unscored=len(answers) - len(kept)))
     return groups
