@@ -1,7 +1,6 @@
 """`qarl mismatch`: where learner and sampler part, of any checkpoint in any scheme, without training."""
 
 import argparse
-import dataclasses
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,10 +53,8 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     lines += investigation.pitfalls
     page.write_text(mismatch_page(title, lines, learners, investigation.layers), encoding="utf-8")
     show(lines, console)
-    layers = [dataclasses.asdict(row) for row in investigation.layers]
-    pitfalls = [dataclasses.asdict(each) for each in investigation.pitfalls]
     measured = {each.name: each.measured for each in learners}
-    write_json(known.json, {"learners": measured, "layers": layers, "pitfalls": pitfalls})
+    write_json(known.json, {"learners": measured, "layers": investigation.layers, "pitfalls": investigation.pitfalls})
     say(console, f"wrote {page}")
     return 0
 

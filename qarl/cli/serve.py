@@ -49,8 +49,7 @@ def _serve(known: argparse.Namespace, console: Console) -> int:
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
     url = f"http://{f'[{known.host}]' if ':' in known.host else known.host}:{known.port}"
-    line = f"starting vLLM on {served.folder}; Ctrl-C ends it"
-    say(console, line)
+    say(console, f"starting vLLM on {served.folder}; Ctrl-C ends it")
     quiet_libraries()
     command = server_command(served, known.host, known.port, known.to_vllm)
     sys.stdout.flush()

@@ -55,8 +55,7 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
         checkpoint = Path(folder) / "checkpoint"
         _write_checkpoint(config, checkpoint)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        line = f"starting {known.replicas} of vLLM's servers; what they print is in {folder}"
-        say(console, line)
+        say(console, f"starting {known.replicas} of vLLM's servers; what they print is in {folder}")
         with serve_rollouts(
             checkpoint, config.rollout, config.dtype, ports, known.host, key, known.to_vllm, known.devices
         ) as replicas:
@@ -94,5 +93,4 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
 
 def _say_where(urls: Sequence[str], key: str | None, console: Console) -> None:
     with_key = "" if key is None else " (with the key)"
-    line = f"ready{with_key}: qarl train … --rollout.servers {','.join(urls)}; Ctrl-C ends them"
-    say(console, line)
+    say(console, f"ready{with_key}: qarl train … --rollout.servers {','.join(urls)}; Ctrl-C ends them")
