@@ -76,8 +76,8 @@ class PlainTable:
         line = Text()
         for part, width, figures in zip(parts, widths, self._figures, strict=True):
             part.rstrip()
-            space = " " * (width - part.cell_len)
-            line.append_text(Text.assemble(space, part) if figures else Text.assemble(part, space)).append(_GAP)
+            part.align("right" if figures else "left", width)
+            line.append_text(part).append(_GAP)
         line.rstrip()
         return line
 
