@@ -5,7 +5,6 @@ Defaults are those of the command without options (configs/tiny-qwen3.yaml), whe
 
 import argparse
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from types import NoneType
@@ -14,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from qarl.cli.options import text_width
+from qarl.cli.parser import PrintAndExit
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import choice_sections, default_config, field_paths, load_config
 from qarl.configs.schema.base import Section, alternatives, leaf_values
@@ -41,7 +41,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Make every field of the configuration an option of a command: short flags by group, and `--help-all`."""
     parser.set_defaults(fields=True)
     fields, defaults = field_paths(), default_values()
-    parser.add_argument("--help-all", action=_HelpAll, help="every field of the configuration, with its default")
+    parser.add_argument(
+        "--help-all", action=PrintAndExit, text=lambda: all_fields(shutil.get_terminal_size().columns),
+        help="every field of the configuration, with its default",
+    )  # fmt: skip
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title)
         for name in names:
@@ -51,17 +54,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 f"--{name}", metavar=metavar(path, fields[path]), dest=f"short:{path}", help=text.replace("%", "%%")
             )
-
-
-class _HelpAll(argparse.Action):
-    """Prints every field and exits, as `--help` does."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str | None = None):
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        sys.stdout.write(all_fields(shutil.get_terminal_size().columns) + "\n")
-        parser.exit()
 
 
 def default_values() -> dict[str, Any]:

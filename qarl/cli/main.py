@@ -20,7 +20,7 @@ from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.init import add_init
 from qarl.cli.mismatch import add_mismatch
 from qarl.cli.options import dotted_overrides, refuse_rest, say
-from qarl.cli.parser import Parser, normalized_argv
+from qarl.cli.parser import Parser, PrintAndExit, normalized_argv
 from qarl.cli.plan import add_plan
 from qarl.cli.report import add_report
 from qarl.cli.runs import add_runs
@@ -29,7 +29,7 @@ from qarl.cli.schemes import add_schemes
 from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
-from qarl.cli.version import PrintVersion
+from qarl.cli.version import describe_version
 from qarl.configs.errors import ConfigError, QarlError, disk_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
@@ -81,7 +81,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="qarl", description="Reinforcement learning where sampler and learner share one low-bit tensor."
     )
-    parser.add_argument("-V", "--version", action=PrintVersion, help="versions of QaRL and of what it computes with")
+    what = "versions of QaRL and of what it computes with"
+    parser.add_argument("-V", "--version", action=PrintAndExit, text=describe_version, help=what)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     add_check(commands)

@@ -2,8 +2,9 @@
 
 import argparse
 import re
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from qarl.configs.errors import InputError
@@ -100,6 +101,19 @@ class _Once(argparse.Action):
             raise UsageError(f"option {option_string} is given twice, the second time with {values!r}; give it once")
         seen.add(self.dest)
         setattr(namespace, self.dest, values)
+
+
+class PrintAndExit(argparse.Action):
+    """An option that prints what `text` returns, and exits."""
+
+    def __init__(self, *arguments: Any, text: Callable[[], str], **settings: Any):
+        super().__init__(*arguments, nargs=0, default=argparse.SUPPRESS, **settings)
+        self._text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """See the class."""
+        sys.stdout.write(self._text() + "\n")
+        parser.exit()
 
 
 def normalized_argv(arguments: Sequence[str]) -> list[str]:
