@@ -5,7 +5,6 @@ import ipaddress
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,8 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
         with serve_rollouts(
             checkpoint, config.rollout, config.dtype, ports, known.host, key, known.to_vllm, known.devices
         ) as replicas:
-            _say_where([replica.url for replica in replicas], key, console)
+            with_key, urls = "" if key is None else " (with the key)", ",".join(replica.url for replica in replicas)
+            say(console, f"ready{with_key}: qarl train … --rollout.servers {urls}; Ctrl-C ends them")
             while all(replica.process.poll() is None for replica in replicas):
                 time.sleep(0.5)
             ended = next(replica for replica in replicas if replica.process.poll() is not None)
@@ -89,8 +89,3 @@ def _write_checkpoint(config: RunConfig, folder: Path) -> None:
     with phase("writing the policy's checkpoint"):
         policy = open_policy(config)
         export_checkpoint(policy.model, policy.folder, folder)
-
-
-def _say_where(urls: Sequence[str], key: str | None, console: Console) -> None:
-    with_key = "" if key is None else " (with the key)"
-    say(console, f"ready{with_key}: qarl train … --rollout.servers {','.join(urls)}; Ctrl-C ends them")

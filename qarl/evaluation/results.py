@@ -205,17 +205,13 @@ def read_evaluation(file: Path) -> Evaluation:
     """What `qarl eval --json` wrote. Raises `EvaluationError` for anything else."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-        results = tuple(_read(benchmark) for benchmark in tree["benchmarks"])
+        results = TypeAdapter(tuple[Result, ...]).validate_python(tree["benchmarks"])
         return Evaluation(target=tree["target"], dtype=tree["dtype"], settings=tree["settings"], results=results)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EvaluationError(
             f"{str(file)!r} is nothing that `qarl eval --json` wrote ({type(error).__name__}: {error}); name such a "
             "file, or a checkpoint to evaluate"
         ) from error
-
-
-def _read(tree: dict[str, Any]) -> Result:
-    return Result(tree["name"], TypeAdapter(tuple[Question, ...]).validate_python(tree["questions"]))
 
 
 def describe(result: Result) -> Iterator[str]:

@@ -12,7 +12,7 @@ from qarl.configs.load import config_file, is_embedded, load_config, shipped_nam
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine
 from qarl.planning.memory import GIB
-from qarl.planning.plan import Plan, make_plan
+from qarl.planning.plan import make_plan
 from qarl.planning.remedies import as_text, option, smallest_fit
 from qarl.planning.shapes import sizes_of
 
@@ -77,7 +77,8 @@ def choose(
     words += _about_processes(config, count, processes, machine)
     plan = make_plan(config, shapes, source, machine, count)
     kept = {*by_hand, *(written_fields(config_file(file)) if file is not None else ())}
-    fields = {} if plan.fits else _fields(plan, kept)
+    works = None if plan.fits else smallest_fit(plan, machine, lambda fields: not fields & {*kept, *_PROPOSED})
+    fields = {} if works is None else works[1]
     words += [f"{option(field)}: {_WHY[field[0]]}" for field in fields.items()]
     return Choice(file, count, fields, tuple(words))
 
@@ -85,11 +86,6 @@ def choose(
 def dealt(config: RunConfig, processes: int | None, machine: Machine) -> int:
     """As many processes as asked for, else one a GPU, as far as prompts can be dealt to them evenly."""
     return processes or next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
-
-
-def _fields(plan: Plan, kept: set[str]) -> dict[str, object]:
-    works = smallest_fit(plan, plan.machine, lambda fields: not fields & {*kept, *_PROPOSED})
-    return {} if works is None else works[1]
 
 
 def _about_processes(config: RunConfig, count: int, requested: int | None, machine: Machine) -> list[str]:

@@ -86,14 +86,11 @@ def _check_model(config: RunConfig, dry: bool) -> None:
         folder = local_folder(config.model)
     except InputError as error:
         embedded = [name for name in shipped_names() if is_embedded(name)]
-        near = did_you_mean(config.model, embedded)
-        hub = f"; a hub id has its owner before it, as in Qwen/{config.model}" if _misses_owner(config.model) else ""
+        near, name = did_you_mean(config.model, embedded), config.model
+        sized = "/" not in name and "." not in name[:1] and any(c.isdigit() for c in name) and "-" in name
+        hub = f"; a hub id has its owner before it, as in Qwen/{name}" if sized else ""
         raise type(error)(f"{error}{near or hub}") from error
     if folder is None and not dry:
         hub_file(config.model)  # before a task is loaded, and before torch is imported
     elif folder is not None:
         check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-
-
-def _misses_owner(name: str) -> bool:
-    return "/" not in name and "." not in name[:1] and any(c.isdigit() for c in name) and "-" in name

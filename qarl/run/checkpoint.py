@@ -156,8 +156,9 @@ def _fault(checkpoint: Path, together: Processes) -> str | None:
     names = sorted(digests)
     if any(Path(name).name != name for name in names):
         return f"its manifest.json names files elsewhere, {names[0]!r}"
+    files = {name: checkpoint / name for name in together.share(names)}
     damaged = together.concatenated(
-        [name for name in together.share(names) if not _intact(checkpoint / name, digests[name])]
+        [name for name, file in files.items() if not file.is_file() or _sha256(file) != digests[name]]
     )
     return f"the SHA-256 of {damaged[0]} differs from its manifest" if damaged else None
 
@@ -200,10 +201,6 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     steps = {name: step for state in states for name, step in state["optimizer"]["masters"].items()}
     whole["optimizer"] = {**states[0]["optimizer"], "masters": steps}
     return whole
-
-
-def _intact(file: Path, digest: str) -> bool:
-    return file.is_file() and _sha256(file) == digest
 
 
 def _sha256(file: Path) -> str:

@@ -103,19 +103,15 @@ def dataset_of(name: str) -> tuple[Any, Any]:
     near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}? " if near else ""
     if "/" in name or "." in name:
+        lines = f"; a list becomes lines by: jq -c '.[]' {name} > {name}l" if name.endswith(".json") else ""
         raise TaskError(
             f"task {name!r} is no built-in one; a file of questions is a .jsonl, .csv, .tsv or .parquet, and a Hugging "
-            f"Face data set, or a folder with one, reads hf:{name}{_converter(name)}"
+            f"Face data set, or a folder with one, reads hf:{name}{lines}"
         )
     raise TaskError(
         f"unknown task {name!r}; {hint}A task is one of {len(datasets)} built-in ones, which `qarl tasks` lists, a "
         "path ending in .jsonl, .csv, .tsv or .parquet, or hf:DATASET"
     )
-
-
-def _converter(name: str) -> str:
-    """How to make a .jsonl of a list in a file."""
-    return f"; a list becomes lines by: jq -c '.[]' {name} > {name}l" if name.endswith(".json") else ""
 
 
 def _check_option_names(name: str, options: dict[str, Any], config_class: Any) -> None:

@@ -143,7 +143,8 @@ def _split(name: str, subset: str | None, split: str) -> Iterator[tuple[int, dic
     except TaskError:
         raise
     except Exception as error:  # its own errors, those of the network, and those of the files' formats
-        raise TaskError(f"data set {name!r} cannot be loaded: {_reason(error)}; {_remedy(error, place)}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise TaskError(f"data set {name!r} cannot be loaded: {reason}; {_remedy(error, place)}") from error
     return enumerate((dict(row) for row in dataset), start=1)
 
 
@@ -158,11 +159,6 @@ def _from_disk(name: str, folder: Path, split: str) -> Any:
             f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, dataset))}: name one by --task.split"
         )
     return dataset[split]
-
-
-def _reason(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:300]}"
 
 
 def _remedy(error: Exception, place: str) -> str:

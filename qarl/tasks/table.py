@@ -126,7 +126,7 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
     first: dict[tuple[str, ...], tuple[Split, Problem]] = {}
     unanswered = repeated = contradicting = 0
     for row in rows:
-        if name.startswith(HUB) and not _answered(row, columns.answer):
+        if name.startswith(HUB) and _value(row, columns.answer, "--task.answer") in (None, ""):
             unanswered += 1  # whoever uses another's data set cannot mend it
             continue
         split, problem = _problem(row, columns, name.startswith(HUB))
@@ -145,11 +145,6 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
         contradicting += earlier.answer != problem.answer
     counts = Counts(rows=len(rows), unanswered=unanswered, repeated=repeated, contradicting=contradicting)
     return Table(name, by_split, counts)
-
-
-def _answered(row: Row, column: str) -> bool:
-    answer = _value(row, column, "--task.answer")
-    return answer is not None and answer != ""
 
 
 def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:

@@ -56,7 +56,8 @@ class Child:
         code = f"from {self._module} import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            env=_environment(), start_new_session=True,
+            # One thread, unless the user says otherwise: the learner's own are at work beside it.
+            env={"OMP_NUM_THREADS": "1", **os.environ}, start_new_session=True,
         )  # fmt: skip
         self._living[:] = [self._process]
         theirs.close()
@@ -167,11 +168,6 @@ class Workers:
             for number, share in enumerate(shares):
                 results[number::count] = share
         return results
-
-
-def _environment() -> dict[str, str]:
-    """One thread a child, unless the user says otherwise: the learner's own are at work beside it."""
-    return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def _kill(living: list[subprocess.Popen[bytes]]) -> None:
