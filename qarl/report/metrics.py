@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from qarl.configs.files import written_aside
 from qarl.configs.schema.run import RunConfig
 from qarl.learner.learn_stats import LearnStats
 from qarl.report.error_tokens import count_error_tokens
@@ -140,26 +141,17 @@ def json_lines(file: Path) -> list[str]:
 
 
 def read_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The complete lines up to `step`, of a metrics.jsonl that need not exist."""
-    return [json.loads(line) for line in _until(file, step)] if file.exists() else []
+    """The complete lines up to `step`, of a metrics.jsonl that need not exist; one cut short by a crash is none."""
+    lines = []
+    for text in json_lines(file) if file.exists() else ():
+        with suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if line["step"] <= step]
 
 
 def _drop_after(file: Path, step: int) -> None:
-    kept = file.with_name(f".{file.name}.part")
-    kept.write_text("".join(line + "\n" for line in _until(file, step)), encoding="utf-8")
-    kept.replace(file)  # a full disk or a kill before leaves the curve
-
-
-def _until(file: Path, step: int) -> list[str]:
-    """The complete lines up to `step`; one cut short by a crash is none."""
-    kept = []
-    for line in json_lines(file):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
-    return kept
+    with written_aside(file) as building:  # a full disk or a kill leaves the curve
+        building.write_text("".join(json.dumps(line) + "\n" for line in read_until(file, step)), encoding="utf-8")
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

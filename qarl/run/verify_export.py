@@ -6,6 +6,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from qarl.configs.files import written_aside
 from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
@@ -54,11 +55,9 @@ def write_export(policy: Policy, config: RunConfig, folder: RunFolder, step: int
     here; the first writes. more: of its qarl.json."""
     if policy.processes.first:
         note = {**export_note(folder.path, config, step, export, policy.folder), **more}
-        building = export.with_name(f".{export.name}.new")
-        shutil.rmtree(building, ignore_errors=True)
-        export_checkpoint(policy.model, policy.folder, building, note)
-        shutil.rmtree(export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
-        building.rename(export)
+        with written_aside(export) as building:
+            export_checkpoint(policy.model, policy.folder, building, note)
+            shutil.rmtree(export, ignore_errors=True)  # of an earlier end, where a finished run was resumed
     elif not config.learner.keep_codes:
         for _ in policy.model.low_bit_tensors():
             pass  # to make them takes all processes
