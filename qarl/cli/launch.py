@@ -41,32 +41,22 @@ def launch(arguments: Sequence[str], count: int) -> int:
     this one is killed. They meet in a file: torch's own meeting point listens on every interface.
     """
     with tempfile.TemporaryDirectory(prefix="qarl-") as folder:
-        return _launch(arguments, count, {RENDEZVOUS: f"{folder}/rendezvous"})
-
-
-def _launch(arguments: Sequence[str], count: int, place: dict[str, str]) -> int:
-    place = {
-        **place,
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_ports(1)[0]),
-    }
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
-    command = [sys.executable, "-m", "qarl", *arguments]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **place, "OMP_NUM_THREADS": threads, "RANK": str(r), "LOCAL_RANK": str(r)},
-            preexec_fn=end_with_the_parent,
-        )
-        for r in range(count)
-    ]
-    # A terminal sends Ctrl-C to all processes of the foreground job; ours have it already.
-    pass_on = partial(_send, processes)
-    with handled({signal.SIGINT: signal.SIG_IGN if sys.stdin.isatty() else pass_on, signal.SIGTERM: pass_on}):
-        return _wait(processes)
+        place = {
+            RENDEZVOUS: f"{folder}/rendezvous",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_ports(1)[0]),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count)),
+        }
+        command = [sys.executable, "-m", "qarl", *arguments]
+        environments = [{**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(count)]
+        processes = [subprocess.Popen(command, env=e, preexec_fn=end_with_the_parent) for e in environments]
+        # A terminal sends Ctrl-C to all processes of the foreground job; ours have it already.
+        pass_on = partial(_send, processes)
+        with handled({signal.SIGINT: signal.SIG_IGN if sys.stdin.isatty() else pass_on, signal.SIGTERM: pass_on}):
+            return _wait(processes)
 
 
 def _send(processes: Sequence[subprocess.Popen[bytes]], number: int, _frame: object = None) -> None:
