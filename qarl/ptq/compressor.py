@@ -104,14 +104,10 @@ def _recipe(job: Job) -> Any:
         "config_groups": {"group_0": quantization.model_copy(deep=True)},
         "ignore": list(job.ignored),
     }
-    if job.method == "rtn":
-        return [QuantizationModifier(**what)]
     if job.method == "gptq":
         return [GPTQModifier(**what)]
-    if job.method == "awq":
-        return [AWQModifier(), QuantizationModifier(**what)]
-    assert job.method == "smoothquant", job.method
-    return [SmoothQuantModifier(), QuantizationModifier(**what)]
+    before = {"rtn": [], "awq": [AWQModifier], "smoothquant": [SmoothQuantModifier]}[job.method]
+    return [*(modifier() for modifier in before), QuantizationModifier(**what)]
 
 
 def _batches(sequences: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
