@@ -38,7 +38,7 @@ def check(comparison: Comparison, processes: int | None) -> dict[Cell, list[list
             if quantized is None:
                 check_input(config, processes or 1)
             else:
-                source = comparison.run_config(comparison.source(cell) or cell)
+                source = comparison.run_config(comparison.source(cell))
                 check_request(source, str(source.output), quantized.method, config.scheme, quantized.calibration)
     return left
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from qarl.compare.comparison import Cell, Comparison
+from qarl.compare.comparison import Cell, Comparison, Quantized
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder, with_absolute_paths
@@ -59,9 +59,10 @@ def commands_left(comparison: Comparison, cell: Cell, processes: int | None = No
     Raises `ConfigError` for a folder in the cell's place that holds something else.
     """
     config, folder = comparison.run_config(cell), comparison.folder(cell)
-    left = _quantizing(comparison, cell, config) if cell.variant.quantized else _training(config, processes)
+    quantized = cell.variant.quantized
+    left = _quantizing(comparison, cell, config, quantized) if quantized else _training(config, processes)
     evaluations = []
-    if cell.variant.quantized and config.eval.problems:
+    if quantized and config.eval.problems:
         evaluations.append([])
     if comparison.evaluate:
         evaluations.append(evaluation_options(comparison))
@@ -83,10 +84,8 @@ def _training(config: RunConfig, processes: int | None = None) -> list[list[str]
     return [] if is_finished(folder, config) else [["train", "--resume", path, *together]]
 
 
-def _quantizing(comparison: Comparison, cell: Cell, config: RunConfig) -> list[list[str]]:
-    quantized, source, folder = cell.variant.quantized, comparison.source(cell), comparison.folder(cell)
-    assert quantized is not None
-    assert source is not None
+def _quantizing(comparison: Comparison, cell: Cell, config: RunConfig, quantized: Quantized) -> list[list[str]]:
+    source, folder = comparison.source(cell), comparison.folder(cell)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ConfigError(f"{str(folder)!r} is no checkpoint; choose another --output, or remove it")
     note = read_note(folder)

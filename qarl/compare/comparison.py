@@ -97,11 +97,11 @@ class Comparison:
         cells = [Cell(variant, seed) for seed in self.seeds for variant in self.variants]
         return sorted(cells, key=lambda cell: cell.variant.quantized is not None)
 
-    def source(self, cell: Cell) -> Cell | None:
-        """The run that a quantized checkpoint comes from; None of one that is trained."""
+    def source(self, cell: Cell) -> Cell:
+        """The run that a quantized checkpoint comes from; of one that is trained, itself."""
         quantized = cell.variant.quantized
         if quantized is None:
-            return None
+            return cell
         return Cell(next(variant for variant in self.variants if variant.name == quantized.of), cell.seed)
 
     def folder(self, cell: Cell) -> Path:

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,10 +30,10 @@ class Measured:
 
     accuracy: float | None
     evaluated: float | None
-    moved: float | None
-    figures: dict[str, float | None]
-    curves: dict[str, list[float | None]]
-    environment: dict[str, Any]
+    moved: float | None = None
+    figures: dict[str, float | None] = field(default_factory=dict)
+    curves: dict[str, list[float | None]] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
 def measured_cells(comparison: Comparison) -> dict[Cell, Measured]:
@@ -50,17 +50,13 @@ def _measured(comparison: Comparison, cell: Cell) -> Measured:
     if cell.variant.quantized is not None:
         file = evaluation_file(comparison, cell)
         accuracy = read_evaluation(file).mean().mean if file.is_file() else None
-        return Measured(
-            accuracy=accuracy, evaluated=evaluated, moved=read_note(folder)["moved"], figures={}, curves={},
-            environment={},
-        )  # fmt: skip
+        return Measured(accuracy=accuracy, evaluated=evaluated, moved=read_note(folder)["moved"])
     run = RunFolder.open(folder)
     steps = [{**step, "seconds": sum(step.get(phase, 0.0) for phase in _STEP)} for step in read_metrics(run.metrics)]
     metrics = dict.fromkeys(figure.metric for figure in comparison.figures.values())
     return Measured(
         accuracy=read_note(run.export).get("heldout_accuracy"),
         evaluated=evaluated,
-        moved=None,
         figures={name: value_of(figure, steps) for name, figure in comparison.figures.items()},
         curves={metric: [step.get(metric) for step in steps] for metric in metrics},
         environment=json.loads((run.path / "environment.json").read_text()),
