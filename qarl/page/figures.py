@@ -5,7 +5,7 @@ A figure is plain data, drawn by charts.js: `{"id", "title", "help", "x", "unit"
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -21,6 +21,8 @@ configurations, their lines share the points of three."""
 POSITIONS = 48
 """Bins of a response's length, at most."""
 
+_TOGETHER: dict[str, Callable[[Sequence[float]], float]] = {"x": max, "y": fmean, "low": min, "high": max}
+"""What several values become in each part of a line."""
 
 _MISMATCH = "learn/mismatch/"
 CURVES = (
@@ -116,34 +118,31 @@ def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
 def _profile(
     number: int, metrics: Sequence[Metrics], name: str, field: str, x_field: str | None = None
 ) -> list[dict[str, Any]]:
-    """The line of a metric that is a list: at each x the mean over steps, with a band from the lowest to the highest;
-    none where no step has it. x_field: the metric that holds the places; without one they are counted from 1."""
+    """The line of a metric that is a list, over steps; none where no step has it. x_field: the metric that holds the
+    places; without one they are counted from 1."""
     values: dict[float, list[float]] = {}
     for of_step in metrics:
         y = of_step.get(field) or ()
         for place, value in zip(of_step[x_field] if x_field and y else range(1, len(y) + 1), y, strict=True):
             if value is not None:
                 values.setdefault(float(place), []).append(value)
-    if not values:
-        return []
-    rows = sorted(values.items())
-    spans: dict[str, Callable[[Sequence[float]], float]] = {"y": fmean, "low": min, "high": max}
-    line = {"of": number, "name": name, "x": [x for x, _ in rows]}
-    return [thinned(line | {part: [span(each) for _, each in rows] for part, span in spans.items()})]
+    return [thinned(_spread(number, name, values))] if values else []
 
 
 def _line(number: int, kind: Configuration, name: str, field: str) -> dict[str, Any] | None:
     values = [_series(run.metrics, field) for run in kind.runs]
     if field == "accuracy":
         values = [dict(run.accuracies()) for run in kind.runs]
-    steps = sorted({step for series in values for step in series})
-    if not steps:
-        return None
-    at_steps = [[series[t] for series in values if t in series] for t in steps]
-    line = {"of": number, "name": name, "x": steps, "y": [fmean(each) for each in at_steps]}
-    if len(kind.runs) > 1:
-        line |= {"low": [min(each) for each in at_steps], "high": [max(each) for each in at_steps]}
-    return line
+    at_steps = {step: [each[step] for each in values if step in each] for series in values for step in series}
+    return _spread(number, name, at_steps, len(kind.runs) > 1) if at_steps else None
+
+
+def _spread(number: int, name: str, values: Mapping[Any, Sequence[float]], band: bool = True) -> dict[str, Any]:
+    """The line of the mean at each x, with a band from the lowest to the highest."""
+    rows = sorted(values.items())
+    parts = ("y", "low", "high") if band else ("y",)
+    line = {"of": number, "name": name, "x": [x for x, _ in rows]}
+    return line | {part: [_TOGETHER[part](each) for _, each in rows] for part in parts}
 
 
 def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
@@ -154,10 +153,9 @@ def _series(metrics: Sequence[Metrics], field: str) -> dict[int, float]:
 def thinned(line: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
     """At most `most` points, each a mean over consecutive ones (of bands the extremes), to 4 digits."""
     every = -(-len(line["x"]) // most)
-    how: dict[str, Callable[[Sequence[float]], float]] = {"x": max, "y": fmean, "low": min, "high": max}
     spans = range(0, len(line["x"]), every)
     return {
-        name: [digits(how[name](value[start : start + every])) for start in spans] if name in how else value
+        name: [digits(_TOGETHER[name](value[start : start + every])) for start in spans] if name in _TOGETHER else value
         for name, value in line.items()
     }
 

@@ -59,22 +59,22 @@ def choose(
     try:
         shapes, source = sizes_of(config.model)
     except (ModelError, ConfigError):  # of which the plan, or the checks of files, say more
-        count = dealt(config, processes, machine)
-        return Choice(file, count, {}, tuple(_about_processes(config, count, processes, machine)))
+        count, words = _dealt(config, processes, machine)
+        return Choice(file, count, {}, tuple(words))
     for name in shipped_names() if file is None else []:
         if name.startswith("recipes/") and load_config(config_file(name), {}).model == config.model:
             recipe = load_config(config_file(name), dict(by_hand))
-            count = dealt(recipe, processes, machine)
+            count, about = _dealt(recipe, processes, machine)
             plan = make_plan(recipe, shapes, source, machine, count)
             if plan.fits:
                 words.append(
                     f"--config {name}: for this model, and fits {machine.name}; give --config for other settings"
                 )
-                return Choice(name, count, {}, (*words, *_about_processes(recipe, count, processes, machine)))
+                return Choice(name, count, {}, (*words, *about))
             needs = f"{plan.memory.total / GIB:.1f} of {plan.there / GIB:.1f} GiB"
             words.append(f"recipe {name} does not fit {machine.name}: {needs}")
-    count = dealt(config, processes, machine)
-    words += _about_processes(config, count, processes, machine)
+    count, about = _dealt(config, processes, machine)
+    words += about
     plan = make_plan(config, shapes, source, machine, count)
     kept = {*by_hand, *(written_fields(config_file(file)) if file is not None else ())}
     works = None if plan.fits else smallest_fit(plan, machine, lambda fields: not fields & {*kept, *_PROPOSED})
@@ -83,13 +83,11 @@ def choose(
     return Choice(file, count, fields, tuple(words))
 
 
-def dealt(config: RunConfig, processes: int | None, machine: Machine) -> int:
-    """As many processes as asked for, else one a GPU, as far as prompts can be dealt to them evenly."""
-    return processes or next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
-
-
-def _about_processes(config: RunConfig, count: int, requested: int | None, machine: Machine) -> list[str]:
-    if requested is not None or machine.count == 1:
-        return []
+def _dealt(config: RunConfig, requested: int | None, machine: Machine) -> tuple[int, list[str]]:
+    """As many processes as asked for, else one a GPU, as far as prompts can be dealt to them evenly; and what is said
+    of that."""
+    if requested or machine.count == 1:
+        return requested or 1, []
+    count = next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
     uneven = f"; rollout.prompts {config.rollout.prompts} cannot be dealt to {machine.count}"
-    return [f"--processes {count}: one a GPU{uneven if count < machine.count else ''}"]
+    return count, [f"--processes {count}: one a GPU{uneven if count < machine.count else ''}"]

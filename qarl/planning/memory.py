@@ -2,8 +2,7 @@
 
 Most parts are there all the time. Activations come and go with micro-batches; beside them one more thing is in the
 making at any time: a layer's backward, an optimizer step, or what the engine computes; the largest counts.
-docs/guide/plan.md
-says how far this is from what was measured, and that nothing was measured on a GPU.
+docs/guide/plan.md says how far this is from what was measured, and that nothing was measured on a GPU.
 
 Symbols: C hidden columns, Q and K columns of queries and of keys, I columns of the MLP or of an expert, V vocabulary,
 E experts, N tokens of a micro-batch.

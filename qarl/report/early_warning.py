@@ -2,10 +2,9 @@
 
 The mean of the last `WINDOW` steps is compared with that of the first, and of the reward also with the best so far. A
 difference of rewards counts where it is beyond six times its standard error, with the noise of a step as consecutive
-steps show it: the best of many windows is high by chance. Thresholds are named below; docs/guide/report.md says
-which they
-are. Silent on runs that learn, and on runs that learn nothing (tests/qarl/test_early_warning.py), so a warning is worth
-a look.
+steps show it: the best of many windows is high by chance. Thresholds are named below; docs/guide/report.md says which
+they are. Silent on runs that learn, and on runs that learn nothing (tests/qarl/test_early_warning.py), so a warning is
+worth a look.
 """
 
 import math

@@ -88,9 +88,8 @@ def outcomes(
     if kind == "trl":
         yield from _batch(function, responses, time_limit)
     elif inspect.iscoroutinefunction(function):
-        yield from asyncio.run(
-            _together([_arguments(kind, function, task, r) for r in responses], function, time_limit)
-        )
+        calls = [_arguments(kind, function, task, response) for response in responses]
+        yield from asyncio.run(_together(calls, function, time_limit))
     else:
         for response in responses:
             yield _judged(kind, attempt(function, **_arguments(kind, function, task, response)))
