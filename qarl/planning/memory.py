@@ -91,22 +91,25 @@ class _Count:
     processes: int
 
     def memory(self) -> Memory:
-        learner, shapes = self.config.learner, self.shapes
+        learner, shapes, scheme = self.config.learner, self.shapes, self.config.scheme
         trained = counted(self.trained)
         shared = f", 1/{self.shares} of them" if self.shares > 1 else ""
         kept, working = self.activations(), self.working()
         checkpointing = "layers computed again" if learner.gradient_checkpointing is True else "all layers' kept"
+        codes = f"the learner's weights in {scheme}" if learner.keep_codes else f"{scheme} made when needed"
+        layout, whose = (0, "the engine's own") if self.shares_layers else (self.own_products, "the learner's own")
+        cached = self.cache() // shapes.key_value_bytes(1 if self.config.quantization.kv_cache else self.itemsize)
         parts = (
             Part("masters", self.masters(), f"{counted(shapes.parameters)} in {learner.master_dtype}{shared}"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
             Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
-            Part("codes", self.codes(), self.codes_note),
-            Part("kernel layout", self.kernels(), "the engine's own" if self.shares_layers else "the learner's own"),
+            Part("codes", self.codes(), codes),
+            Part("kernel layout", layout, whose),
             Part("reference", self.reference(), "of the KL penalty"),
             Part("ZeRO buffers", self.buffers(), "gradients on their way"),
             Part("engine", self.engine(), "its weights, CUDA graphs"),
             Part("workspaces", self.workspaces(), "of experts' kernels, the engine's and the learner's"),
-            Part("KV cache", self.cache(), f"{self.cache() // self.cache_a_token:,} tokens"),
+            Part("KV cache", self.cache(), f"{cached:,} tokens"),
             Part("activations", kept, f"{self.tokens:,} tokens, {checkpointing}"),
             Part("working", max(0, working - kept), "a layer's backward, a step, or the engine"),
             Part("libraries", self.libraries(), "measured" if self.device == "cpu" else "assumed"),
@@ -179,11 +182,6 @@ class _Count:
         twice: to be looked up, and to be multiplied."""
         return (2 * self.shapes.head + self.shapes.router) * self.itemsize
 
-    @property
-    def codes_note(self) -> str:
-        scheme = self.config.scheme
-        return f"the learner's weights in {scheme}" if self.config.learner.keep_codes else f"{scheme} made when needed"
-
     def codes(self, kept: bool | None = None) -> int:
         """kept: whether the codes themselves are, beside what the forward reads else; None: as configured."""
         learner = self.config.learner
@@ -211,9 +209,6 @@ class _Count:
         dequantizes = self.config.learner.kernel == "reference"
         matrices = self.shapes.quantized * self.itemsize if dequantizes else self.in_kernels
         return matrices + self.shapes.head * self.itemsize
-
-    def kernels(self) -> int:
-        return 0 if self.shares_layers else self.own_products
 
     def reference(self) -> int:
         if self.config.learner.kl.name == "none":
@@ -260,10 +255,6 @@ class _Count:
         several = self.device == "cuda" and self.processes > 1
         return int(LIBRARIES[self.device] + (_NCCL if several else 0))
 
-    @property
-    def cache_a_token(self) -> int:
-        return self.shapes.key_value_bytes(1 if self.config.quantization.kv_cache else self.itemsize)
-
     def cache(self) -> int:
         return (self.config.rollout.kv_cache_gib or 1) * GIB if self.samples else 0
 
@@ -286,15 +277,6 @@ class _Count:
         mini_batch = -(-rollout.prompts // learner.mini_batches) * rollout.samples * longest
         return min(learner.micro_batch_tokens, mini_batch)
 
-    @property
-    def engine_operators(self) -> bool:
-        return self.config.learner.operators != "transformers" and self.config.learner.aligned
-
-    @property
-    def stream(self) -> int:
-        """Bytes a column of what passes between layers: a branch, and the residual that the next norm adds it to."""
-        return 2 * self.itemsize
-
     @cached_property
     def kept_a_layer(self) -> float:
         """Bytes a token that one decoder layer keeps for its backward (`quant.graph`): of both norms what they
@@ -308,13 +290,15 @@ class _Count:
         attention += 0 if cpu else b * q + _FP32 * s.heads
         routed = s.experts_a_token * (8 + 8 + _FP32 + b) if cpu else _FP32 * s.experts + 16 * s.experts_a_token
         mlp = b * c + (a * c if a < b else 0) + routed if s.experts else a * c + 2 * b * i + a * i
-        return (2 * b * c + attention + mlp) * (1.0 if self.engine_operators else _TRANSFORMERS_FACTOR)
+        engines = self.config.learner.operators != "transformers" and self.config.learner.aligned
+        return (2 * b * c + attention + mlp) * (1.0 if engines else _TRANSFORMERS_FACTOR)
 
     def activations(self) -> int:
         """What is kept between forward and backward."""
         s = self.shapes
         if self.config.learner.gradient_checkpointing is True:
-            a_token = s.layers * self.stream * s.hidden + self.kept_a_layer
+            # Between layers pass a branch, and the residual that the next norm adds it to.
+            a_token = s.layers * 2 * self.itemsize * s.hidden + self.kept_a_layer
         else:
             a_token = s.layers * self.kept_a_layer
         return int(self.tokens * (a_token + 2 * self.itemsize * s.hidden))
@@ -390,11 +374,9 @@ class _Count:
         muon = (_FP32 + 3 * 2) * matrix if learner.optimizer.name == "muon" else 0
         lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0
         fetched = 2 * _FP32 * largest if learner.optimizer.offload == "cpu" else 0
-        return max(fp32_copy + max(muon, lost) + fetched, self.merging())
-
-    def merging(self) -> float:
-        """Weights with their adapters added, of one module: all its experts', and once more to stack them."""
-        return 2 * self.largest_module * ITEMSIZE[self.config.learner.master_dtype] if self.adapters else 0
+        # Weights with their adapters added, of one module: all its experts', and once more to stack them.
+        merged = 2 * self.largest_module * ITEMSIZE[learner.master_dtype] if self.adapters else 0
+        return max(fp32_copy + max(muon, lost) + fetched, merged)
 
     def sampling(self) -> float:
         """The engine's own activations: of the tokens it computes at once, and of the logits it samples from."""
