@@ -62,7 +62,8 @@ def _one(name: str, width: int) -> Iterator[str]:
     comments = _comments(config)
     fields = [field for field in dataclasses.fields(config) if field.name not in OWN_OPTIONS]
     for field in fields:
-        text = f"{field.name} [{_default(field)}]  {comments.get(field.name, '')}"
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        text = f"{field.name} [{default}]  {comments.get(field.name, '')}"
         yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="      ")
     if not fields:
         yield "  none"
@@ -89,10 +90,6 @@ def _example(name: str) -> Iterator[str]:
 def _summary(dataset: type) -> str:
     """One line on what a task asks, where reasoning-gym has one."""
     return (dataset.__doc__ or "").strip().split("\n")[0]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _comments(config: type) -> dict[str, str]:

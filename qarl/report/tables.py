@@ -53,8 +53,8 @@ class PlainTable:
         if limit is None:
             return widths
         least = [
-            max(width if figures else _longest_word(cell) for cell in column)
-            for column, figures, width in zip(columns, self._figures, (_of_cells(c) for c in columns), strict=True)
+            max(cell.cell_len if figures and place else _longest_word(cell) for place, cell in enumerate(column))
+            for column, figures in zip(columns, self._figures, strict=True)  # whose title, the first, may wrap
         ]
         room = limit - len(_GAP) * (len(widths) - 1)
         while sum(widths) > room:
@@ -90,11 +90,6 @@ class PlainTable:
                     head = title if number == 0 else Text()
                     yield Text.assemble(head, " " * (column - head.cell_len), _GAP, part)
             yield Text()
-
-
-def _of_cells(column: Sequence[Text]) -> int:
-    """The width of a column's cells; its title may wrap."""
-    return max([_longest_word(column[0]), *(cell.cell_len for cell in column[1:])])
 
 
 def _longest_word(cell: Text) -> int:

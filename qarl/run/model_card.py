@@ -13,12 +13,9 @@ NAME = "README.md"
 
 def write_card(export: Path) -> None:
     """Write the card of an export from its qarl.json."""
-    (export / NAME).write_text(card(read_note(export)), encoding="utf-8")
-
-
-def card(note: dict[str, Any]) -> str:
-    """The whole file."""
-    return f"{_front_matter(note)}\n# {note['run']}\n\n{_what(note)}\n\n{_facts(note)}\n{_USE}"
+    note = read_note(export)
+    text = f"{_front_matter(note)}\n# {note['run']}\n\n{_what(note)}\n\n{_facts(note)}\n{_USE}"
+    (export / NAME).write_text(text, encoding="utf-8")
 
 
 def _front_matter(note: dict[str, Any]) -> str:

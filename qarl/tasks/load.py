@@ -118,6 +118,5 @@ def _table(config: TaskConfig, name: str, usual: Columns) -> Table:
 
 def _refuse(config: TaskConfig, fields: tuple[str, ...], why: str) -> None:
     for field in fields:
-        value = getattr(config, field)
-        if value is not None:
+        if (value := getattr(config, field)) is not None:
             raise TaskError(f"task.{field} {value!r} {why}; task {config.name!r} is none: leave it out")

@@ -169,10 +169,9 @@ def _split(row: Row, question: str, hub: bool) -> Split:
     written = row.split or (None if hub else row.values.get("split"))
     if not written:
         return "heldout" if is_heldout(question) else "train"
-    for split in get_args(Split):
-        if written == split:
-            return split
-    raise TaskError(f"{row.where}: unknown split {written!r}; allowed: {', '.join(get_args(Split))}")
+    if written not in get_args(Split):
+        raise TaskError(f"{row.where}: unknown split {written!r}; allowed: {', '.join(get_args(Split))}")
+    return written
 
 
 def _value(row: Row, column: str, option: str) -> Any:
