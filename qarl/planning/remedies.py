@@ -43,26 +43,21 @@ def option(field: tuple[str, object]) -> str:
 def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change]:
     """What could be changed, from the least to the most that it asks of a person."""
     learner, rollout = config.learner, config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    changes = []
-    if learner.gradient_checkpointing is not True:
-        changes.append(Change({"learner.gradient_checkpointing": True}, 1))
-    if learner.micro_batch_tokens > longest:
-        changes.append(Change({"learner.micro_batch_tokens": longest}, 1))
-    if machine.device == "cuda" and machine.count > 1 and (processes < machine.count or learner.zero_stage != 3):
-        changes.append(Change({"learner.zero_stage": 3}, 2, spreads=processes < machine.count))
-    if machine.device == "cuda" and learner.optimizer.offload == "none":
-        changes.append(Change({"learner.optimizer.offload": "cpu"}, 4))
-    if learner.keep_codes:
-        changes.append(Change({"learner.keep_codes": False}, 6))
-    if learner.master_dtype == "float32":
-        changes.append(Change({"learner.master_dtype": "bfloat16"}, 5))
-    if rollout.max_new_tokens > _SHORT_ANSWERS:
-        short = rollout.max_prompt_tokens + _SHORT_ANSWERS
-        changes.append(Change({"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}, 8))
-    if learner.lora.name == "none":
-        changes.append(Change({"learner.lora.name": "lora"}, 9))
-    return changes
+    longest, short = (rollout.max_prompt_tokens + answer for answer in (rollout.max_new_tokens, _SHORT_ANSWERS))
+    shorter = {"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}
+    on_gpus, spreads = machine.device == "cuda", processes < machine.count
+    shares = on_gpus and machine.count > 1 and (spreads or learner.zero_stage != 3)
+    changes = (
+        (learner.gradient_checkpointing is not True, Change({"learner.gradient_checkpointing": True}, 1)),
+        (learner.micro_batch_tokens > longest, Change({"learner.micro_batch_tokens": longest}, 1)),
+        (shares, Change({"learner.zero_stage": 3}, 2, spreads)),
+        (on_gpus and learner.optimizer.offload == "none", Change({"learner.optimizer.offload": "cpu"}, 4)),
+        (learner.keep_codes, Change({"learner.keep_codes": False}, 6)),
+        (learner.master_dtype == "float32", Change({"learner.master_dtype": "bfloat16"}, 5)),
+        (rollout.max_new_tokens > _SHORT_ANSWERS, Change(shorter, 8)),
+        (learner.lora.name == "none", Change({"learner.lora.name": "lora"}, 9)),
+    )
+    return [change for applies, change in changes if applies]
 
 
 def _changed(plan: Plan, changes: list[Change], machine: Machine, processes: int) -> Plan | None:

@@ -71,9 +71,8 @@ def remedies(plan: Plan, overrides: Mapping[str, str], file: str | None) -> list
         lines += ["", f"no combination of these fits {plan.machine.name}"]
     for works, fields in proposed:
         lines += ["", f"fits {works.machine.name}, {works.memory.total / GIB:.1f} of {works.there / GIB:.1f} GiB:"]
-        lines += _command(
-            works.processes, {**overrides, **{path: as_text(value) for path, value in fields.items()}}, file
-        )
+        options = {**overrides, **{path: as_text(value) for path, value in fields.items()}}
+        lines += _command(works.processes, options, file)
     return lines
 
 

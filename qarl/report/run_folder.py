@@ -70,9 +70,8 @@ class RunFolder:
             ) from error
         folder = cls(path, created)
         try:
-            (path / "config.yaml").write_text(
-                yaml.safe_dump(with_absolute_paths(config).model_dump(mode="json"), sort_keys=False)
-            )
+            tree = with_absolute_paths(config).model_dump(mode="json")
+            (path / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
             (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
         except BaseException:
             folder.discard()
