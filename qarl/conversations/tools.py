@@ -152,9 +152,8 @@ def _parser(tokenizer: Any, name: str, tools: Sequence[dict[str, Any]]) -> tuple
         raise ConfigError(f"task.tool_parser {name!r} must be one of {', '.join(names)}{did_you_mean(name, names)}")
     parser = ToolParserManager.get_tool_parser(name)
     logging.getLogger(parser.__module__).disabled = True  # it logs a traceback for each call that it cannot read
-    request = ChatCompletionRequest.model_validate(
-        {"messages": [{"role": "user", "content": "?"}], "tools": list(tools)}
-    )
+    messages = [{"role": "user", "content": "?"}]
+    request = ChatCompletionRequest.model_validate({"messages": messages, "tools": list(tools)})
     try:
         known: Any = request.tools
         return parser(tokenizer, known), request

@@ -1,6 +1,7 @@
 """Tables that read at any width: names and figures are never cut, and without a terminal every row is one line."""
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -68,18 +69,15 @@ class PlainTable:
     def _lines(self, console: Console, widths: Sequence[int]) -> Iterator[Text]:
         for row in (self._columns, *self._rows):
             cells = [list(cell.wrap(console, width)) or [Text()] for cell, width in zip(row, widths, strict=True)]
-            for number in range(max(map(len, cells))):
-                parts = [cell[number] if number < len(cell) else Text() for cell in cells]
-                yield self._line(parts, widths)
-
-    def _line(self, parts: Sequence[Text], widths: Sequence[int]) -> Text:
-        line = Text()
-        for part, width, figures in zip(parts, widths, self._figures, strict=True):
-            part.rstrip()
-            part.align("right" if figures else "left", width)
-            line.append_text(part).append(_GAP)
-        line.rstrip()
-        return line
+            for parts in zip_longest(*cells):
+                line = Text()
+                for part, width, figures in zip(parts, widths, self._figures, strict=True):
+                    text = part or Text()
+                    text.rstrip()
+                    text.align("right" if figures else "left", width)
+                    line.append_text(text).append(_GAP)
+                line.rstrip()
+                yield line
 
     def _blocks(self, console: Console, limit: int | None) -> Iterator[Text]:
         column = max(title.cell_len for title in self._columns)
