@@ -8,6 +8,7 @@ Axes: B sequences, T tokens, of which T-1 are predicted.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, pstdev
 
 import torch
@@ -44,8 +45,7 @@ class Evidence:
     config: LearnerConfig
 
 
-def _pitfall(about: str, text: str, remedy: str) -> Finding:
-    return Finding("warning", about, text, remedy)
+_pitfall = partial(Finding, "warning")
 
 
 def _difference(evidence: Evidence) -> torch.Tensor:
@@ -167,9 +167,7 @@ def _deviation(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-CHECKS = (
-    _ratio_mean, _one_sided, _positions, _company, _template, _resolution, _deviation,
-)  # fmt: skip
+CHECKS = (_ratio_mean, _one_sided, _positions, _company, _template, _resolution, _deviation)
 
 
 def find_pitfalls(evidence: Evidence) -> list[Finding]:

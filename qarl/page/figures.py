@@ -192,23 +192,17 @@ def mismatch_figures(
     """Where learner and sampler part. columns: of each configuration position, sampler log-prob and mismatch of its
     recorded tokens, [n] each; None where it has none. recorded: which tokens these are, in words."""
     spread = f"Mean |Δ log p| over {recorded}; the band reaches to the 95th percentile."
-    figures = [
-        {
-            "id": "by-position", "title": "Mismatch by position", "x": "position in the response", "unit": "nats",
-            "help": spread, "log": True, "lines": [],
-        },
-        {
-            "id": "by-probability", "title": "Mismatch by token probability", "x": "sampler's probability",
-            "unit": "nats", "help": spread, "log": True, "log_x": True, "lines": [],
-        },
-    ]  # fmt: skip
+    both = {"unit": "nats", "help": spread, "log": True}
+    position = {"id": "by-position", "title": "Mismatch by position", "x": "position in the response"}
+    probability = {"id": "by-probability", "title": "Mismatch by token probability", "x": "sampler's probability"}
+    figures = [{**position, **both, "lines": []}, {**probability, **both, "log_x": True, "lines": []}]
     for number, of_kind in enumerate(columns):
         if of_kind is None:
             continue
-        position, logprob, mismatch = of_kind
-        apart, longest = np.abs(mismatch), int(position.max()) + 1
+        at, logprob, mismatch = of_kind
+        apart, longest = np.abs(mismatch), int(at.max()) + 1
         places = np.linspace(0.5, longest + 0.5, min(longest, POSITIONS) + 1)
-        figures[0]["lines"] += _binned(number, position + 1.0, apart, places)
+        figures[0]["lines"] += _binned(number, at + 1.0, apart, places)
         figures[1]["lines"] += _binned(number, np.exp(logprob), apart, 10.0 ** np.arange(-4, 0.01, 1 / 3), True)
     return [figure for figure in figures if figure["lines"]]
 

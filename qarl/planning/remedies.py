@@ -44,7 +44,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
     """What could be changed, from the least to the most that it asks of a person."""
     learner, rollout = config.learner, config.rollout
     longest, short = (rollout.max_prompt_tokens + answer for answer in (rollout.max_new_tokens, _SHORT_ANSWERS))
-    shorter = {"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}
+    shorter: dict[str, object] = {"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}
     on_gpus, spreads = machine.device == "cuda", processes < machine.count
     shares = on_gpus and machine.count > 1 and (spreads or learner.zero_stage != 3)
     changes = (

@@ -50,8 +50,8 @@ class Plan:
 
     def settings(self, seed: int) -> dict[str, Any]:
         """How questions are asked, by fields' names: what two evaluations must share to be compared."""
-        named = ("max_prompt_tokens", "max_new_tokens", "stop", "loop_limit")
-        limits = {name: value for name, value in self.rollout.model_dump(mode="json").items() if name in named}
+        named = {"max_prompt_tokens", "max_new_tokens", "stop", "loop_limit"}
+        limits = self.rollout.model_dump(mode="json", include=named)
         return {"seed": seed, **limits, **self.asking.model_dump(mode="json", exclude={"every"})}
 
     def tasks(self) -> dict[str, Task]:
