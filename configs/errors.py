@@ -68,6 +68,27 @@ class DiskError(QarlError):
     heading = "disk"
 
 
+class InstallError(QarlError):
+    """Packages of this environment that cannot be imported."""
+
+    heading = "installation"
+    exit_status = 2
+
+
+def install_error(error: BaseException) -> InstallError | None:
+    """An import that failed, by its first cause, in words; None for other errors."""
+    if not isinstance(error, ImportError):
+        return None
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return InstallError(
+        f"{cause}: packages here do not fit one another. In an empty environment pip install 'qarl[cpu]' "
+        "--extra-index-url https://download.pytorch.org/whl/cpu, or 'qarl[cuda]'; torchvision, torchaudio, "
+        "torchcodec are not needed"
+    )
+
+
 def disk_error(error: BaseException) -> DiskError | None:
     """An error that a full or read-only disk caused, in words; None for others. Libraries written in Rust
     raise their own, with the system's number in the text."""

@@ -30,7 +30,7 @@ from qarl.cli.serve import add_serve
 from qarl.cli.serve_rollouts import add_serve_rollouts
 from qarl.cli.tasks import add_tasks
 from qarl.cli.version import describe_version
-from qarl.configs.errors import ConfigError, QarlError, disk_error
+from qarl.configs.errors import ConfigError, QarlError, disk_error, install_error
 from qarl.configs.load import chosen_config, default_config
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.choice import choose
@@ -66,7 +66,7 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
         errors.print("interrupted")
         return 130
     except Exception as raised:
-        error = raised if isinstance(raised, QarlError) else disk_error(raised)
+        error = raised if isinstance(raised, QarlError) else disk_error(raised) or install_error(raised)
         if error is None:
             raise
         if error.heading:
