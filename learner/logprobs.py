@@ -7,6 +7,7 @@ Axes: B sequences, T tokens, n response tokens of all sequences, c of a chunk, V
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -50,19 +51,11 @@ def token_logprobs(
     again = torch.is_grad_enabled() and len(parts) > 1
     if again and hidden.requires_grad:
         model.gradients.add_up(until=hidden)
-    picked, entropies = [], []
-    for x, chosen in parts:
-        arguments = (model.head, x, chosen, entropy, temperature)
-        computed = (
-            checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
-            if again
-            else _chunk(*arguments)
-        )
-        picked.append(computed[0])  # type: ignore[index]
-        entropies.append(computed[1])  # type: ignore[index]
+    compute: Any = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False) if again else _chunk
+    computed = [compute(model.head, x, chosen, entropy, temperature) for x, chosen in parts]
     zeros = torch.zeros(response_mask.shape, dtype=torch.float32, device=tokens.device)
-    computed = (torch.cat(values)[: len(targets)] for values in (picked, entropies))
-    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in computed)
+    whole = (torch.cat(values)[: len(targets)] for values in zip(*computed, strict=True))
+    picked, entropies = (zeros.masked_scatter(response_mask, values) for values in whole)
     return picked, entropies
 
 
