@@ -2,7 +2,7 @@
 line that shows it (qarl/report/dashboard.py); adding up, averaging and writing follow from the field."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from qarl.learner.processes import Processes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LossMetrics:
     """A micro-batch's share of its mini-batch's means: sums over the sequences at hand, over the mini-batch's count of
     sequences. So shares add up, over micro-batches with `+`, over processes with `total`. None: not measured.
@@ -43,28 +43,23 @@ class LossMetrics:
         return cls(**fields_of)
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
-        pairs = zip(_values(self), _values(other), strict=True)
-        return _from_values([None if a is None or b is None else a + b for a, b in pairs])
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        sums: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
+        return LossMetrics(*sums)
 
     def total(self, processes: Processes) -> "LossMetrics":
         """The sum over processes, which all call this and have measured the same."""
-        values = _values(self)
+        values = astuple(self)
         sums = processes.total(torch.tensor([v or 0.0 for v in values], dtype=torch.float64)).tolist()
-        return _from_values([None if v is None else s for v, s in zip(values, sums, strict=True)])
+        measured: list[Any] = [None if v is None else s for v, s in zip(values, sums, strict=True)]
+        return LossMetrics(*measured)
 
 
 def mean(updates: Sequence[LossMetrics]) -> LossMetrics:
     """Over those of a batch's updates that measured it; zeros where there were no updates."""
     if not updates:
         return LossMetrics()
-    columns = zip(*(_values(update) for update in updates), strict=True)
+    columns = zip(*map(astuple, updates), strict=True)
     measured = [[value for value in column if value is not None] for column in columns]
-    return _from_values([sum(values) / len(values) if values else None for values in measured])
-
-
-def _values(metrics: LossMetrics) -> list[float | None]:
-    return [getattr(metrics, f.name) for f in fields(LossMetrics)]
-
-
-def _from_values(values: Sequence[float | None]) -> LossMetrics:
-    return LossMetrics(**dict(zip((f.name for f in fields(LossMetrics)), values, strict=True)))  # type: ignore[arg-type]
+    means: list[Any] = [sum(values) / len(values) if values else None for values in measured]
+    return LossMetrics(*means)
