@@ -5,7 +5,7 @@ at a time as there are processes, each of them by one. What travels is bfloat16 
 torch's orthogonalization begins with a cast to it, and ends in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,31 +68,27 @@ def orthogonalize(optimizers: Sequence[RowMuon], updates: Sequence[torch.Tensor]
     if shard.rank < len(optimizers):
         mine = updates[0].new_empty(optimizers[shard.rank].shard.shape)
         optimizers[shard.rank].shard.rows(mine).copy_(updates[shard.rank])
-    _exchange(optimizers, lambda owner: updates[owner], mine, to_owner=True)
-    if mine is not None:
-        mine = optimizers[shard.rank].orthogonalized(mine).contiguous()
+    _exchange(optimizers, updates, mine, to_owner=True)
     directions = [torch.empty_like(update) for update in updates]
     if mine is not None:
+        mine = optimizers[shard.rank].orthogonalized(mine).contiguous()
         directions[shard.rank].copy_(optimizers[shard.rank].shard.rows(mine))
-    _exchange(optimizers, lambda owner: directions[owner], mine, to_owner=False)
+    _exchange(optimizers, directions, mine, to_owner=False)
     for optimizer, direction in zip(optimizers, directions, strict=True):
         optimizer.direction = direction
 
 
 def _exchange(
-    optimizers: Sequence[RowMuon],
-    rows_of: Callable[[int], torch.Tensor],
-    mine: torch.Tensor | None,
-    to_owner: bool,
+    optimizers: Sequence[RowMuon], rows: Sequence[torch.Tensor], mine: torch.Tensor | None, to_owner: bool
 ) -> None:
-    """Send every owner the rows of its matrix, or the rows back. rows_of: this process's of an owner's matrix. mine:
+    """Send every owner the rows of its matrix, or the rows back. rows: this process's of each owner's matrix. mine:
     the whole matrix this process owns."""
     rank, world = optimizers[0].shard.rank, len(optimizers[0].shard.edges) - 1
     send, receive = (dist.isend, dist.irecv) if to_owner else (dist.irecv, dist.isend)
     operations = [
-        dist.P2POp(send, rows_of(owner).view(torch.uint8), owner)
-        for owner in range(len(optimizers))
-        if owner != rank and rows_of(owner).numel()
+        dist.P2POp(send, part.view(torch.uint8), owner)
+        for owner, part in enumerate(rows)
+        if owner != rank and part.numel()
     ]
     if mine is not None:
         parts = ((other, optimizers[rank].shard.rows(mine, other)) for other in range(world) if other != rank)
@@ -126,8 +122,8 @@ class StackedMuon(torch.optim.Muon):
         gradients = [p.grad for p in parameters]
         for p in parameters:
             if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+                self.state[p][MOMENTUM] = torch.zeros_like(p)
+        momenta = [self.state[p][MOMENTUM] for p in parameters]
         foreach._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         lr, count = group["lr"], max(1, _ELEMENTS // parameters[0].numel())
         foreach._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
