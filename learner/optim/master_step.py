@@ -90,11 +90,6 @@ class MasterStep:
         return counts
 
     @property
-    def taught(self) -> bool:
-        """Whether there is a gradient."""
-        return self._master.grad is not None
-
-    @property
     def row_muon(self) -> RowMuon:
         """Of a cut matrix."""
         assert isinstance(self._optimizer, RowMuon)
@@ -115,11 +110,6 @@ class MasterStep:
     def _widened(self) -> torch.Tensor:
         """fp32: the master itself, or a copy of a 16-bit one."""
         return self._master.detach().to(torch.float32)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the master."""
-        return self._master.dtype
 
     def in_range(self) -> torch.Tensor | None:
         """Whether a 16-bit master holds finite numbers alone, a scalar on its device; None for an fp32 one. One pass

@@ -61,13 +61,13 @@ class MasterOptimizer:
         nothing."""
         self._config = config
         self.lr = config.lr
-        self._masters = list(masters.values())
-        self._sharded = any(shard_of(master) is not None for master in self._masters)
+        self._masters = masters
+        self._sharded = any(shard_of(master) is not None for master in masters.values())
         # Whole masters are stepped alike in every process, which has to round them alike and counts for all.
         self._processes = (processes if self._sharded else None) or Processes()
-        device = self._masters[0].device
-        home = _home(config, device)
-        self._generator = torch.Generator(device).manual_seed(self._processes.rank)
+        self._device = next(iter(masters.values())).device
+        home = _home(config, self._device)
+        self._generator = torch.Generator(self._device).manual_seed(self._processes.rank)
         self._steps: dict[str, MasterStep] = {}
         by_muon = muon_masters(masters, matrices, config)
         for name, master in masters.items():
@@ -81,12 +81,12 @@ class MasterOptimizer:
 
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
-        taught = [p for p in self._masters if p.grad is not None]
+        taught = [p for p in self._masters.values() if p.grad is not None]
         whole = _total_norm(p.grad for p in taught if shard_of(p) is None)
         if not self._sharded:
             return whole
         here = _total_norm(p.grad for p in taught if shard_of(p) is not None)
-        squares = self._processes.total(torch.tensor(here**2, dtype=torch.float64, device=self._masters[0].device))
+        squares = self._processes.total(torch.tensor(here**2, dtype=torch.float64, device=self._device))
         return math.sqrt(whole**2 + float(squares))
 
     def clipped_step(self, diagnose: bool = False) -> Step:
@@ -96,7 +96,7 @@ class MasterOptimizer:
         taken = math.isfinite(norm)
         if not taken:
             return Step(norm, taken)
-        clip_grads_with_norm_(self._masters, self._config.grad_clip, torch.tensor(norm))
+        clip_grads_with_norm_(self._masters.values(), self._config.grad_clip, torch.tensor(norm))
         return Step(norm, taken, self.step(diagnose))
 
     def step(self, diagnose: bool = False) -> UpdateDiagnostics | None:
@@ -106,7 +106,8 @@ class MasterOptimizer:
         out of its dtype's range.
         """
         done = {}
-        for turn in in_turns([name for name in self._cut if self._steps[name].taught], self._processes.world):
+        taught = [name for name in self._cut if self._masters[name].grad is not None]
+        for turn in in_turns(taught, self._processes.world):
             steps = [self._steps[name] for name in turn]
             orthogonalize([step.row_muon for step in steps], [step.update() for step in steps])
             done |= {name: step.step(self.lr, diagnose) for name, step in zip(turn, steps, strict=True)}
@@ -116,11 +117,11 @@ class MasterOptimizer:
 
     def _arrived(self, done: Mapping[str, UpdateCounts | None]) -> UpdateDiagnostics:
         """Of all processes; of a master without a gradient there are no counts."""
-        counted = torch.zeros(4, dtype=torch.int64, device=self._masters[0].device)
+        counted = torch.zeros(4, dtype=torch.int64, device=self._device)
         for counts in done.values():
             if counts is not None:
                 counted[:3] += torch.stack([counts.meant, counts.lost, counts.crossed])
-        counted[3] = sum(master.numel() for master in self._masters)
+        counted[3] = sum(master.numel() for master in self._masters.values())
         meant, lost, crossed, weights = self._processes.total(counted).tolist()
         return UpdateDiagnostics(lost / max(meant, 1), crossed, weights)
 
@@ -135,7 +136,7 @@ class MasterOptimizer:
         name = next((name for name, finite in within.items() if not finite), None)
         if name is None:
             raise FailedElsewhereError("a master left its range in another process, which says which")
-        dtype = self._steps[name].dtype
+        dtype = self._masters[name].dtype
         raise PrecisionError(
             f"master {name!r} left the range of {short_name(dtype)} (±{torch.finfo(dtype).max:.5g}) by this step; "
             "nothing of it is published: resume from a checkpoint with a lower learner.optimizer.lr, or start a run "
@@ -144,7 +145,7 @@ class MasterOptimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for p in self._masters:
+        for p in self._masters.values():
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
