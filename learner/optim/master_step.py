@@ -6,6 +6,7 @@ steps and visit the master's device for their step: the arithmetic is the same, 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,19 +76,12 @@ class MasterStep:
         if gradient is None:
             return None
         before = self._master.detach().clone() if diagnose else None
-        fp32 = self._widened()
-        for part, index in zip(self._parts, self._indices, strict=True):
-            part.data = fp32[index]
-            part.grad = gradient[index].to(torch.float32)
-        self._fetch()
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._store(fp32)
-        counts = None if before is None else self._counts(before)
-        self._release()
-        self._send_home()
-        return counts
+        with self._at_hand(gradient) as fp32:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._store(fp32)
+            return None if before is None else self._counts(before)
 
     @property
     def row_muon(self) -> RowMuon:
@@ -99,17 +93,23 @@ class MasterStep:
     def update(self) -> torch.Tensor:
         """Of a cut matrix: take its gradient into the momentum; what is to be orthogonalized, bfloat16 [o, I]."""
         assert self._master.grad is not None
-        self._parts[0].data = self._widened()
-        self._parts[0].grad = self._master.grad.to(torch.float32)
-        self._fetch()
-        update = self.row_muon.update()
-        self._release()
-        self._send_home()
-        return update
+        with self._at_hand(self._master.grad):
+            return self.row_muon.update()
 
-    def _widened(self) -> torch.Tensor:
-        """fp32: the master itself, or a copy of a 16-bit one."""
-        return self._master.detach().to(torch.float32)
+    @contextmanager
+    def _at_hand(self, gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The master in fp32, itself or a copy of a 16-bit one, with parts, their gradients and moments there; all of
+        it is let go of at the end of the `with`."""
+        fp32 = self._master.detach().to(torch.float32)
+        for part, index in zip(self._parts, self._indices, strict=True):
+            part.data = fp32[index]
+            part.grad = gradient[index].to(torch.float32)
+        self._fetch()
+        yield fp32
+        for part in self._parts:
+            part.grad = None
+            part.data = self._nothing
+        self._send_home()
 
     def in_range(self) -> torch.Tensor | None:
         """Whether a 16-bit master holds finite numbers alone, a scalar on its device; None for an fp32 one. One pass
@@ -143,12 +143,6 @@ class MasterStep:
             lost += (moved & same[index]).count_nonzero()
         return UpdateCounts(meant, lost, crossed_bfloat16(before, self._master.detach()))
 
-    def _release(self) -> None:
-        """Let go of the gradient and of the fp32 copy."""
-        for part in self._parts:
-            part.grad = None
-            part.data = self._nothing
-
     def _moments(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """(state, key, tensor) of what is as large as the master; AdamW's step count is not, and stays there."""
         for state in self._optimizer.state.values():
@@ -174,8 +168,7 @@ class MasterStep:
 
     def state_dict(self) -> dict[str, Any]:
         """moments: torch's state of each matrix, or of the whole, empty before the first step."""
-        moments = [dict(self._optimizer.state.get(part, {})) for part in self._parts]
-        return {"moments": moments}
+        return {"moments": [dict(self._optimizer.state.get(part, {})) for part in self._parts]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
