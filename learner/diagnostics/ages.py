@@ -14,7 +14,6 @@ import torch
 
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer
 from qarl.learner.diagnostics.figure import Figure
-from qarl.learner.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,16 @@ class MismatchByAgeMeter(Observer):
     def record(self) -> dict[str, Any]:
         """`ages`; and into the log the age of each sequence's oldest token."""
         if self.learning.log is not None:
-            self.learning.log.set_age(self._ages().amax(-1))
-        return {"ages": self._mismatch(self.learning.processes)}
+            self.learning.log.age = self._ages().amax(-1)
+        return {"ages": self._mismatch()}
 
-    def _mismatch(self, processes: Processes) -> MismatchByAge:
+    def _mismatch(self) -> MismatchByAge:
         """Of what all processes added, each of which had a share of the rows."""
         sums = torch.zeros(self._tokens.shape, dtype=torch.float64)
         if self._sums:
             index, added = (torch.cat(parts) for parts in zip(*self._sums, strict=True))
             sums[index] = added.double().cpu()
-        sums, ages = processes.total(sums), self._ages()
+        sums, ages = self.learning.processes.total(sums), self._ages()
         by_age = [(age, ages == age) for age in ages.unique().tolist() if age >= 0]
         return MismatchByAge(
             age=tuple(age for age, _ in by_age),

@@ -19,8 +19,8 @@ class TokenLog:
 
     old: the learner's log-probs before the updates, fp32 [B, T-1]; known: bool [B], the sequences it has them of.
     log_ratio: log π_cur - log π_proximal at the sequence's update, fp32 [B, T-1]; clip: int32 [B, T-1], place in
-    `CLIP_REASONS`; updated: bool [B], the sequences that have these two. age: in updates, int64 [B], -1 for those in
-    none (`diagnostics.ages`).
+    `CLIP_REASONS`; updated: bool [B], the sequences that have these two. age: of each sequence's oldest token, in
+    updates, int64 [B], -1 for those in none (`diagnostics.ages`).
 
     shown: rows that are likely to be looked at, int64 [m], those looked at first first. unquantized: of as many of them
     as are affordable, log-probs of the unquantized policy before the updates; of an aligned learner, in steps that
@@ -38,10 +38,6 @@ class TokenLog:
         self.clip = torch.zeros(batch.response_mask.shape, dtype=torch.int32)
         self.updated = torch.zeros(len(batch.tokens), dtype=torch.bool)
 
-    def set_age(self, age: torch.Tensor) -> None:
-        """Of each sequence's oldest token, int64 [B]."""
-        self.age = age
-
     def add(self, index: torch.Tensor, tokens: LossTokens) -> None:
         """One micro-batch: the rows at `index`, int64 [n]."""
         columns = tokens.log_ratio.shape[1]
@@ -52,8 +48,6 @@ class TokenLog:
     def complete(self, old: RowLogprobs, processes: Processes) -> None:
         """Put together what the processes added, each of which had a share of the rows, and the log-probs before."""
         self.old, self.known = old.values, old.known
-        if processes.world > 1:
-            updated = processes.total(self.updated.int())
-            processes.total(self.log_ratio)
-            processes.total(self.clip)
-            self.updated = updated > 0
+        processes.total(self.log_ratio)
+        processes.total(self.clip)
+        self.updated = processes.total(self.updated.int()) > 0
