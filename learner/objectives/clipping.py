@@ -1,9 +1,11 @@
 """PPO's pessimistic clip, on any ratio. Source: PPO (arXiv 1707.06347, eq. 7); dual clip (arXiv 1912.09729)."""
 
+from typing import Any
+
 import torch
 
 from qarl.configs.errors import ConfigError
-from qarl.learner.objectives.base import ObjectiveInput
+from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.ratios import sequence_log_ratio
 
 
@@ -36,27 +38,20 @@ def sequence_advantages(inputs: ObjectiveInput) -> torch.Tensor:
     return shared
 
 
-def clipped_surrogate(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where the clip decided, bool.
+def clipped(
+    inputs: ObjectiveInput, ratio: torch.Tensor, advantages: torch.Tensor, config: Any, dual: float | None = None
+) -> ObjectiveResult:
+    """-w · min(r A, clip(r, 1 - ε_l, 1 + ε_h) A), and where the clip decided.
 
-    ratio and advantages: fp32 [B, T-1], or [B, 1] of whole sequences. Both results have their shape.
+    ratio and advantages: fp32 [B, T-1], or [B, 1] of whole sequences. config: a section with `clip_low` and
+    `clip_high`. dual: c, below whose c A the minimum does not fall for negative advantages; PPO's leaves a negative
+    sample's ratio unbounded above.
     """
     plain = ratio * advantages
-    bounded = ratio.clamp(1.0 - low, 1.0 + high) * advantages
-    return torch.minimum(plain, bounded), bounded < plain
-
-
-def dual_clipped_surrogate(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(min(r A, clip(r) A), c A) for negative advantages, the plain clip for the others; shapes as above.
-
-    PPO's minimum leaves a negative sample's ratio unbounded above; c bounds it.
-    """
-    surrogate, clipped = clipped_surrogate(ratio, advantages, low, high)
-    floor = dual * advantages
-    negative = advantages < 0
-    cut = negative & (surrogate < floor)
-    return torch.where(cut, floor, surrogate), clipped | cut
+    bounded = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    surrogate, cut = torch.minimum(plain, bounded), bounded < plain
+    if dual is not None:
+        floor = dual * advantages
+        below = (advantages < 0) & (surrogate < floor)
+        surrogate, cut = torch.where(below, floor, surrogate), cut | below
+    return ObjectiveResult(-(inputs.weight * surrogate), cut)

@@ -14,13 +14,7 @@ from qarl.configs.schema.objectives import (
     PositiveGrpoConfig,
 )
 from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
-from qarl.learner.objectives.clipping import (
-    clipped_surrogate,
-    dual_clipped_surrogate,
-    sequence_advantages,
-    sequence_ratio,
-    token_ratio,
-)
+from qarl.learner.objectives.clipping import clipped, sequence_advantages, sequence_ratio, token_ratio
 
 
 def grpo(inputs: ObjectiveInput, config: GrpoConfig | DapoConfig) -> ObjectiveResult:
@@ -30,24 +24,18 @@ def grpo(inputs: ObjectiveInput, config: GrpoConfig | DapoConfig) -> ObjectiveRe
     rise, and the mean over all tokens (eq. 8) are defaults of its section. Its dynamic sampling is
     `rollout.dynamic_sampling`.
     """
-    ratio, advantages = token_ratio(inputs), inputs.advantages
-    surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
-    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+    return clipped(inputs, token_ratio(inputs), inputs.advantages, config)
 
 
 def dual_clip(inputs: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
     """-w · surrogate of each token; where A < 0 it is the larger of GRPO's and c · A, so that a negative sample's ratio
     is bounded above as well. Source: Ye et al. (arXiv 1912.09729; c = 3)."""
-    ratio, advantages = token_ratio(inputs), inputs.advantages
-    surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
-    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+    return clipped(inputs, token_ratio(inputs), inputs.advantages, config, config.dual_clip)
 
 
 def gspo(inputs: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
     """-w · surrogate of each sequence. Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1)."""
-    ratio, advantages = sequence_ratio(inputs), sequence_advantages(inputs)
-    surrogate, clipped = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high)
-    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+    return clipped(inputs, sequence_ratio(inputs), sequence_advantages(inputs), config)
 
 
 def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
@@ -56,9 +44,7 @@ def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> Object
     For A < 0 it is clip(s, 1 - ε_l, c) A: with ε_l = δ_l, ε_h equal and c = 1 + δ_h it is TBPO's band; with the usual
     c = 3 it is not.
     """
-    ratio, advantages = sequence_ratio(inputs), sequence_advantages(inputs)
-    surrogate, clipped = dual_clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
-    return ObjectiveResult(-(inputs.weight * surrogate), clipped)
+    return clipped(inputs, sequence_ratio(inputs), sequence_advantages(inputs), config, config.dual_clip)
 
 
 def positive_grpo(inputs: ObjectiveInput, config: PositiveGrpoConfig) -> ObjectiveResult:
