@@ -19,6 +19,7 @@ from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
 from qarl.learner.starting_policy import StartingPolicy
 from qarl.learner.stopwatch import Stopwatch
+from qarl.quant.layers.context import Forward
 from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.model.low_bit_model import LowBitModel
 
@@ -42,6 +43,13 @@ class Learning:
     log: TokenLog | None
     start: StartingPolicy
     add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None]
+
+    def logprobs(self, batch: Batch, rows: torch.Tensor, forward: Forward) -> torch.Tensor:
+        """Of rows of that batch, int64 [n], by the present model's forward of that kind: fp32 [n, T-1]."""
+        computed = RowLogprobs(batch)
+        with self.model.forward_as(forward):
+            self.add_logprobs(computed, self.model, rows)
+        return computed.values[rows]
 
     def is_last(self, update: int) -> bool:
         """Whether the update of that number, from 0, is the batch's last one."""

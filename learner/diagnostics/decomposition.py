@@ -151,7 +151,7 @@ class ShadowForwards(Observer):
         with self.learning.stopwatch("shadow"):
             if not self._model.context.aligned:
                 if not self._behind:
-                    self._values["before"] = self._published()
+                    self._values["before"] = self._logprobs(Forward.PUBLISHED)
             elif log is not None and len(log.shown):
                 with self._model.forward_as(Forward.UNQUANTIZED):
                     rows = sample_rows(self.learning.batch, log.shown)
@@ -163,10 +163,9 @@ class ShadowForwards(Observer):
         if not self._due or not self.learning.is_last(update) or context.aligned:
             return
         with self.learning.stopwatch("shadow"):
-            self._values["published"] = self._published()
+            self._values["published"] = self._logprobs(Forward.PUBLISHED)
             if context.compute_dtype != context.dtype:
-                with self._model.forward_as(Forward.UNQUANTIZED):
-                    self._values["cast"] = self._computed()
+                self._values["cast"] = self._logprobs(Forward.UNQUANTIZED)
 
     def micro_batch(self, micro: MicroBatch) -> None:
         """The learner's own forward of the last update."""
@@ -178,7 +177,7 @@ class ShadowForwards(Observer):
         if self._due and self.learning.is_last(update):
             with self.learning.stopwatch("shadow"):
                 self._own.complete(self.sample, self.learning.processes)
-                self._values["after"] = self._published()
+                self._values["after"] = self._logprobs(Forward.PUBLISHED)
 
     def record(self) -> dict[str, Any]:
         """`log_ratio`."""
@@ -192,14 +191,8 @@ class ShadowForwards(Observer):
         forwards = replace(forwards, before=None) if self._behind else forwards
         return {"log_ratio": decompose(forwards, old[:, :length], rows, config)}
 
-    def _published(self) -> torch.Tensor:
-        with self._model.forward_as(Forward.PUBLISHED):
-            return self._computed()
-
-    def _computed(self) -> torch.Tensor:
-        computed = RowLogprobs(self.learning.batch)
-        self.learning.add_logprobs(computed, self._model, self.sample)
-        return computed.values[self.sample]
+    def _logprobs(self, forward: Forward) -> torch.Tensor:
+        return self.learning.logprobs(self.learning.batch, self.sample, forward)
 
 
 def sample_rows(batch: Batch, rows: torch.Tensor, tokens: int = SAMPLE_TOKENS) -> torch.Tensor:

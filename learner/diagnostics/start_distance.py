@@ -18,7 +18,6 @@ from qarl.learner.diagnostics.base import Observer, is_due
 from qarl.learner.diagnostics.decomposition import sample_rows
 from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.mismatch import measure_mismatch
-from qarl.learner.row_logprobs import RowLogprobs
 from qarl.quant.layers.context import Forward
 
 SAMPLE_TOKENS = 1024
@@ -59,7 +58,4 @@ class StartDistance(Observer):
 
     def _logprobs(self, sample: Batch) -> torch.Tensor:
         """By the published codes."""
-        computed, model = RowLogprobs(sample), self.learning.model
-        with model.forward_as(Forward.PUBLISHED):
-            self.learning.add_logprobs(computed, model, torch.arange(len(sample.tokens)))
-        return computed.values
+        return self.learning.logprobs(sample, torch.arange(len(sample.tokens)), Forward.PUBLISHED)
