@@ -5,12 +5,14 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from qarl.configs.words import did_you_mean, quoted
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Text = Annotated[str, Field(min_length=1)]
+COMMA_SEPARATED = BeforeValidator(lambda v: [part.strip() for part in v.split(",")] if isinstance(v, str) else v)
+"""Of a list that may be written `A,B`; where items hold commas it is given as a list."""
 
 LARGEST_SEED = 2**63 - 1
 """torch's generators take 64 bits."""

@@ -1,10 +1,10 @@
 """Low-rank adapters on frozen masters, or none. docs/guide/lora.md says what is trained then."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from qarl.configs.schema.base import Choice, chooser, pattern_fault
+from qarl.configs.schema.base import COMMA_SEPARATED, Choice, chooser, pattern_fault
 
 _LORA = "lora: train low-rank adapters over frozen masters (docs/guide/lora.md); none: train the masters"
 
@@ -15,18 +15,13 @@ class NoLora(Choice):
     name: Literal["none"] = Field(default="none", description=_LORA)
 
 
-def _targets_from_text(value: Any) -> Any:
-    """`PATTERN,PATTERN` → its parts; patterns that hold commas are given as a list."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-
 class LoraConfig(Choice):
     """W + alpha/rank · B A. There is no dropout: sampler and learner have to be one policy."""
 
     name: Literal["lora"] = Field(default="lora", description=_LORA)
     rank: int = Field(default=16, ge=1, description="rows of A and columns of B")
     alpha: float = Field(default=32.0, gt=0, description="the product B A is scaled by this over the rank")
-    targets: Annotated[tuple[str, ...], BeforeValidator(_targets_from_text)] = Field(
+    targets: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         default=(),
         description="layers adapted, PATTERN,… as in `layers`; none given: every linear layer of the decoder",
     )

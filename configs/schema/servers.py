@@ -1,16 +1,13 @@
 """Where a run samples, when not inside itself: servers by number or by URL. Imports neither torch nor vllm."""
 
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator
+
+from qarl.configs.schema.base import COMMA_SEPARATED
 
 _MOST = 1024
-
-
-def _parts(value: Any) -> Any:
-    """`URL,URL` → its parts."""
-    return tuple(url.strip() for url in value.split(",")) if isinstance(value, str) else value
 
 
 def _checked(servers: int | tuple[str, ...]) -> int | tuple[str, ...]:
@@ -36,5 +33,5 @@ def _address(url: str) -> str:
     return url.rstrip("/")
 
 
-Servers = Annotated[int | tuple[str, ...], BeforeValidator(_parts), AfterValidator(_checked)]
+Servers = Annotated[int | tuple[str, ...], COMMA_SEPARATED, AfterValidator(_checked)]
 """So many servers of the run's own, or those that run at these addresses."""
