@@ -143,25 +143,21 @@ ObjectiveChoice = Annotated[
 _RATIO_FROM = "denominator of the ratio: learner (before the batch), or sampler (bypass: no weight needed)"
 
 
-class Correction(Choice):
-    """How the gap between sampler and learner is weighted."""
-
-
-class NoCorrection(Correction):
+class NoCorrection(Choice):
     """No weight."""
 
     name: Literal["none"] = Field(default="none", description=_WEIGHT)
     ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
 
 
-class TruncatedConfig(Correction):
+class TruncatedConfig(Choice):
     """Truncated importance sampling, or the geometric sequence weight with QaRL's two-sided cap."""
 
     name: Literal["token_tis", "sequence_tis", "geometric"] = Field(default="token_tis", description=_WEIGHT)
     cap: float = Field(default=2.0, ge=1, description="largest weight; geometric: the smallest is 1 / this")
 
 
-class TokenMisConfig(Correction):
+class TokenMisConfig(Choice):
     """Masked importance sampling, bounds of IcePop."""
 
     name: Literal["token_mis"] = Field(default="token_mis", description=_WEIGHT)
@@ -170,7 +166,7 @@ class TokenMisConfig(Correction):
     ratio_from: Literal["learner", "sampler"] = Field(default="learner", description=_RATIO_FROM)
 
 
-class SequenceMisConfig(Correction):
+class SequenceMisConfig(Choice):
     """Masked by the whole sequence's weight, from above alone."""
 
     name: Literal["sequence_mis"] = Field(default="sequence_mis", description=_WEIGHT)
