@@ -17,7 +17,6 @@ from qarl.configs.schema.objectives import (
     TbpoConfig,
     TruncatedConfig,
     ratio_from,
-    refuse_incompatible,
 )
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -166,20 +165,16 @@ class LearnerConfig(Section):
         objective = data.get("objective", {})
         name = objective.get("name", "tbpo") if isinstance(objective, dict) else getattr(objective, "name", None)
         section = next((s for s in get_args(AnyObjective) if name in s.names()), TbpoConfig)
+        defaults = {"correction": section.default_correction, "aggregation": {"name": section.default_aggregation}}
         filled = dict(data)
-        for part, default in (
-            ("correction", section.default_correction),
-            ("aggregation", {"name": section.default_aggregation}),
-        ):
+        for part, default in defaults.items():
             options = data.get(part, {})
             filled[part] = {**default, **options} if isinstance(options, dict) and "name" not in options else options
         return filled
 
     @model_validator(mode="after")
     def _compatible(self) -> "LearnerConfig":
-        refuse_incompatible(
-            self.objective, ratio_from(self.correction), self.ratio_fix, self.aligned, self.mini_batches
-        )
+        refuse_incompatible(self)
         refuse_ignored_precision(self)
         if self.reduce_dtype != "float32" and self.zero_stage != 3:
             raise ValueError(
@@ -187,6 +182,27 @@ class LearnerConfig(Section):
                 "do: ZeRO-3 alone sends them in a dtype of its own; set learner.zero_stage 3, or leave it out"
             )
         return self
+
+
+def refuse_incompatible(learner: LearnerConfig) -> None:
+    """Raise `ValueError` where two settings of a learner contradict each other, or one would do nothing."""
+    name, denominator, updates = learner.objective.name, ratio_from(learner.correction), learner.mini_batches
+    if name == "on_policy" and updates != 1:
+        raise ValueError(
+            f"objective 'on_policy' has one update a batch, but learner.mini_batches is {updates}; set it to 1"
+        )
+    if not learner.objective.uses_ratio and denominator != "learner":
+        raise ValueError(
+            f"objective {name!r} has no ratio, so learner.correction.ratio_from {denominator!r} would do nothing; "
+            "leave it out"
+        )
+    if learner.ratio_fix == "shadow_forward" and not learner.objective.uses_ratio:
+        raise ValueError(f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none")
+    if learner.ratio_fix == "shadow_forward" and learner.aligned:
+        raise ValueError(
+            "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one without, but with "
+            "learner.aligned true the forward has that precision already; set ratio_fix none, or aligned false"
+        )
 
 
 def refuse_ignored_precision(learner: LearnerConfig) -> None:

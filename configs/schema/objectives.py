@@ -220,24 +220,3 @@ class KlConfig(Choice):
 
 AnyKl = NoKl | KlConfig
 KlChoice = Annotated[AnyKl, Field(discriminator="name"), BeforeValidator(chooser("KL penalty", AnyKl, "none"))]
-
-
-def refuse_incompatible(objective: Any, ratio_from: str, ratio_fix: str, aligned: bool, mini_batches: int) -> None:
-    """Raise `ValueError` where two settings of a learner contradict each other, or one would do nothing."""
-    name = objective.name
-    if name == "on_policy" and mini_batches != 1:
-        raise ValueError(
-            f"objective 'on_policy' has one update a batch, but learner.mini_batches is {mini_batches}; set it to 1"
-        )
-    if not objective.uses_ratio and ratio_from != "learner":
-        raise ValueError(
-            f"objective {name!r} has no ratio, so learner.correction.ratio_from {ratio_from!r} would do nothing; "
-            "leave it out"
-        )
-    if ratio_fix == "shadow_forward" and not objective.uses_ratio:
-        raise ValueError(f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none")
-    if ratio_fix == "shadow_forward" and aligned:
-        raise ValueError(
-            "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one without, but with "
-            "learner.aligned true the forward has that precision already; set ratio_fix none, or aligned false"
-        )
