@@ -80,14 +80,13 @@ def _load_module(kind: FunctionKind, spec: str, name: str) -> ModuleType:
         with _searching(Path.cwd()):
             importlib.invalidate_caches()  # a module written a moment ago is found too
             return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
-        raise kind.error(
-            f"{kind.word} {spec!r}: there is no module {error.name!r}, neither in the working folder nor installed; "
-            f"give its file, as in path/to/mine.py:{kind.word}, or put its folder on PYTHONPATH"
-        ) from error
     except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise kind.error(
+                f"{kind.word} {spec!r}: there is no module {missing!r}, neither in the working folder nor installed; "
+                f"give its file, as in path/to/mine.py:{kind.word}, or put its folder on PYTHONPATH"
+            ) from error
         raise kind.error(f"{kind.word} {spec!r}: importing it raised {in_words(error)}") from error
 
 
