@@ -67,6 +67,7 @@ class SchemeSpec:
 
 
 _INT4, _INT8, _FP8 = Codes("int", 4, columns=128), Codes("int", 8), Codes("float", 8)
+_FP8_BLOCK, _FP8_GROUP = Codes("float", 8, columns=128, rows=128), Codes("float", 8, columns=128)
 _NVFP4 = Codes("float", 4, columns=16, scale="e4m3")
 
 # Formats are those compressed-tensors infers for a scheme, but for w4afp8, which vLLM reads packed only.
@@ -84,14 +85,7 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
         SchemeSpec("w4a8", _INT4, Codes("int", 8, symmetric=False), "int-quantized"),
         SchemeSpec("w4afp8", _INT4, _FP8, bound=0.1, k3_bound=0.01),
         SchemeSpec("fp8", _FP8, _FP8, "float-quantized", bound=0.1, k3_bound=0.01),
-        SchemeSpec(
-            "fp8-block",
-            Codes("float", 8, 128, rows=128),
-            Codes("float", 8, 128),
-            "float-quantized",
-            bound=0.1,
-            k3_bound=0.01,
-        ),
+        SchemeSpec("fp8-block", _FP8_BLOCK, _FP8_GROUP, "float-quantized", bound=0.1, k3_bound=0.01),
         SchemeSpec("nvfp4a16", _NVFP4, None, "nvfp4-pack-quantized"),
         SchemeSpec("nvfp4", _NVFP4, _NVFP4, "nvfp4-pack-quantized", bound=0.2, k3_bound=0.04),
         SchemeSpec("mxfp4a16", Codes("float", 4, columns=32, scale="power"), None, "mxfp4-pack-quantized"),
