@@ -5,7 +5,7 @@ is token t + 1's.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,8 +68,7 @@ class Batch:
         return pack(self.length, self.tokens.shape[1], torch.where(shares, prompt, nothing), leader)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: tensor for name, tensor in values.items() if tensor is not None}
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (int64 [n]), with padding no longer than their longest."""
@@ -87,7 +86,8 @@ def make_batch(
     all tokens of a response have its advantage. version: of the weights that learn; None: those that sampled."""
     of_sequences = _advantages([g.rewards for g in groups], advantage)
     pairs = [(i, g.prompt.token_ids, c) for i, g in enumerate(groups) for c in g.completions]
-    longest = max(len(p) + len(c.token_ids) for _, p, c in pairs)
+    length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
+    longest = int(length.max())
     tokens = torch.full((len(pairs), longest), pad_token, dtype=torch.int64)
     response_mask = torch.zeros((len(pairs), longest - 1), dtype=torch.bool)
     sampler = torch.zeros((len(pairs), longest - 1), dtype=torch.float32)
@@ -101,7 +101,6 @@ def make_batch(
             behind[row, start - 1 : end - 1] = version - torch.tensor(completion.versions)
             behind[row] *= response_mask[row]
     advantages = torch.where(response_mask, of_sequences[:, None], 0.0)
-    length = torch.tensor([len(p) + len(c.token_ids) for _, p, c in pairs])
     experts = _stack_experts([c.experts for _, _, c in pairs], longest)
     return Batch(
         tokens=tokens, length=length, response_mask=response_mask, sampler_logprobs=sampler, advantages=advantages,
