@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from qarl.configs.errors import QarlError
 from qarl.learner.logprobs import token_logprobs
@@ -131,13 +132,10 @@ class Publisher:
             learner, _ = token_logprobs(self._model, tokens.to(device), response_mask.to(device))
         farthest: Mismatch | None = None
         for scored in self._engine.logprobs_of_each(self._sequences):
-            sampler = torch.zeros(response_mask.shape)
-            for row, logprobs in enumerate(scored):
-                sampler[row, : len(logprobs)] = torch.tensor(logprobs)
+            sampler = pad_sequence([torch.tensor(logprobs) for logprobs in scored], batch_first=True)
             mismatch = measure_mismatch(learner.cpu(), sampler, response_mask)
-            within = mismatch.mean_abs <= self._bound  # False for NaN too
             self._check(
-                within,
+                mismatch.mean_abs <= self._bound,  # False for NaN too
                 version,
                 f"the canary's mean |Δ log p| between learner and engine is {mismatch.mean_abs:.4g} nats, above the "
                 f"bound {self._bound:.4g} ({'sync.canary_bound' if self._bound else 'bitwise'})",
@@ -158,10 +156,9 @@ class Publisher:
 
 def _pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens int64 [B, T] padded with 0 on the right, and which of tokens[:, 1:] are real, bool [B, T-1]."""
-    longest = max(map(len, sequences))
-    tokens = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
+    tokens = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True)
     lengths = torch.tensor([len(s) for s in sequences])
-    return tokens, torch.arange(1, longest)[None] < lengths[:, None]
+    return tokens, torch.arange(1, tokens.shape[1])[None] < lengths[:, None]
 
 
 def _apart(digests: Sequence[str]) -> str:
