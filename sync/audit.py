@@ -52,7 +52,6 @@ def require_agreement(rows: list[AuditRow]) -> None:
 def _compare(
     name: str, ours: LayerReport | None, theirs: LayerReport | None, same_kernels: bool, same_bits: bool
 ) -> AuditRow:
-    problem = ""
     if ours is None or theirs is None:
         problem = f"known to the {'engine' if ours is None else 'learner'} only"
     else:

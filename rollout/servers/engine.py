@@ -134,7 +134,6 @@ class ServerEngine:
 
     def shared_layers(self) -> None:
         """See `Engine.shared_layers`: they are in other processes."""
-        return
 
     def close(self) -> None:
         """Let go of the servers; they go on with the weights they have. Requests under way are given up."""
