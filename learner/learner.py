@@ -185,7 +185,7 @@ class Learner:
         self, learning: Learning, part: Part, rows: Batch, current: torch.Tensor, old: torch.Tensor | None,
         size: BatchSize,
     ) -> tuple[LossShare, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-        """A micro-batch's part of the loss; that with the routers' auxiliary loss; and what this added."""
+        """A micro-batch's part of the loss; that with the routers' auxiliary loss, if on; and the metric of this."""
         terms = LossInput(
             current=current,
             old=old,
@@ -196,15 +196,11 @@ class Learner:
         )
         with self.stopwatch("forward"):
             share = policy_loss(terms, learning.config, size)
-            return share, *self._balanced(share.loss, rows, len(part.index) / size.sequences)
-
-    def _balanced(self, loss: torch.Tensor, rows: Batch, share: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss with the routers' auxiliary one, where that is on, and the metric of what was added. share: of the
-        mini-batch's sequences that are in these rows."""
-        if not self.model.router_log.enabled:
-            return loss, {}
-        balance = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows)) * share
-        return loss + self._balance * balance, {"load_balance": balance.detach()}
+            if not self.model.router_log.enabled:
+                return share, share.loss, {}
+            of_rows = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
+            balance = of_rows * (len(part.index) / size.sequences)
+            return share, share.loss + self._balance * balance, {"load_balance": balance.detach()}
 
     def _apply(self, watching: list[Observer], number: int) -> tuple[float, bool]:
         """Clip, step, refresh. Returns the gradient norm before clipping and whether a step was taken."""
