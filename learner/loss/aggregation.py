@@ -35,8 +35,7 @@ def aggregate(
     """
     if config.name == "seq-mean-token-mean":
         return over_tokens(values, response_mask).sum() / totals.sequences
-    tokens = values.expand(response_mask.shape) if is_shared(values, response_mask) else values
-    sums = (tokens * response_mask).sum(-1)
+    sums = (values * response_mask).sum(-1)
     if isinstance(config, SeqSumAggregation):
         return sums.sum() / (totals.sequences * config.constant)
     return sums.sum() / totals.tokens
