@@ -44,17 +44,14 @@ def correction(
         return Correction(ones, torch.zeros_like(ones, dtype=torch.bool))
     assert old is not None, f"correction {config.name!r} is made of the old log-probs"
     log_w = (old - sampler) * response_mask
+    if config.name == "geometric":
+        weight, least = sequence_log_ratio(old, sampler, response_mask)[:, None].exp(), 1.0 / config.cap
+    else:
+        of_tokens = config.name in ("token_tis", "token_mis")
+        weight, least = (log_w if of_tokens else log_w.sum(-1, keepdim=True)).exp(), None
     if isinstance(config, TruncatedConfig):
-        if config.name == "geometric":
-            weight = sequence_log_ratio(old, sampler, response_mask)[:, None].exp()
-            return _truncated(weight, weight.clamp(1.0 / config.cap, config.cap))
-        weight = (log_w if config.name == "token_tis" else log_w.sum(-1, keepdim=True)).exp()
-        return _truncated(weight, weight.clamp_max(config.cap))
-    weight = (log_w if config.name == "token_mis" else log_w.sum(-1, keepdim=True)).exp()
+        capped = weight.clamp(least, config.cap)
+        return Correction(capped, capped != weight)
     kept = (weight >= config.floor) & (weight <= config.cap)
     inside = weight if config.ratio_from == "learner" else torch.ones_like(weight)
     return Correction(torch.where(kept, inside, 0.0), ~kept)
-
-
-def _truncated(weight: torch.Tensor, capped: torch.Tensor) -> Correction:
-    return Correction(capped, capped != weight)
