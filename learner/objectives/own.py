@@ -47,8 +47,8 @@ def _fault(result: Any, inputs: ObjectiveInput) -> str:
     rows, tokens = inputs.current.shape
     for name in ("loss", "clipped"):
         value, shapes = getattr(result, name), ((rows, tokens), (rows, 1))
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if shape not in shapes:
             return (
                 f"{name} {shape}; allowed are tensors {shapes[0]}, one value a token, and {shapes[1]}, one a sequence"
             )
