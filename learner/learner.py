@@ -14,7 +14,7 @@ from qarl.configs.schema.objectives import KlConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch, mini_batches
 from qarl.learner.diagnostics.base import Learning, MicroBatch, Observer, is_due
-from qarl.learner.diagnostics.observers import observers
+from qarl.learner.diagnostics.observers import OBSERVERS
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.gradients import configure_backward
 from qarl.learner.learn_stats import LearnStats, Update, batch_stats
@@ -109,7 +109,7 @@ class Learner:
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
         learning = self._learning(batch, step, trained, log)
-        watching = observers(learning)
+        watching = [observer(learning) for observer in OBSERVERS]
         for observer in watching:
             observer.before_batch()
         old = learning.old

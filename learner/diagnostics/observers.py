@@ -1,7 +1,7 @@
 """The list of what watches a batch: a diagnostic is one file, and one line here."""
 
 from qarl.learner.diagnostics.ages import MismatchByAgeMeter
-from qarl.learner.diagnostics.base import Learning, Observer
+from qarl.learner.diagnostics.base import Observer
 from qarl.learner.diagnostics.decomposition import ShadowForwards
 from qarl.learner.diagnostics.lost_updates import LostUpdates
 from qarl.learner.diagnostics.start_distance import StartDistance
@@ -9,8 +9,3 @@ from qarl.learner.diagnostics.token_record import TokenRecord
 
 OBSERVERS: tuple[type[Observer], ...] = (StartDistance, MismatchByAgeMeter, ShadowForwards, LostUpdates, TokenRecord)
 """In the order in which each is called."""
-
-
-def observers(learning: Learning) -> list[Observer]:
-    """Of one batch."""
-    return [each(learning) for each in OBSERVERS]
