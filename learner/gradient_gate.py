@@ -6,7 +6,6 @@ late.
 """
 
 import torch
-from torch import nn
 
 from qarl.configs.errors import GraphError
 from qarl.learner.logprobs import token_logprobs
@@ -32,7 +31,9 @@ def require_gradients(model: LowBitModel, processes: Processes) -> None:
             "learner.operators to 'transformers', and report the model"
         ) from error
     trained = {name: master for name, master in model.masters.items() if master.requires_grad}
-    reached = processes.total(torch.tensor([_reached(master, bool(model.adapted)) for master in trained.values()]))
+    zeros_count = bool(model.adapted)
+    here = [m.grad is not None and (zeros_count or bool(m.grad.any())) for m in trained.values()]
+    reached = processes.total(torch.tensor(here, dtype=torch.float32))
     for master in trained.values():
         master.grad = None
     lost = [name for name, by in zip(trained, reached.tolist(), strict=True) if not by]
@@ -50,7 +51,3 @@ def _differentiate(model: LowBitModel) -> None:
     responses = torch.ones(1, _TOKENS - 1, dtype=torch.bool, device=model.device)
     logprobs, _ = token_logprobs(model, tokens, responses, entropy=False)
     (logprobs * torch.linspace(0.5, 1.0, _TOKENS - 1, device=model.device)).sum().backward()
-
-
-def _reached(master: nn.Parameter, zeros_count: bool) -> float:
-    return float(master.grad is not None and (zeros_count or bool(master.grad.any())))
