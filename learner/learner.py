@@ -108,7 +108,11 @@ class Learner:
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
         trained = [index for index in shuffled if batch.advantages[index].any()]
-        learning = self._learning(batch, step, trained, log)
+        learning = Learning(
+            batch=batch, step=step, trained=trained, config=self.config, model=self.model, processes=self.processes,
+            stopwatch=self.stopwatch, old=RowLogprobs(batch), log=log, start=self._start,
+            reference=None if self._reference is None else RowLogprobs(batch), add_logprobs=self.scorer.add,
+        )  # fmt: skip
         watching = [observer(learning) for observer in OBSERVERS]
         for observer in watching:
             observer.before_batch()
@@ -124,14 +128,6 @@ class Learner:
         self.whole = True
         records = {name: value for observer in watching for name, value in observer.record().items()}
         return batch_stats(updates, old, lr, self.loss_scale.scale, self.stopwatch.take(), records)
-
-    def _learning(self, batch: Batch, step: int, trained: list[torch.Tensor], log: TokenLog | None) -> Learning:
-        reference = None if self._reference is None else RowLogprobs(batch)
-        return Learning(
-            batch=batch, step=step, trained=trained, config=self.config, model=self.model, processes=self.processes,
-            stopwatch=self.stopwatch, old=RowLogprobs(batch), reference=reference, log=log, start=self._start,
-            add_logprobs=self.scorer.add,
-        )  # fmt: skip
 
     def _beforehand(self, learning: Learning, all_of_them: bool) -> torch.Tensor:
         """The rows whose old log-probs are computed before anything is updated, int64 [n]."""
