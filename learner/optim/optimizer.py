@@ -77,7 +77,6 @@ class MasterOptimizer:
             rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
             self._steps[name] = MasterStep(master, indices, config, rounding, self._generator, home, cut)
-        self._cut = [name for name, step in self._steps.items() if step.cut is not None]
 
     def gradient_norm(self) -> float:
         """Global L2 norm of all gradients, computed in fp32; infinite or NaN where any is."""
@@ -105,20 +104,19 @@ class MasterOptimizer:
         Returns what became of the update if `diagnose`. Raises `PrecisionError` where the step took a 16-bit master
         out of its dtype's range.
         """
-        done = {}
-        taught = [name for name in self._cut if self._masters[name].grad is not None]
-        for turn in in_turns(taught, self._processes.world):
-            steps = [self._steps[name] for name in turn]
-            orthogonalize([step.row_muon for step in steps], [step.update() for step in steps])
-            done |= {name: step.step(self.lr, diagnose) for name, step in zip(turn, steps, strict=True)}
-        done |= {name: step.step(self.lr, diagnose) for name, step in self._steps.items() if step.cut is None}
+        cut = [step for name, step in self._steps.items() if step.cut and self._masters[name].grad is not None]
+        done: list[UpdateCounts | None] = []
+        for turn in in_turns(cut, self._processes.world):
+            orthogonalize([step.row_muon for step in turn], [step.update() for step in turn])
+            done += [step.step(self.lr, diagnose) for step in turn]
+        done += [step.step(self.lr, diagnose) for step in self._steps.values() if not step.cut]
         self._require_range()
         return self._arrived(done) if diagnose else None
 
-    def _arrived(self, done: Mapping[str, UpdateCounts | None]) -> UpdateDiagnostics:
+    def _arrived(self, done: Iterable[UpdateCounts | None]) -> UpdateDiagnostics:
         """Of all processes; of a master without a gradient there are no counts."""
         counted = torch.zeros(4, dtype=torch.int64, device=self._device)
-        for counts in done.values():
+        for counts in done:
             if counts is not None:
                 counted[:3] += torch.stack([counts.meant, counts.lost, counts.crossed])
         counted[3] = sum(master.numel() for master in self._masters.values())
