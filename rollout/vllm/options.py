@@ -71,7 +71,8 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
     return {
         "dtype": options.dtype,
         **_graph_arguments(rollout),
-        **_batch_invariant_arguments(),
+        # The attention whose kernel the learner calls too, with which vLLM keeps its mode, and kernels that do.
+        **({"attention_backend": "FLASH_ATTN", "kernel_config": kernel_arguments()} if batch_invariant() else {}),
         "max_model_len": options.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         # Bytes, not a share of the device, which the learner needs too: the share is only compared with what is free.
@@ -99,13 +100,6 @@ def _graph_arguments(rollout: RolloutConfig) -> dict[str, Any]:
         return {"enforce_eager": True}
     graphs = {"mode": 0, "cudagraph_mode": "FULL", "max_cudagraph_capture_size": rollout.max_num_seqs}
     return {"enforce_eager": False, **({"compilation_config": graphs} if on_gpu else {})}
-
-
-def _batch_invariant_arguments() -> dict[str, Any]:
-    """The attention whose kernel the learner calls too, with which vLLM keeps its mode, and kernels that do."""
-    if not batch_invariant():
-        return {}
-    return {"attention_backend": "FLASH_ATTN", "kernel_config": kernel_arguments()}
 
 
 def _cpu_arguments(max_model_len: int) -> dict[str, Any]:
