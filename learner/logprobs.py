@@ -19,8 +19,6 @@ from qarl.quant.graph.packing import Packed
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.cpu_blocks import row_blocks
 
-CHUNK_TOKENS = 512
-
 
 def token_logprobs(
     model: LowBitModel,
@@ -28,7 +26,7 @@ def token_logprobs(
     response_mask: torch.Tensor,
     experts: torch.Tensor | None = None,
     packed: Packed | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int = 512,
     entropy: bool = True,
     chunks: int | None = None,
     temperature: float = 1.0,
