@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.families import ExpertLayout
-from qarl.quant.checkpoint.plan import stacked_name
-from qarl.quant.layers.context import LayerContext
-from qarl.quant.layers.linear import LowBitLinear
-from qarl.quant.layers.stack import fuse_scales
 from qarl.quant.materialize import LowBitWeight, fp4, integer, materialize
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.materialize.experts import materialize_experts
@@ -272,35 +268,6 @@ def test_a_scheme_is_recognized_by_its_arguments(name: str):
         group = QuantizationConfig.model_validate(written).config_groups["group_0"]
         found = scheme_of_args(group.weights, group.input_activations)  # pyright: ignore[reportAttributeAccessIssue]
         assert found is not None and found.name == name
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4a16"])
-def test_fused_layers_share_the_global_scale(name: str):
-    """Contract: q, k and v, and gate and up, are materialized with one global scale, that of the largest of them, for
-    the engine keeps one for their stacked product. Others keep their own; nothing is shared across parents."""
-    generator = torch.Generator().manual_seed(0)
-    linears = {}
-    for layer in range(2):
-        for scale, leaf in enumerate(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 1):
-            master = torch.nn.Parameter(torch.randn(32, 64, generator=generator) * scale * (layer + 1))
-            full = f"model.layers.{layer}.{leaf}"
-            context = LayerContext(torch.bfloat16, "reference")
-            linears[full] = LowBitLinear(full, master, None, get_scheme(name), context)
-    together: dict[str, list[LowBitLinear]] = {}
-    for full, linear in linears.items():
-        together.setdefault(stacked_name(full), []).append(linear)
-    fuse_scales(together.values())
-    for linear in linears.values():
-        linear.refresh()
-    for layer in range(2):
-        for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",)):
-            members = [linears[f"model.layers.{layer}.{leaf}"] for leaf in group]
-            absmax = max(float(m.master.detach().abs().max()) for m in members)
-            for member in members:
-                assert member.low_bit is not None and member.low_bit.global_scale is not None
-                assert float(member.low_bit.global_scale) == pytest.approx(2688.0 / absmax, rel=1e-6)
-                error = (member.low_bit.dequantized() - member.master.detach()).norm() / member.master.detach().norm()
-                assert error < 0.15
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
