@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.families import ExpertLayout
-from qarl.quant.materialize import LowBitWeight, fp4, integer, materialize
+from qarl.quant.materialize import LowBitWeight, fp4, materialize
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, SCHEMES, Scheme, SchemeError, get_scheme, scheme_of_args
@@ -174,38 +174,6 @@ def test_dequantized_is_code_times_scale_rounded_once(name: str, data: st.DataOb
 def _ordinary(weight: torch.Tensor) -> bool:
     """Within float16's range, so that scales and dequantized weights are too."""
     return bool(weight.abs().max().double() <= torch.finfo(torch.float16).max)
-
-
-@given(st.integers(1, 20), st.integers(1, 3), st.integers(0, 2**32 - 1))
-@settings(max_examples=examples(60))
-def test_int4_codes_survive_packing(outputs: int, groups: int, seed: int):
-    """unpacked() gives back every int4 code, [-8, 7] in every nibble position. The weight is code + noise below a
-    half, scale 1 (absmax 7.5 in each group), so the codes are known without any quantizer."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-7, 8, (outputs, 128 * groups), generator=generator)
-    weight = codes + (torch.rand(codes.shape, generator=generator) - 0.5) * 0.9
-    weight = weight.clamp(-7.5, 7.5)
-    weight[:, 5::128] = -7.5  # absmax: scale 1; a tie between -8 and -7, to even
-    codes[:, 5::128] = -8
-    low_bit = materialize(weight, get_scheme("w4a16"), torch.bfloat16)
-    assert low_bit.scale is not None and (low_bit.scale == 1).all()
-    assert torch.equal(low_bit.unpacked(), codes.to(torch.int8))
-    words = low_bit.codes.to(torch.int64) & 0xFFFFFFFF
-    for position in range(8):
-        assert torch.equal((words >> (4 * position) & 15) - 8, codes[:, position::8])
-
-
-@given(st.integers(0, 2**32 - 1), st.sampled_from([(4, 8), (8, 4)]))
-@settings(max_examples=examples(60))
-def test_packing_and_unpacking_are_inverse(seed: int, bits_and_columns: tuple[int, int]):
-    """Every integer code in every position of a word, and every e2m1 code but the sign of zero."""
-    bits, columns = bits_and_columns
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, 5 * columns), generator=generator).to(torch.int8)
-    assert torch.equal(integer.unpack(integer.pack(codes, bits), bits), codes)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6])
-    chosen = values[torch.randint(0, 15, (3, 8), generator=generator)]
-    assert torch.equal(fp4.decode(fp4.encode(chosen)), chosen)
 
 
 def test_e2m1_rounds_to_nearest_with_ties_to_even():
