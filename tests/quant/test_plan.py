@@ -51,31 +51,6 @@ def of(plan: Plan, pattern: str) -> set[str]:
     return {scheme.name for layer, scheme in plan.schemes.items() if fnmatchcase(layer, pattern)}
 
 
-def test_without_rules_the_plan_is_the_scheme():
-    plan = plan_of("[]")
-    assert plan.ignored == ["lm_head"]
-    assert of(plan, "model.*") == {"w4a16"}
-    assert plan.quantization_config() == get_scheme("w4a16").quantization_config(["lm_head"])
-
-
-def test_the_first_rule_that_matches_decides():
-    """Any list of rules: `test_rules_resolve_as_a_plain_loop_would`. A plan's bounds are its widest scheme's."""
-    plan = plan_of(r"first:1=bf16,last:1=fp8,re:.*\.down_=w8a8")
-    layers = [of(plan, f"model.layers.{i}.*") for i in range(LAYERS)]
-    assert layers == [{"bf16"}, {"w4a16", "w8a8"}, {"fp8"}]
-    assert plan.bound == get_scheme("fp8").bound > get_scheme("w4a16").bound
-    assert plan.k3_bound == get_scheme("fp8").k3_bound
-
-
-def test_the_main_scheme_may_be_bf16():
-    plan = plan_of("*.down_proj=w8a8", main="bf16")
-    assert of(plan, "*.down_proj") == {"w8a8"}
-    config = plan.quantization_config()
-    assert config is not None and config["format"] == "int-quantized"
-    assert config["config_groups"]["group_0"]["targets"] == [f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)]
-    assert plan_of("[]", main="bf16").quantization_config() is None
-
-
 def test_a_head_is_quantized_where_a_rule_names_it():
     assert of(plan_of("lm_head=w8a8"), "lm_head") == {"w8a8"}
     alike = plan_of("lm_head=w8a8", main="w8a8").quantization_config()
@@ -99,7 +74,8 @@ PATTERNS = [*COUNTED, "*.down_proj", "*.o_proj", "*.self_attn.*", "re:.*mlp", "m
     main=st.sampled_from(SCHEMES),
 )
 def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main: str):
-    """Patterns that never split a fused module, so every list is a plan unless a rule or the main scheme is idle."""
+    """Patterns that never split a fused module, so every list is a plan unless a rule or the main scheme is idle. A
+    plan's bounds are its widest scheme's."""
 
     def hits(pattern: str, layer: str) -> bool:
         if pattern in COUNTED:
@@ -120,6 +96,8 @@ def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main
     else:
         plan = make_plan(get_scheme(main), listed, DENSE, FIXED)
         assert {layer: scheme.name for layer, scheme in plan.schemes.items()} == expected
+        used = [get_scheme(name) for name in set(expected.values())]
+        assert (plan.bound, plan.k3_bound) == (max(s.bound for s in used), max(s.k3_bound for s in used))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +253,10 @@ def test_compressed_tensors_resolves_every_layer_as_planned(data: st.DataObject)
             assert scheme.format == expected.format
 
 
-def test_a_mixed_config_says_so():
+def test_a_config_says_whether_schemes_are_mixed():
+    alone = plan_of("*.down_proj=w8a8", main="bf16").quantization_config()
+    assert alone is not None and alone["format"] == "int-quantized"
+    assert alone["config_groups"]["group_0"]["targets"] == [f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)]
     config = plan_of("*.down_proj=w8a8,first:1=bf16").quantization_config()
     assert config is not None and config["format"] == "mixed-precision"
     formats = [group["format"] for group in config["config_groups"].values()]
