@@ -1,4 +1,4 @@
-"""The checkpoint's names of fused experts, and what a mixture of experts streams under them."""
+"""The checkpoint's names, of fused experts too, and what a model streams under them."""
 
 import json
 from pathlib import Path
@@ -16,15 +16,20 @@ from qarl.quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import SCHEMES, SchemeError, get_scheme
-from tests.support.models import low_bit
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from tests.support.engines import make_model
+from tests.support.models import qwen3
 from tests.support.moe_models import CONFIGS, SIZES, random_moe
 
 kinds = pytest.mark.parametrize("kind", CONFIGS)
+DENSE = ("tied", "untied")
 
 
-def wrap(folder: Path, scheme: str, dtype: torch.dtype = torch.bfloat16) -> LowBitModel:
-    return low_bit(load_masters(folder, torch.float32), scheme, dtype)
+def written(kind: str, folder: Path) -> Path:
+    """A checkpoint as transformers writes it. kind: of a mixture of experts, or a dense model's output head."""
+    model = random_moe(CONFIGS[kind]) if kind in CONFIGS else qwen3(tied=kind == "tied")
+    model.save_pretrained(folder)
+    return folder
 
 
 def streamed(model: LowBitModel) -> dict[str, torch.Tensor]:
@@ -42,44 +47,50 @@ def test_layouts_and_renamings_are_transformers_own():
     assert family_of("nobody") == family_of("llama") == Family()
 
 
-@kinds
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype: torch.dtype, tmp_path: Path):
+@pytest.mark.parametrize("kind", [*DENSE, *CONFIGS])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype: str, tmp_path: Path):
     """Contract: same names, none missing, none extra; same shapes; parameters rounded once to the compute dtype, and
     persistent buffers (a router's correction bias) as they are. transformers' own reader and writer are the oracle."""
-    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
-    theirs = load_file(tmp_path / "model.safetensors")
-    model = wrap(tmp_path, "bf16", dtype)
+    theirs = load_file(written(kind, tmp_path) / "model.safetensors")
+    model = make_model(tmp_path, "bf16", dtype, kernel="reference")
     ours = streamed(model)
     buffers = {name for name, _ in model.module.named_buffers()}
     assert ours.keys() == theirs.keys()
     biased = kind in ("deepseek_v3", "glm4_moe", "dots1")  # so that some buffers are compared
     assert biased == bool(buffers & theirs.keys())
     for name, tensor in theirs.items():
-        expected = tensor if name in buffers else tensor.to(dtype)
+        expected = tensor if name in buffers else tensor.to(COMPUTE_DTYPES[dtype])
         assert ours[name].dtype == expected.dtype, name
         assert torch.equal(ours[name], expected), name
 
 
 @pytest.mark.parametrize(
-    ("kind", "scheme"),
+    ("kind", "scheme", "layers"),
     [
-        *(("qwen3_moe", scheme) for scheme in SCHEMES),
-        *((kind, scheme) for kind in CONFIGS if kind != "qwen3_moe" for scheme in ("w4a16-g32", "w8a8", "nvfp4")),
+        *((kind, scheme, "[]") for kind in (*DENSE, "qwen3_moe") for scheme in SCHEMES),
+        *((kind, scheme, "[]") for kind in CONFIGS if kind != "qwen3_moe" for scheme in ("w4a16-g32", "w8a8", "nvfp4")),
+        ("tied", "w4a16", "first:1=bf16,*.down_proj=w8a8"),
     ],
 )
-def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: str, scheme: str, tmp_path: Path):
-    """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone; nothing else changes."""
-    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
-    plain, model = load_file(tmp_path / "model.safetensors"), wrap(tmp_path, scheme)
+def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(
+    kind: str, scheme: str, layers: str, tmp_path: Path
+):
+    """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone, a tied head none; nothing
+    else changes. `qarl schemes` counts as many bytes."""
+    plain = load_file(written(kind, tmp_path) / "model.safetensors")
+    model = make_model(tmp_path, scheme, layers=layers, kernel="reference")
     for name in [name for name, tensor in plain.items() if tensor.ndim == 3]:  # Granite's: [E, 2I, H] and [E, H, I]
         stack, layer = plain.pop(name), name.rsplit(".", 2)[0] + ".experts"
         keys = ("gate_proj", "up_proj") if "input" in name else ("down_proj",)
         parts = list(zip(keys, stack.chunk(len(keys), 1), strict=True))
         plain |= {f"{layer}.{e}.{key}.weight": part[e] for key, part in parts for e in range(len(stack))}
     ours, shapes = streamed(model), weight_shapes(model_skeleton(tmp_path))
+    _, counted = checkpoint_bytes(get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16.itemsize)
+    buffers = {name for name, _ in model.module.named_buffers()}  # routers' biases, which it does not count
+    assert layers != "[]" or counted == sum(tensor.nbytes for name, tensor in ours.items() if name not in buffers)
     experts = [layer for layer in shapes if ".experts." in layer]
-    assert len(experts) > 8 and (scheme == "bf16" or not set(experts) & set(model.plan.ignored))
+    assert (len(experts) > 8) == (kind in CONFIGS) and (scheme == "bf16" or not set(experts) & set(model.plan.ignored))
     for layer, shape in shapes.items():
         weight = plain.pop(f"{layer}.weight", None)
         if weight is None:  # a tied head
@@ -93,15 +104,9 @@ def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(kind: s
             if not found.fuses_scales:  # else over gate and up together, see tests/quant/test_experts.py
                 assert torch.equal(given.view(torch.uint8), tensor.view(torch.uint8)), f"{layer}.{suffix}"
     assert ours.keys() == plain.keys()
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "nvfp4"])
-def test_qarl_schemes_counts_the_bytes_that_are_streamed(kind: str, scheme: str, tmp_path: Path):
-    random_moe(CONFIGS[kind]).save_pretrained(tmp_path)
-    model = wrap(tmp_path, scheme)
-    _, total = checkpoint_bytes(get_scheme(scheme), model_skeleton(tmp_path), torch.bfloat16.itemsize)
-    assert total == sum(tensor.nbytes for tensor in streamed(model).values())
+    assert all(torch.equal(t, plain[name] if name in buffers else plain[name].bfloat16()) for name, t in ours.items())
+    reported = {row.name: row.scheme for row in model.layers()}
+    assert kind in CONFIGS or reported == {name: scheme.name for name, scheme in model.plan.schemes.items()}
 
 
 @kinds

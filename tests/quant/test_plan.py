@@ -18,9 +18,6 @@ from qarl.configs.load import load_config
 from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.plan import Plan, make_plan
 from qarl.quant.checkpoint.shapes import plan_layers
-from qarl.quant.layers.context import LayerContext
-from qarl.quant.materialize import materialize
-from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SchemeError, get_scheme, scheme_of_args
 from tests.support.models import SIZES
 from tests.support.profiles import examples
@@ -276,25 +273,6 @@ def test_experts_take_one_line_a_layer():
 def tiny(tied: bool, kind: str = "qwen3", **changes: Any) -> Any:
     sizes = {**SIZES, "num_hidden_layers": LAYERS, "tie_word_embeddings": tied, **changes}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
-
-
-def test_every_layer_multiplies_and_streams_its_own_scheme():
-    model = tiny(tied=True)
-    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    low = LowBitModel(
-        model, get_scheme("w4a16"), LayerContext(torch.bfloat16, "reference"),
-        rules=rules("first:1=bf16,*.down_proj=w8a8"),
-    )  # fmt: skip
-    assert low.scheme.name == "w4a16"
-    streamed = {item.name: item.tensor for item in low.low_bit_tensors()}
-    for name, scheme in low.plan.schemes.items():
-        assert low.linears[name].scheme == scheme
-        if name == "lm_head":
-            continue
-        for suffix, tensor in materialize(masters[f"{name}.weight"], scheme, torch.bfloat16).tensors():
-            assert torch.equal(streamed.pop(f"{name}.{suffix}"), tensor)
-    assert all(name.endswith(("norm.weight", "embed_tokens.weight")) for name in streamed)
-    assert {r.name: r.scheme for r in low.layers()} == {n: s.name for n, s in low.plan.schemes.items()}
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
