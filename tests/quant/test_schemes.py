@@ -12,7 +12,6 @@ from transformers import Qwen3ForCausalLM
 
 import qarl.quant.kernels as kernels_module
 from qarl.cli.main import main
-from qarl.cli.schemes import scheme_rows
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RunConfig
 from qarl.ptq.compressor import _restore_granite_experts
@@ -26,6 +25,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
+from tests.support import Policies
 from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda
 from tests.support.models import cast, low_bit, qwen3
 from tests.support.tensors import same_bits
@@ -129,26 +129,17 @@ def test_the_environment_may_not_ask_for_int8_activations(monkeypatch: pytest.Mo
         refuse_unsupported(VllmOptions())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_checkpoint_sizes_are_those_of_the_files(scheme: str, tmp_path: Path):
-    """Contract: the size stated from config.json alone is that of the exported tensors, to the byte."""
-    model = qwen3()
-    model.save_pretrained(tmp_path / "model")
-    export_checkpoint(low_bit(model, scheme), tmp_path / "model", tmp_path / "export")
-    held = sum(tensor.nbytes for tensor in load_file(tmp_path / "export" / "model.safetensors").values())
-    row = next(r for r in scheme_rows(str(tmp_path / "model"), "bfloat16") if r.name == scheme)
-    assert row.checkpoint_bytes == held
-    assert row.shape_reason == ""
-
-
 def test_the_command_prints_and_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    random_policy: Policies, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    """What a scheme's tensors take in all: tests/quant/test_layout.py."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["schemes", "--model", "tiny-qwen3", "--json", str(tmp_path / "rows.json")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == list(SCHEMES)
-    assert rows["bf16"]["bytes_per_parameter"] == 2.0
+    assert rows["bf16"]["bytes_per_parameter"] == 2.0 and rows["bf16"]["shape_reason"] == ""
+    parameters = load_file(random_policy(True) / "model.safetensors").values()
+    assert rows["bf16"]["checkpoint_bytes"] == 2 * sum(parameter.numel() for parameter in parameters)
     assert "64 output rows" in rows["fp8-block"]["shape_reason"] and rows["fp8-block"]["checkpoint_bytes"] is None
     assert rows["nvfp4"]["kernel"] == "" and "NVIDIA" in rows["nvfp4"]["reason"]
     printed = capsys.readouterr().out
