@@ -96,9 +96,9 @@ def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Pat
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "fp8-block"])
-def test_forward_published_and_exported_are_the_same_bytes(random_policy: Policies, tmp_path: Path, scheme: str):
-    """forward = published = held in export, by bytes; the digest of the stream is that of the file read back. And the
-    export names no folder of this machine."""
+def test_published_and_exported_are_the_same_bytes(random_policy: Policies, tmp_path: Path, scheme: str):
+    """published = held in export, by bytes; the digest of the stream is that of the file read back. And the export
+    names no folder of this machine. That the forward multiplies them: tests/quant/test_model.py."""
     folder = random_policy(True)
     model = make_model(folder, scheme, kernel="reference")
     written = export_checkpoint(model, folder, tmp_path / "export")
@@ -113,11 +113,6 @@ def test_forward_published_and_exported_are_the_same_bytes(random_policy: Polici
         names = set(file.keys())
     assert names == {item.name for item in model.low_bit_tensors()}
     assert read.hexdigest() == written.hexdigest()
-    for name, linear in model.linears.items():
-        if linear.scheme.name != "bf16":
-            streamed = {i.name: i.tensor for i in model.low_bit_tensors()}
-            key = next(suffix for suffix, _ in linear.codes().tensors())
-            assert streamed[f"{name}.{key}"].data_ptr() == linear.codes().codes.data_ptr()
 
 
 @pytest.mark.slow
