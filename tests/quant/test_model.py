@@ -152,12 +152,12 @@ def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.
     assert {i.tensor.dtype for i in model.low_bit_tensors() if "norm" in i.name or "embed" in i.name} == {dtype}
 
 
-@tied_or_not
+@pytest.mark.parametrize(("kind", "aligned"), [("tied", True), ("untied", True), ("experts", True), ("experts", False)])
 @schemes
-def test_a_new_weight_version_is_made_by_refresh_alone(tied: bool, scheme: str):
+def test_a_new_weight_version_is_made_by_refresh_alone(kind: str, aligned: bool, scheme: str):
     """Contract: masters may move, forward and stream stay at the version of the last refresh; after refresh both are
     those of a model built from the new masters."""
-    model, other = low_bit(qwen3(tied), scheme), low_bit(qwen3(tied, seed=1), scheme)
+    model, other = (low_bit(policy(kind, seed), scheme, aligned=aligned) for seed in range(2))
     tokens = some_tokens()
     before = all_logits(model, tokens).detach()
     held = stream_bytes(model)
@@ -282,8 +282,8 @@ def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
 operators_of = pytest.mark.parametrize("operators", ["transformers", "engine"])
 
 
-def policy(kind: str) -> PreTrainedModel:
-    return random_moe(CONFIGS["qwen3_moe"]) if kind == "experts" else qwen3(tied=kind == "tied")
+def policy(kind: str, seed: int = 0) -> PreTrainedModel:
+    return random_moe(CONFIGS["qwen3_moe"], seed) if kind == "experts" else qwen3(kind == "tied", seed)
 
 
 def wrap(
