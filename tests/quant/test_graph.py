@@ -88,4 +88,5 @@ def test_what_the_graph_has_no_leaf_for_is_refused_by_class_and_name(model: Any,
     assert re.search(words, answer.reason)
     with pytest.raises(GraphError, match=words):
         LowBitModel(model(), get_scheme("bf16"), LayerContext(torch.bfloat16, "auto"), "engine")
-    assert LowBitModel(model(), get_scheme("bf16"), LayerContext(torch.bfloat16, "auto")).operators == "transformers"
+    without = LowBitModel(model(), get_scheme("bf16"), LayerContext(torch.bfloat16, "auto"))
+    assert without.operators == "transformers" and re.search(words, without.why_not_engine)
