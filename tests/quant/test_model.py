@@ -18,7 +18,6 @@ from qarl.learner.learner import Learner
 from qarl.learner.optim.loss_scale import PrecisionError
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import Forward, LayerContext
-from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.quant.types import LayerReport
 from qarl.sync.publisher import Publisher
@@ -274,22 +273,11 @@ def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
 
 
 operators_of = pytest.mark.parametrize("operators", ["transformers", "engine"])
+PLAIN: dict[str, Any] = {"operators": "transformers", "aligned": False}
 
 
 def policy(kind: str, seed: int = 0) -> PreTrainedModel:
     return random_moe(CONFIGS["qwen3_moe"], seed) if kind == "experts" else qwen3(kind == "tied", seed)
-
-
-def wrap(
-    model: PreTrainedModel,
-    scheme: str,
-    dtype: torch.dtype,
-    compute: torch.dtype | None,
-    operators: str = "transformers",
-    kernel: str = "reference",
-) -> LowBitModel:
-    """Unaligned where a compute dtype is given, else aligned."""
-    return low_bit(model, scheme, dtype, kernel, operators, compute is None, compute)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
@@ -303,9 +291,10 @@ def test_the_engine_sees_its_own_dtype_and_the_learner_another(kind: str, dtype:
     `Forward.PUBLISHED` it is the aligned one's, bit for bit, and afterwards what it was."""
     plain, tokens = policy(kind), some_tokens()
     engine, other = COMPUTE_DTYPES[dtype], COMPUTE_DTYPES[compute]
-    model = wrap(copy.deepcopy(plain), "w4a16", engine, other, operators)
-    aligned = wrap(copy.deepcopy(plain), "w4a16", engine, None, operators)
-    alone = wrap(copy.deepcopy(plain), "w4a16", other, other, operators)
+    unaligned: dict[str, Any] = {"operators": operators, "aligned": False, "compute": other}
+    model = low_bit(copy.deepcopy(plain), "w4a16", engine, **unaligned)
+    aligned = low_bit(copy.deepcopy(plain), "w4a16", engine, operators=operators)
+    alone = low_bit(copy.deepcopy(plain), "w4a16", other, **unaligned)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for moved in (False, True):
@@ -329,7 +318,7 @@ def test_an_aligned_learner_can_be_asked_without_its_codes(kind: str):
     """Contract: in `Forward.UNQUANTIZED` an aligned model, moved by a refresh, is bit for bit the unaligned one of its
     masters; outside it is what it was. int8 activations are left out too."""
     plain, tokens = policy(kind), some_tokens()
-    aligned = wrap(copy.deepcopy(plain), "w8a8", torch.bfloat16, None)
+    aligned = low_bit(copy.deepcopy(plain), "w8a8", operators="transformers")
     unaligned = low_bit(plain, "w8a8", operators="transformers", aligned=False)
     for model in (aligned, unaligned):
         with torch.no_grad():
@@ -348,7 +337,7 @@ def test_a_float32_learner_has_float32_gradients(kind: str):
     """Contract: gradients are those of autograd through transformers' fp32 model, to fp32's rounding, though the engine
     is bfloat16; bfloat16 anywhere in forward or backward would be off by 1e-3 and more."""
     plain, tokens = policy(kind), some_tokens()
-    model = wrap(copy.deepcopy(plain), "w4a16", torch.bfloat16, torch.float32)
+    model = low_bit(copy.deepcopy(plain), "w4a16", **PLAIN, compute=torch.float32)
     found = gradients(model, tokens)
     loss_of(cast(plain, torch.float32)(input_ids=tokens).logits, tokens).backward()
     for name, parameter in plain.named_parameters():
@@ -358,14 +347,14 @@ def test_a_float32_learner_has_float32_gradients(kind: str):
 
 @pytest.mark.parametrize(("dtype", "compute", "active"), [("bfloat16", "float16", True), ("float16", "float32", False)])
 def test_the_loss_scale_follows_the_learners_dtype(dtype: str, compute: str, active: bool):
-    model = wrap(qwen3(), "w4a16", COMPUTE_DTYPES[dtype], COMPUTE_DTYPES[compute])
+    model = low_bit(qwen3(), "w4a16", COMPUTE_DTYPES[dtype], **PLAIN, compute=COMPUTE_DTYPES[compute])
     config = LearnerConfig.model_validate({"aligned": False, "compute_dtype": compute})
     assert Learner(model, config).loss_scale.active == active
 
 
 def test_an_overflow_is_told_of_the_dtype_it_happened_in():
     """The norm's weight is beyond float16 and within bfloat16: the float16 learner is at fault, not its engine."""
-    model = wrap(qwen3(vocab_size=VOCABULARY), "bf16", torch.bfloat16, torch.float16)
+    model = low_bit(qwen3(vocab_size=VOCABULARY), "bf16", **PLAIN, compute=torch.float16)
     with torch.no_grad():
         model.masters["model.norm.weight"].mul_(1e6)
     model.refresh()
@@ -388,8 +377,8 @@ def test_the_canary_compares_the_published_codes(random_policy: Policies, tmp_pa
     engine's operators it finds what an aligned learner finds, not the gap of the plain float32 forward."""
     folder = random_policy(True)
     model, aligned = (
-        wrap(load_masters(folder, torch.float32), "w4a16", torch.bfloat16, compute, "engine", "vllm")
-        for compute in (torch.float32, None)
+        low_bit(load_masters(folder, torch.float32), "w4a16", kernel="vllm", operators="engine", **how)
+        for how in ({"aligned": False, "compute": torch.float32}, {})
     )
     engine = start_engine(model, folder, tmp_path / "start", "bfloat16")
     try:
