@@ -152,21 +152,6 @@ def test_gradients_added_in_place_are_autograds(kind: str, loss_scale: float):
     assert drift(found[1], found[0])[1] <= 1e-5
 
 
-def test_hooks_of_a_master_see_its_gradient():
-    """In place or not: a master with a hook is delivered to by autograd, the others are not."""
-    model = policy("w4a16")
-    model.context.gradients.in_place = True
-    seen: list[torch.Tensor] = []
-    master = model.masters["model.layers.0.mlp.down_proj.weight"]
-    handle = master.register_hook(seen.append)
-    batch = random_batch([6, 3], model.config.vocab_size)
-    _, hooked = logprob_gradients(model, batch, packed=batch.packed())
-    handle.remove()
-    _, found = logprob_gradients(model, batch, packed=batch.packed())
-    assert len(seen) == 1 and torch.equal(seen[0], hooked["model.layers.0.mlp.down_proj.weight"])
-    assert drift(found, hooked)[1] <= 1e-6
-
-
 @pytest.mark.gpu
 @needs_cuda("16-bit operands with an fp32 result")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
