@@ -164,19 +164,6 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
     assert ((total.double() - exact).abs() <= 202 * 2.0**-23 * (dy.double().abs().t() @ x.double().abs())).all()
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-def test_a_released_product_is_built_again_to_the_same_bits(aligned: bool):
-    """Also where the master has moved on since: the weight version stays until `refresh`."""
-    linear = make_linear("w4a16", kernel="auto", aligned=aligned)
-    x = normal(7, 256, seed=1).to(BFLOAT16)
-    before = linear(x)
-    kept = linear.product
-    with torch.no_grad():
-        linear.master.add_(1)
-    linear.release_product()
-    assert torch.equal(linear(x), before) and (linear.product is kept) != aligned
-
-
 @given(st.integers(0, 40), st.integers(0, 9), st.integers(1, 50))
 def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
     """Contract: the blocks of every tensor are that tensor's rows in order, each block within the bound or one row."""

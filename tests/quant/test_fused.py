@@ -190,7 +190,7 @@ def test_experts_buffers_are_written_again(name: str):
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
 def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
     """Contract: refresh() makes no second copy for an aligned layer; the first forward does, once, and of the version
-    that refresh() made, whatever the masters have become since."""
+    that refresh() made, whatever the masters have become since; so is one that is built again after its release."""
     built: list[str] = []
     reference = make_factory("reference", torch.bfloat16)
 
@@ -211,7 +211,9 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
         parameter.add_(1.0)
         bias.add_(1.0)
     assert torch.equal(linear(x), expected) and torch.equal(linear(x), expected)
-    assert built == (["up", "up"] if aligned else [])
+    linear.release_product()
+    assert torch.equal(linear(x), expected)
+    assert built == (["up"] * 3 if aligned else [])
 
 
 def test_the_materializer_is_named():
