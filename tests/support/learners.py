@@ -1,5 +1,6 @@
 """Learners on a tiny random model, batches for them, and how two are compared."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -95,12 +96,14 @@ def assert_same_trajectory(
     assert off.mean() <= 0.01 * moved.mean() and off.max() <= 20e-4
 
 
-def poison(learner: Learner, name: str, value: float):
-    """One element of one master's gradient becomes `value`; returns the hook's handle."""
+def poison(learner: Learner, name: str, value: float, only: int | None = None):
+    """One element of one master's gradient becomes `value`, or of one of its gradients; returns the hook's handle."""
+    numbers = itertools.count()
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
-        gradient.view(-1)[7] = value
+        if next(numbers) == only or only is None:
+            gradient.view(-1)[7] = value
         return gradient
 
     return learner.model.masters[name].register_hook(spoil)
