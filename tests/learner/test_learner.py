@@ -418,13 +418,6 @@ def test_they_are_the_same_as_those_computed_beforehand(name: str):
     assert vars(second.mismatch) == pytest.approx(vars(first.mismatch), rel=1e-4, abs=1e-5)
 
 
-def test_ratios_of_the_first_update_are_one():
-    """Whatever the policy rounds: nothing is clipped before anything has moved."""
-    learner = make_learner("w8a8", mini_batches=1, objective={"name": "gspo"})
-    stats = learner.learn(batch_of(), 0)
-    assert (stats.clipped, stats.update_log_ratio) == (0.0, 0.0)
-
-
 def test_bytes_are_those_of_gradients_and_moments():
     """Contract: counted before the first step, equal to what is there after it. Blind spot: no GPU has held
     anything yet."""
