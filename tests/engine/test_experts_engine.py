@@ -10,7 +10,6 @@ import torch
 from qarl.configs.errors import GraphError
 from qarl.quant.kernels import make_factory
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.schemes import SchemeError
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.vllm.engine import VllmEngine
@@ -226,14 +225,6 @@ def test_an_experts_tensor_too_many_is_refused(running: Running, monkeypatch: py
     monkeypatch.setattr(model, "low_bit_tensors", lambda: items)
     with pytest.raises((EngineError, PublishError), match=r"experts\.8|layers\.7"):
         Publisher(model, engine, SEQUENCES, 0.05, 50).publish(1)
-
-
-def test_routers_are_quantized_by_their_exact_name_only(random_experts: Policies):
-    folder = random_experts(True)
-    with pytest.raises(SchemeError, match=r"'\*\.gate=w8a8' would quantize 'model\.layers\.0\.mlp\.gate'.*exactly"):
-        make_model(folder, "w4a16", layers="*.gate=w8a8")
-    plan = make_model(folder, "w4a16", layers="model.layers.0.mlp.gate=w8a8").plan
-    assert [plan.schemes[f"model.layers.{i}.mlp.gate"].name for i in (0, 1)] == ["w8a8", "bf16"]
 
 
 def test_mixtrals_router_cannot_be_quantized(tmp_path: Path):
