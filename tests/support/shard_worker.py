@@ -3,7 +3,6 @@
 What is made of rows here, without a model, goes to `FOLDER/made.pt`."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from qarl.quant.materialize.experts import materialize_experts
 from qarl.quant.runtime.shards import cut_rows, shard_of, shard_parameters, whole_value
 from qarl.quant.schemes import SCHEMES, Scheme, is_integer
 from qarl.run.checkpoint import merge_states
-from tests.support.tensors import as_bytes, normal
+from tests.support.tensors import normal, same_bits
 
 SHAPES = {"a": (6, 16), "experts.gate_up_proj": (3, 8, 32), "b": (7, 48), "norm": (16,)}
 """Of masters in `row_steps`. Rows are as long as the fused AdamW's vectors, or several: its last elements beyond them
@@ -83,7 +82,7 @@ def equal_matrices(scheme: Scheme, blocks: int, processes: Processes) -> bool:
     for weight in (first, second):
         theirs = materialize(weight, scheme, torch.bfloat16, "weight", fused, theirs, kept)
         ours = materialize(shard.rows(weight), scheme, torch.bfloat16, "weight", rows, ours, kept, shard)
-        equal.append(same_tensors(ours.tensors(), theirs.tensors()))
+        equal.append(same_bits(ours.tensors(), theirs.tensors()))
         if scheme.weights is not None and is_integer(scheme.weights):
             assert theirs.scale is not None
             kept = theirs.scale.clone()
@@ -99,7 +98,7 @@ def equal_experts(scheme: Scheme, processes: Processes) -> bool:
     theirs = materialize_experts(stacks[0], stacks[1], scheme, torch.bfloat16, "experts")
     ours = materialize_experts(gate_up, down, scheme, torch.bfloat16, "experts", shards=shards)
     ours = materialize_experts(gate_up, down, scheme, torch.bfloat16, "experts", ours, shards=shards)
-    return same_tensors(ours.tensors(ExpertLayout()), theirs.tensors(ExpertLayout()))
+    return same_bits(ours.tensors(ExpertLayout()), theirs.tensors(ExpertLayout()))
 
 
 def reduced(processes: Processes) -> list[torch.Tensor]:
@@ -113,12 +112,6 @@ def reduced(processes: Processes) -> list[torch.Tensor]:
     shard = cut_rows(even.shape, processes.rank, processes.world, 1, 0)
     assert torch.equal(shard.reduce(even.clone(), scatters=True)(), shard.reduce(even)())  # what GPUs do
     return sums
-
-
-def same_tensors(ours: Iterator[tuple[str, torch.Tensor]], theirs: Iterator[tuple[str, torch.Tensor]]) -> bool:
-    """Names and bytes."""
-    pairs = zip(ours, theirs, strict=True)
-    return all(a == b and torch.equal(as_bytes(x), as_bytes(y)) for (a, x), (b, y) in pairs)
 
 
 def main() -> None:
