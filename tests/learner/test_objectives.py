@@ -549,11 +549,7 @@ OWN = {"learner.objective.name": "own", "learner.objective.function": f"{EXAMPLE
 
 def two_sequences() -> LossInput:
     """Two sequences of three and two response tokens; the learner is a little off the sampler."""
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    current = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]]).requires_grad_()
-    sampler = current.detach() + torch.tensor([[0.1, 0.0, -0.1], [0.0, 0.2, 0.0]])
-    advantages = torch.tensor([1.0, -1.0])[:, None].expand(2, 3) * mask
-    return LossInput(current, current.detach().clone(), sampler, None, mask, advantages)
+    return loss_input([[0.0] * 3, [0.0] * 2], [[-0.1, 0.0, 0.1], [0.0, -0.2]], [1.0, -1.0])
 
 
 def loss_of(code: str, folder: Path) -> float:
@@ -571,8 +567,7 @@ def test_the_examples_loss_is_the_one_computed_by_hand():
     assert isinstance(config.correction, TruncatedConfig) and config.correction.name == "token_tis"
     inputs = two_sequences()
     share = policy_loss(inputs, config, BatchSize(2, 5))
-    assert inputs.old is not None
-    weight = (inputs.old - inputs.sampler)[0].exp()
+    weight = (old_of(inputs) - inputs.sampler)[0].exp()
     by_hand = (weight * -inputs.current[0].detach()).mean() / 2
     torch.testing.assert_close(share.loss.detach(), by_hand)
     share.loss.backward()
