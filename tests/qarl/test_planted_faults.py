@@ -126,19 +126,6 @@ def test_a_fault_of_the_questions_is_named(folder: Path, capsys, change: Callabl
     assert said in said_of(capsys)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (b'{"question": "1"\n', "questions.jsonl:1: not valid JSON"),
-        (b"[1]\n", "questions.jsonl:1: expected a JSON object, got list"),
-        (b'{"question": "\xe9"}\n', "questions.jsonl:1: not UTF-8 text"),
-    ],
-)
-def test_a_damaged_file_of_questions_is_named(folder: Path, capsys, text: bytes, said: str):
-    Path("questions.jsonl").write_bytes(text)
-    assert said in said_of(capsys)
-
-
 REWARDS = {
     "def reward(problem, text): raise ValueError('odd')": "raised ValueError: odd",
     "def reward(problem, text): return '1'": "returned '1' (str); a reward must be a finite number",

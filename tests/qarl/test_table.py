@@ -147,6 +147,9 @@ def test_what_is_left_out_is_counted(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("t.jsonl", b'{"question": "a", "answer": true}\n', "'answer' must be text .*; got true"),
+        ("t.jsonl", b'{"question": "1"\n', r"t\.jsonl:1: not valid JSON"),
+        ("t.jsonl", b"[1]\n", r"t\.jsonl:1: expected a JSON object, got list"),
+        ("t.jsonl", b'{"question": "\xe9"}\n', r"t\.jsonl:1: not UTF-8 text"),
         ("t.jsonl", b'{"question": "a", "answer": null}\n', "'answer' must be text .*; got null"),
         ("t.csv", b"question,answer\n1 + 1 =,2,3\n", r"t\.csv:2: more fields than the 2 columns; quote fields"),
         ("t.csv", b"question,answer\n1 + 1 =\n", r"t\.csv:2: fewer fields than the 2 columns \(question, answer\)"),
