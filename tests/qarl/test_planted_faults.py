@@ -13,25 +13,30 @@ import yaml
 
 from qarl.cli.main import main
 from qarl.configs.load import load_config
-from qarl.starter import FILES, write_starter
+from qarl.starter import FILES
 from qarl.tasks import load_task
 
 Tree = dict[str, Any]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> Path:
-    """A small copy of the starter: eight questions, judged by exact answers, on a policy that is there already."""
+def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> Path:
+    """The folder that `qarl init` writes, as the working folder, on a policy that need not be warmed up."""
     monkeypatch.chdir(tmp_path)
-    write_starter(tmp_path / "mine")
+    assert main(["init", "mine"]) == 0
     monkeypatch.chdir(tmp_path / "mine")
+    file = tmp_path / "mine" / "run.yaml"
+    file.write_text(file.read_text().replace("model: tiny-qwen3", f"model: {random_policy(True)}"))
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def folder(starter: Path) -> Path:
+    """Made small: eight questions, judged by exact answers."""
     rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
     save([row for split in ("train", "heldout") for row in [r for r in rows if r["split"] == split][:4]])
-    tree = yaml.safe_load(Path("run.yaml").read_text())
-    tree["model"] = str(random_policy(True))
-    tree["task"] = {"name": "questions.jsonl"}
-    Path("run.yaml").write_text(yaml.safe_dump(tree))
-    return tmp_path / "mine"
+    set_field("task", {"name": "questions.jsonl"})
+    return starter
 
 
 def save(rows: list[Tree]) -> None:
@@ -163,17 +168,6 @@ def test_a_fault_of_the_model_is_named(folder: Path, capsys, damage: Callable[[P
     assert said in said_of(capsys)
 
 
-@pytest.fixture
-def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_policy) -> Path:
-    """The folder that `qarl init` writes, as the working folder, on a policy that need not be warmed up."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "mine"]) == 0
-    monkeypatch.chdir(tmp_path / "mine")
-    file = tmp_path / "mine" / "run.yaml"
-    file.write_text(file.read_text().replace("model: tiny-qwen3", f"model: {random_policy(True)}"))
-    return tmp_path / "mine"
-
-
 def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixture[str]):
     """Contract: every file is commented, the questions are split, and check has nothing to say against them."""
     assert sorted(path.name for path in starter.iterdir()) == sorted(FILES)
@@ -210,9 +204,8 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
 def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: str, said: str):
     """What else would spoil a run: tests/qarl/test_planted_faults.py."""
     (starter / "same.py").write_text("def same(problem, text):\n    return 0\n")
-    tree = yaml.safe_load((starter / "run.yaml").read_text())
-    tree["task"] |= {"correct": "exact", field: "same.py:same"}
-    (starter / "run.yaml").write_text(yaml.safe_dump(tree))
+    for name, value in {"correct": "exact", field: "same.py:same"}.items():
+        set_field(f"task.{name}", value)
     assert main(["check", "run.yaml"]) == 1
     text = capsys.readouterr().out
     assert said in text and text.endswith("1 warning\n"), text
