@@ -17,9 +17,10 @@ from qarl.embedded.recipe import RECIPES, ensure_recipe, ensure_tiny
 from qarl.learner.batching import make_batch
 from qarl.report.metrics import batch_metrics, read_metrics
 from qarl.report.recorded_groups import read_groups
-from qarl.rollout.types import Completion, Group, Prompt, Sampling
+from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.tasks import Problem, RewardError, TaskError
 from qarl.tasks.load import load_rollout
+from tests.support.conversations import Sampler
 from tests.support.runs import succeeded
 
 HALF = "\udcff".encode("utf-8", "replace").decode()
@@ -30,28 +31,6 @@ PROBLEM = Problem("p", "q?", "42")
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(ensure_tiny("tiny-qwen3"))
-
-
-class Sampler:
-    """Answers by random tokens that depend on the request alone, and keeps all requests and answers."""
-
-    def __init__(self, vocabulary: int):
-        self.vocabulary, self.asked = vocabulary, []
-
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        return [[self._one(prompt, sampling)] for prompt in prompts]
-
-    def _one(self, prompt: Prompt, sampling: Sampling) -> Completion:
-        assert sampling.samples == 1 and prompt.draws is not None and prompt.max_new_tokens is not None
-        chance = random.Random(str((prompt.token_ids, prompt.draws)))
-        size = chance.randint(1, min(6, prompt.max_new_tokens))
-        tokens = tuple(chance.randrange(self.vocabulary) for _ in range(size))
-        answer = Completion(
-            token_ids=tokens, logprobs=tuple(-chance.random() for _ in tokens), text="", weight_version=3,
-            finish_reason="length" if size == prompt.max_new_tokens else "stop",
-        )  # fmt: skip
-        self.asked.append((prompt, answer))
-        return answer
 
 
 def spoken(rollout: Any, tokenizer: Any, samples: int = 2, limit: int = 60, seconds: float = 5.0) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ process is the environment's word to the policy."""
 import asyncio
 import json
 import os
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from qarl.tasks import Problem, RewardError, TaskError, load_task
 from qarl.tasks.base import Failure
 from qarl.tasks.environment_host import describe
 from qarl.tasks.environments import Environments, open_environments
-from tests.support.conversations import Script
+from tests.support.conversations import Sampler, Script
 
 CLASS = '''
 import os, random, signal, subprocess, time
@@ -293,46 +292,23 @@ def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
         spoken(tokenizer, mine, ["42"], prompt="q? something else")
 
 
-class Wild:
-    """An engine whose policy says anything: calls, parts of calls, pieces of bytes, special tokens."""
-
-    def __init__(self, tokenizer: Any):
-        pieces = [call("add", a=1), call("misbehave", how="none"), call("sub", x="<|im_end|>"), "<tool_call>"]
-        pieces += [
-            "</tool_call>",
-            '{"name": "add", "arguments": {"a": ',
-            "🙂",
-            "\n\n ",
-            "<|im_start|>tool\n",
-            "«result 0»",
-        ]
-        self.pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-        self.asked: dict[Any, tuple[int, ...]] = {}
-
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        return [[self.one(prompt)] for prompt in prompts]
-
-    def one(self, prompt: Prompt) -> Completion:
-        chance = random.Random(str(prompt.draws))
-        tokens = [token for piece in chance.choices(self.pieces, k=chance.randint(1, 4)) for token in piece]
-        tokens += [chance.randrange(512) for _ in range(chance.randint(0, 3))] + [2] * chance.randint(0, 1)
-        left = prompt.max_new_tokens or 0
-        self.asked[prompt.draws] = tuple(tokens[:left])
-        return completion(tokens[:left], "length" if len(tokens) >= left else "stop")
-
-
 def test_tokens_sampled_are_tokens_learned(tokenizer: Any, mine: Environments):
-    """Over random conversations with adversarial turns: what a completion has as the policy's are its turns, in order,
-    and what is said between them has the template's special tokens alone."""
+    """Over random conversations with adversarial turns (calls, parts of calls, pieces of bytes, special tokens): what a
+    completion has as the policy's are its turns, in order, and what is said between them has the template's special
+    tokens alone."""
     tokenizer.chat_template = TOOL_TEMPLATE
     rollout = environment_rollout(mine, ToolTurns(tokenizer, "hermes", {"tools": list(mine.description.tools)}))
-    engine: Any = Wild(tokenizer)
+    pieces = [call("add", a=1), call("misbehave", how="none"), call("sub", x="<|im_end|>"), "<tool_call>"]
+    pieces += ["</tool_call>", '{"name": "add", "arguments": {"a": ', "🙂", "\n\n ", "<|im_start|>tool\n", "«result 0»"]
+    pieces += 2 * ["<|im_end|>"]
+    engine: Any = Sampler(512, [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces])
     talk = converse(
         engine, rollout, None, tokenizer, [PROBLEM], [Prompt("p", "q?", (5,))], Sampling(CONVERSATIONS, 200)
     )
     turns = 0
     for row, whole in enumerate(asyncio.run(talk)[1][0]):
-        own = [engine.asked[0, row, turn] for turn in range(dict(whole.events)["turns"])]
+        own = [answer.token_ids for prompt, answer in engine.asked if prompt.draws[:2] == (0, row)]
+        assert len(own) == dict(whole.events)["turns"]
         sampled = [token for token, mine in zip(whole.token_ids, whole.sampled, strict=True) if mine]
         assert sampled == [token for turn in own for token in turn] and len(whole.token_ids) <= 200
         for turn, (start, end) in zip(own, whole.environment, strict=False):

@@ -1,5 +1,7 @@
 """Engines of a policy that says what a test wants."""
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 from qarl.rollout.types import Completion, Prompt, Sampling
@@ -19,3 +21,28 @@ class Script:
     def _one(self, says: str) -> Completion:
         tokens = tuple(self.tokenizer(says + "<|im_end|>", add_special_tokens=False)["input_ids"])
         return Completion(tokens, (0.0,) * len(tokens), says, 0, "stop")
+
+
+class Sampler:
+    """Whose policy says random tokens, which depend on the request alone. pieces: of several tokens, which it says
+    after them. asked: all requests and answers."""
+
+    def __init__(self, vocabulary: int, pieces: Sequence[Sequence[int]] = ()):
+        self.vocabulary, self.pieces = vocabulary, pieces
+        self.asked: list[tuple[Prompt, Completion]] = []
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        return [[self._one(prompt, sampling)] for prompt in prompts]
+
+    def _one(self, prompt: Prompt, sampling: Sampling) -> Completion:
+        assert sampling.samples == 1 and prompt.draws is not None and prompt.max_new_tokens is not None
+        chance = random.Random(str((prompt.token_ids, prompt.draws)))
+        said = chance.choices(self.pieces, k=chance.randint(1, 4)) if self.pieces else []
+        drawn = [chance.randrange(self.vocabulary) for _ in range(chance.randint(not self.pieces, 6))]
+        tokens = tuple([*drawn, *(token for piece in said for token in piece)][: prompt.max_new_tokens])
+        answer = Completion(
+            token_ids=tokens, logprobs=tuple(-chance.random() for _ in tokens), text="", weight_version=3,
+            finish_reason="length" if len(tokens) == prompt.max_new_tokens else "stop",
+        )  # fmt: skip
+        self.asked.append((prompt, answer))
+        return answer
