@@ -4,7 +4,6 @@ Real sockets and real HTTP; what answers is a stand-in for the network's far end
 spot: what a real server does meanwhile, which `scripts/server_faults.py` tries."""
 
 import asyncio
-import copy
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -24,7 +23,7 @@ from qarl.rollout.servers.vllm.answers import read_completion
 from qarl.rollout.servers.vllm.client import GENERATE
 from qarl.rollout.servers.vllm.replica import VllmReplica
 from qarl.rollout.types import Completion
-from tests.support.servers import ANSWER
+from tests.support.servers import ANSWER, altered
 
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 """What happens to a request instead of the answer; None: the answer."""
@@ -75,11 +74,7 @@ async def garbled(_request: web.Request) -> web.Response:
 
 def answering(**fields: Any) -> Fault:
     async def other(request: web.Request) -> web.Response | None:
-        if request.path != GENERATE:
-            return None
-        answer = copy.deepcopy(ANSWER)
-        answer["choices"][0] |= fields
-        return web.json_response(answer)
+        return web.json_response(altered(**fields)) if request.path == GENERATE else None
 
     return other
 

@@ -2,7 +2,6 @@
 a weight version that somebody else wrote to: refused, or the version that was announced to the last bit."""
 
 import asyncio
-import copy
 import dataclasses
 import json
 import os
@@ -38,15 +37,9 @@ from qarl.rollout.servers.vllm.start import replica_command, replica_environment
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from tests.support.profiles import thorough
-from tests.support.servers import ANSWER
+from tests.support.servers import ANSWER, altered
 
 PUBLISHED = {"3-d": 3}
-
-
-def altered(**fields: Any) -> dict[str, Any]:
-    answer = copy.deepcopy(ANSWER)
-    answer["choices"][0] |= fields
-    return answer
 
 
 def span(version: str, start: int, end: int) -> dict[str, Any]:

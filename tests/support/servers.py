@@ -1,5 +1,6 @@
 """What a server answers."""
 
+import copy
 from typing import Any
 
 ANSWER: dict[str, Any] = {
@@ -11,3 +12,10 @@ ANSWER: dict[str, Any] = {
     }],
     "prompt_logprobs": [None, {"7": {"logprob": -0.5}}],
 }  # fmt: skip
+
+
+def altered(**fields: Any) -> dict[str, Any]:
+    """With other fields of the completion."""
+    answer = copy.deepcopy(ANSWER)
+    answer["choices"][0] |= fields
+    return answer
