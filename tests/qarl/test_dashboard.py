@@ -2,6 +2,7 @@
 in Weights & Biases, offline, where it is installed. Tables: whole names, whole figures, alike rows folded."""
 
 import io
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -50,11 +51,15 @@ class Clock:
         return self.now
 
 
-def drawn(dashboard: Dashboard, columns: int) -> list[str]:
-    console = Console(width=columns, color_system=None, force_terminal=True)
+def shown(show: Callable[[Console], object], columns: int, terminal: bool = True) -> list[str]:
+    console = Console(width=columns, color_system=None, force_terminal=terminal)
     with console.capture() as captured:
-        console.print(dashboard.panel())
+        show(console)
     return captured.get().splitlines()
+
+
+def drawn(dashboard: Dashboard, columns: int) -> list[str]:
+    return shown(lambda console: console.print(dashboard.panel()), columns)
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -136,13 +141,6 @@ def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatc
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{tmp_path.name}.wandb"))) == 2
 
 
-def table_lines(table: PlainTable, columns: int, terminal: bool) -> list[str]:
-    console = Console(width=columns, force_terminal=terminal, color_system=None)
-    with console.capture() as captured:
-        table.show(console)
-    return captured.get().splitlines()
-
-
 def audited(name: str, scheme: str = "w4a16", engine_kernel: str = "CPUWNA16LinearKernel") -> AuditRow:
     group = 128 if scheme == "w4a16" else None
     learner, engine = (
@@ -164,7 +162,7 @@ def large_model() -> list[AuditRow]:
 
 @pytest.mark.parametrize(("columns", "terminal"), [(200, True), (80, False), (20, False)])
 def test_the_audit_has_a_line_for_layers_that_are_alike(columns: int, terminal: bool):
-    lines = [line.split("  ") for line in table_lines(audit_table(large_model()), columns, terminal)[2:]]
+    lines = [line.split("  ") for line in shown(audit_table(large_model()).show, columns, terminal)[2:]]
     cells = [[cell.strip() for cell in line if cell] for line in lines]
     same = ["bfloat16", "CPUWNA16LinearKernel"]
     assert cells == [
@@ -177,7 +175,7 @@ def test_the_audit_has_a_line_for_layers_that_are_alike(columns: int, terminal: 
 
 
 def test_kernels_that_differ_have_a_column_each():
-    lines = table_lines(audit_table([audited("lm_head", engine_kernel="MarlinLinearKernel")]), 200, True)
+    lines = shown(audit_table([audited("lm_head", engine_kernel="MarlinLinearKernel")]).show, 200)
     assert lines[-1].split()[-2:] == ["CPUWNA16LinearKernel", "MarlinLinearKernel"]
 
 
@@ -189,9 +187,9 @@ def test_no_word_is_cut_and_no_line_longer_than_it_must(rows: list[tuple[str, st
     table = PlainTable("a name", "some words", "a figure", figures=["a figure"], title="what it shows")
     for name, words, figure in rows:
         table.add_row(name, Text(words, style="red"), f"{figure:.3e}")
-    lines = table_lines(table, columns, True)
+    lines = shown(table.show, columns)
     words = {word for row in rows for cell in row[:2] for word in cell.split()} | {f"{row[2]:.3e}" for row in rows}
     assert words <= set(" ".join(lines).split())
     longest = max(map(len, words))
     assert max(map(len, lines)) <= max(columns, longest + len("some words") + 2)
-    assert len(table_lines(table, columns, False)) == 2 + len(rows), "without a terminal: a line a row"
+    assert len(shown(table.show, columns, False)) == 2 + len(rows), "without a terminal: a line a row"
