@@ -16,15 +16,12 @@ from typing import Any
 
 import pytest
 
+from qarl.learner.objectives import OBJECTIVES
+from tests.support.kernels import CPU_SCHEMES
 from tests.support.profiles import thorough
 from tests.support.runs import Run, lines, qarl, qarl_alone
 
-OBJECTIVES = (
-    "tbpo", "grpo", "positive_grpo", "dapo", "dual_clip", "gspo", "gspo_dual_clip", "sapo", "cispo", "on_policy",
-    "pg_seq_is",
-)  # fmt: skip
 CORRECTIONS = ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric")
-SCHEMES = ("bf16", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8", "w4a8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,14 @@ def draw(seed: int) -> Combination:
         if rng.random() < often:
             options[name] = str(rng.choice(values))
 
-    options = {"scheme": rng.choice(SCHEMES)}
+    options = {"scheme": rng.choice(CPU_SCHEMES)}
     maybe(options, "model", ["tiny-qwen3-moe"], 0.35)
     maybe(options, "dtype", ["float16", "float32"])
     maybe(options, "learner.master_dtype", ["bfloat16", "float16"], 0.4)
     maybe(options, "learner.optimizer.name", ["adamw"], 0.4)
     if options.get("learner.master_dtype") and rng.random() < 0.5:
         options["learner.optimizer.rounding"] = rng.choice(["nearest", "stochastic"])
-    maybe(options, "learner.objective.name", OBJECTIVES, 0.6)
+    maybe(options, "learner.objective.name", [*OBJECTIVES], 0.6)
     options["learner.mini_batches"] = "1" if options.get("learner.objective.name") == "on_policy" else "2"
     maybe(options, "learner.correction.name", CORRECTIONS)
     maybe(options, "learner.advantage", ["dr_grpo", "rloo"], 0.3)
