@@ -94,12 +94,6 @@ def test_fields_of_a_file_are_refused_for_a_built_in_task(field) -> None:
         load_task(TaskConfig.model_validate({"name": "chain_sum", field: "x"}))
 
 
-def test_a_system_prompt_stands_before_every_question() -> None:
-    task = load_task(TaskConfig(name="chain_sum", system="Be brief."))
-    (problem,) = task.problems("heldout", 0, 1, 0)
-    assert problem.chat == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": problem.question}]
-
-
 def test_a_bad_reward_names_problem_and_completion() -> None:
     """What else a reward may do wrong: tests/qarl/test_rewards.py and tests/qarl/test_planted_faults.py."""
     task = dataclasses.replace(load_task(TaskConfig(name="chain_sum")), reward=each(lambda problem, text: 1e300))
