@@ -7,6 +7,7 @@ from qarl.learner.stopwatch import Stopwatch
 from qarl.ptq.start import start_from_ptq
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
+from qarl.report.loggers import Log, unlogged
 from qarl.report.metrics import StepMetrics, batch_metrics, metrics_writer, read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import write_start
@@ -22,10 +23,11 @@ from qarl.run.verify_export import Outcome, export_sampled, finish
 
 
 def train(
-    config: RunConfig, folder: RunFolder, dashboard: Dashboard, processes: Processes, resume: bool = False
-) -> Outcome:
+    config: RunConfig, folder: RunFolder, dashboard: Dashboard, processes: Processes, resume: bool = False,
+    log: Log = unlogged,
+) -> Outcome:  # fmt: skip
     """Run until `config.steps` or an interrupt; returns what the run ended with. All processes run the same loop on the
-    same groups, of which each sampled its share; the first alone writes."""
+    same groups, of which each sampled its share; the first alone writes, and sends its figures to `log`."""
     with phase("loading the model"):
         policy, at = open_policy(config, processes), Position()
     if resume:
@@ -49,16 +51,15 @@ def train(
         recorder = TokenRecorder(folder.tokens, config.record, policy.prompter.tokenizer, resume_step, processes.first)
         signs = RunWatch(read_until(folder.metrics, at.step), config.steps if config.early_warning == "stop" else 0)
         keeping = StepCheckpoints(config, folder, policy, at).last_step_kept()
-        writing = metrics_writer(config, folder, resume_step, processes.first)
+        writing = metrics_writer(folder, resume_step, processes.first, log)
         with keeping as checkpoints, writing as write, deferred_interrupt() as interrupted:
-            while at.step < config.steps:
+            stopping = False
+            while at.step < config.steps and not stopping:
                 metrics = _step(rollouts, at, recorder)
                 write(metrics)
                 dashboard.stepped(metrics, signs.add(metrics.flat()))
                 stopping = processes.any(bool(interrupted))
                 checkpoints.after_step(rollouts, metrics.accuracy, stopping)
-                if stopping:
-                    break
         sampled = export_sampled(session, config, folder, at.step)
     return finish(policy, config, folder, at, sampled)
 

@@ -1,8 +1,6 @@
 """What `qarl check` shows of a run before it begins: the model, one prompt as the model sees it, what the reward makes
 of a right and a wrong answer, lengths, disk, kernels."""
 
-import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +9,13 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.planning.machine import this_machine
-from qarl.planning.memory import ITEMSIZE
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import one_line
-from qarl.quant.checkpoint.folder import read_config, tensor_shapes
+from qarl.quant.checkpoint.folder import read_config
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES
-from qarl.report.run_folder import new_path
+from qarl.run.disk import checkpoint_bytes, free_disk, gib, parameters_of
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem, Response, Task, solution_of
 from qarl.tasks.rewards import no_signal
@@ -54,12 +51,8 @@ def _model(config: RunConfig, folder: Path) -> Finding:
     needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     positions = tree.get("max_position_embeddings")
     room = f"; {needed} of its {positions} positions are asked for" if isinstance(positions, int) else ""
-    parameters = f"{_parameters(folder):,} parameters"
+    parameters = f"{parameters_of(folder):,} parameters"
     return Finding("note", "model", f"{config.model}: {tree.get('model_type')}, {parameters}{room}")
-
-
-def _parameters(folder: Path) -> int:
-    return sum(math.prod(shape) for shape in tensor_shapes(folder).values())
 
 
 def _kernels(config: RunConfig) -> str:
@@ -122,16 +115,9 @@ def _memory(config: RunConfig) -> Finding:
 
 
 def _disk(config: RunConfig, folder: Path) -> Finding:
-    """A checkpoint holds masters and moments in fp32; the one that is written is there beside those that are kept."""
-    moments = 1 if config.learner.optimizer.name == "muon" else 2
-    checkpoint = _parameters(folder) * (ITEMSIZE[config.learner.master_dtype] + 4 * moments)
-    needed = checkpoint * (config.checkpoint.keep + 1) + 2 * _parameters(folder) * 2
-    place = next(path for path in (new_path(config).absolute(), *new_path(config).absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    text = f"{_gib(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written, and the export; "
+    """The checkpoint that is written is there beside those that are kept."""
+    needed = checkpoint_bytes(config, folder) * (config.checkpoint.keep + 1) + 2 * parameters_of(folder) * 2
+    place, free = free_disk(config)
+    text = f"{gib(needed)} for {config.checkpoint.keep} checkpoints, one more while it is written, and the export; "
     level = "warning" if needed > free else "note"
-    return Finding(level, "disk", f"{text}{_gib(free)} free at {str(place)!r}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return Finding(level, "disk", f"{text}{gib(free)} free at {str(place)!r}")

@@ -16,6 +16,7 @@ from qarl.planning.machine import Machine, parse_machine, this_machine
 from qarl.planning.plan import MemoryPlanError, Plan, make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import one_line, remedies, table, verdict
+from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.check import check_files, check_schemes
@@ -94,8 +95,9 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, console: Console, pr
 
     try:
         lock = folder.locked() if processes.first else nullcontext()
-        with phases_shown_on(console), lock, Dashboard(config, console) as dashboard:
-            return train(config, folder, dashboard, processes, resume)
+        logger = step_logger(config, folder.path, processes.first)  # before the model: a login costs nothing then
+        with phases_shown_on(console), lock, logger as log, Dashboard(config, console) as dashboard:
+            return train(config, folder, dashboard, processes, resume, log)
     finally:
         if not resume and processes.first and not folder.has_begun():
             folder.discard()

@@ -6,9 +6,14 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
+from qarl.report.startup import say
+
+Log = Callable[[Mapping[str, float], int], None]
+"""Sends a step's figures, by their names in metrics.jsonl."""
 
 
 def require_logger(name: str) -> None:
@@ -17,18 +22,40 @@ def require_logger(name: str) -> None:
         raise ConfigError(f"log {name!r} needs the package {name}: pip install {name}")
 
 
+def unlogged(figures: Mapping[str, float], step: int) -> None:
+    """A `Log` that sends nothing."""
+
+
 @contextmanager
-def step_logger(config: RunConfig, run: Path) -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """Yields what sends a step's figures, by their names in metrics.jsonl, to where `log` says: the project `qarl`, a
-    run named as the run's folder; a resumed run continues its own."""
-    if config.log == "none":
-        yield lambda figures, step: None
+def step_logger(config: RunConfig, run: Path, first: bool = True) -> Iterator[Log]:
+    """Yields what sends figures to where `log` says: the project `qarl`, a run named as the run's folder; a resumed run
+    continues its own. Where sending fails, that is said once and the run goes on without. first: whether this is the
+    first process; the others send nothing. Raises `ConfigError` where it cannot begin, as without a login."""
+    if config.log == "none" or not first:
+        yield unlogged
         return
     name = run.resolve().name
-    logged = import_module(config.log).init(
-        project="qarl", name=name, id=name, resume="allow", dir=run, config=config.model_dump(mode="json")
-    )
     try:
-        yield lambda figures, step: logged.log(dict(figures), step=step)
+        logged: Any = import_module(config.log).init(
+            project="qarl", name=name, id=name, resume="allow", dir=run, config=config.model_dump(mode="json")
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"log {config.log!r} cannot begin: {error}; log in ({config.log} login), set WANDB_MODE=offline, or leave "
+            "log out"
+        ) from error
+    failed = False
+
+    def attempt(send: Callable[[], object], when: str) -> None:
+        nonlocal failed
+        try:
+            if not failed:
+                send()
+        except Exception as error:
+            failed = True
+            say(f"warning, {when}: log {config.log!r} failed: {error}; the run goes on without it")
+
+    try:
+        yield lambda figures, step: attempt(lambda: logged.log(dict(figures), step=step), f"step {step}")
     finally:
-        logged.finish()
+        attempt(logged.finish, "at the end")

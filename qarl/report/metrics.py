@@ -10,10 +10,9 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from qarl.configs.files import written_aside
-from qarl.configs.schema.run import RunConfig
 from qarl.learner.learn_stats import LearnStats
 from qarl.report.error_tokens import count_error_tokens
-from qarl.report.loggers import step_logger
+from qarl.report.loggers import Log
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.types import Completion, Group
 from qarl.tasks.base import WeightedSum
@@ -99,11 +98,11 @@ def _mean_events(completions: list[Completion]) -> dict[str, float] | None:
 
 @contextmanager
 def metrics_writer(
-    config: RunConfig, folder: RunFolder, resume_step: int | None, first: bool
+    folder: RunFolder, resume_step: int | None, first: bool, log: Log
 ) -> Iterator[Callable[[StepMetrics], None]]:
-    """Yields what appends a step to metrics.jsonl, to TensorBoard and to where `log` says; what is there of steps after
-    `resume_step` is dropped first. All is closed at the end, also of a run that fails. first: whether this is the first
-    process; the others write nothing."""
+    """Yields what appends a step to metrics.jsonl, TensorBoard and `log`; what is there of steps after `resume_step` is
+    dropped first. All is closed at the end, also of a run that fails. first: whether this is the first process; the
+    others write nothing."""
     if not first:
         yield lambda metrics: None
         return
@@ -113,7 +112,6 @@ def metrics_writer(
         _drop_after(folder.metrics, resume_step)
     purge_step = None if resume_step is None else resume_step + 1
     with (
-        step_logger(config, folder.path) as log,
         folder.metrics.open("a", encoding="utf-8") as lines,
         SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge_step) as board,
     ):

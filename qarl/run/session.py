@@ -41,6 +41,7 @@ from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.run.bitwise import enable_batch_invariance
+from qarl.run.disk import check_disk
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.sync.audit import AuditRow, audit, require_agreement
 from qarl.sync.export import export_checkpoint
@@ -115,6 +116,7 @@ def check_input(config: RunConfig, processes: int = 1) -> None:
         require_schemes(config)
     with phase("checking tokenizer and prompts"):
         described = check_prompts(config)
+    check_disk(config, model_folder(config.model))
     for line in filter(None, (described, untested_vllm())):
         say(line)
 

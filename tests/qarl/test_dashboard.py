@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,15 +13,20 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
+from qarl.api.runs import run
+from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
+from qarl.learner.processes import Processes
 from qarl.quant.types import LayerReport
+from qarl.report import loggers
 from qarl.report.audit_table import audit_table
 from qarl.report.dashboard import Dashboard, sparkline
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.loggers import step_logger
 from qarl.report.metrics import StepMetrics
+from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable
 from qarl.sync.audit import AuditRow
@@ -139,6 +145,31 @@ def test_figures_are_logged_and_a_resumed_run_goes_on(tmp_path: Path, monkeypatc
             for step in steps:
                 log({"reward": step / 4, "learn/mismatch/k3": 0.0}, step)
     assert len(list(tmp_path.glob(f"wandb/offline-run-*/run-{tmp_path.name}.wandb"))) == 2
+
+
+def test_a_logger_that_fails_stops_a_start_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Contract: without a login the run ends in a line, before anything is loaded; later the loss is said once."""
+    config, sent = load_config(None, {"log": "wandb", "steps": "1"}), []
+
+    def send(figures: object, step: int):
+        sent.append(step)
+        raise OSError("no network")
+
+    def refuse(**_: object):
+        raise RuntimeError("no API key")
+
+    library = SimpleNamespace(init=lambda **_: SimpleNamespace(log=send, finish=lambda: sent.append("finished")))
+    monkeypatch.setattr(loggers, "import_module", lambda name: library)
+    console = Console(file=io.StringIO(), width=200)
+    with phases_shown_on(console), step_logger(config, tmp_path) as log:
+        log({"reward": 0.5}, 1)
+        log({"reward": 0.5}, 2)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("step 1: log 'wandb' failed: no network; the run goes on without it") == 1
+    assert sent == [1]
+    library.init = refuse
+    with pytest.raises(ConfigError, match=r"log 'wandb' cannot begin: no API key; .*WANDB_MODE=offline"):
+        run(config, RunFolder(tmp_path), False, console, Processes())
 
 
 def audited(name: str, scheme: str = "w4a16", engine_kernel: str = "CPUWNA16LinearKernel") -> AuditRow:

@@ -1,0 +1,45 @@
+"""What a run writes to the disk, and whether a checkpoint has room there."""
+
+import math
+import shutil
+from pathlib import Path
+
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.run import RunConfig
+from qarl.planning.memory import ITEMSIZE
+from qarl.quant.checkpoint.folder import tensor_shapes
+from qarl.report.run_folder import new_path
+
+
+def check_disk(config: RunConfig, folder: Path) -> None:
+    """Raise `ConfigError` where not one checkpoint has room: its steps would be lost. folder: the model's."""
+    needed, (place, free) = checkpoint_bytes(config, folder), free_disk(config)
+    if needed > free:
+        raise ConfigError(
+            f"a checkpoint of {config.model!r} takes {gib(needed)}, and {str(place)!r} has {gib(free)} free; make room "
+            "there, name another --output, or train adapters (--learner.lora.name lora)"
+        )
+
+
+def checkpoint_bytes(config: RunConfig, folder: Path) -> int:
+    """Of one checkpoint: masters, and their moments in fp32; of adapters next to nothing."""
+    moments = 1 if config.learner.optimizer.name == "muon" else 2
+    trained = parameters_of(folder) if config.learner.lora.name == "none" else 0
+    return trained * (ITEMSIZE[config.learner.master_dtype] + 4 * moments)
+
+
+def parameters_of(folder: Path) -> int:
+    """Of a model's folder."""
+    return sum(math.prod(shape) for shape in tensor_shapes(folder).values())
+
+
+def free_disk(config: RunConfig) -> tuple[Path, int]:
+    """The nearest folder above the run's that exists, and the bytes that are free there."""
+    path = new_path(config).absolute()
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    return place, shutil.disk_usage(place).free
+
+
+def gib(size: int) -> str:
+    """In words."""
+    return f"{size / 2**30:.2f} GiB"
