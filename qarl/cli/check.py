@@ -15,7 +15,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files
+from qarl.run.check import check_files, check_processes
 
 
 def add_check(commands: Any) -> None:
@@ -88,7 +88,7 @@ def _previewed(config: RunConfig, console: Console, new: bool) -> list[Finding]:
             task = check_files(config, new)
         with phase("importing torch and transformers"):
             from qarl.advice.preview import preview
-            from qarl.run.session import check_processes, model_folder, require_schemes
+            from qarl.run.session import model_folder, require_schemes
         check_processes(config, 1)
         with phase("checking kernels"):
             require_schemes(config)

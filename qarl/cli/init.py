@@ -1,15 +1,28 @@
-"""`qarl init`: a folder with questions, a reward and a configuration to start from."""
+"""`qarl init`: a folder with questions, a reward and a configuration to start from; of one's own model too."""
 
 import argparse
 import shlex
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from qarl.cli.options import say
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import chosen_config, config_file
+from qarl.configs.yaml_file import read_yaml
+from qarl.planning.machine import Machine, parse_machine, this_machine
+from qarl.planning.plan import make_plan
+from qarl.planning.remedies import option, smallest_fit
+from qarl.planning.shapes import sizes_of
+from qarl.planning.words import one_line
 from qarl.run.check import check_new_folder
 from qarl.starter import FILES, write_starter
+
+_OWN = {"task.name": FILES[0], "task.reward": "reward.py:reward", "task.correct": "reward.py:correct"}
+_ADAPTERS = {"learner.optimizer.name": "adamw", "learner.optimizer.lr": 1e-5}
+"""Of LoRA, whose factors want a larger rate than masters."""
 
 
 def add_init(commands: Any) -> None:
@@ -17,17 +30,56 @@ def add_init(commands: Any) -> None:
     init = commands.add_parser(
         "init",
         help="write commented questions, reward and configuration to start from",
-        description=f"Write {', '.join(FILES)} to a new folder: a task of your own that trains as it is.",
+        description=f"Write {', '.join(FILES)} to a new folder: a task of your own that trains as it is, on an "
+        "embedded policy, or on --model with the settings of `--config small` and what makes it fit the machine.",
     )
     init.add_argument("folder", metavar="DIR", help="folder to make (must not exist)")
+    init.add_argument("--model", help="your model: a transformers folder, or a hub id")
+    init.add_argument("--gpus", help="for these instead of this machine's: 1x24GB, or 8xH100")
     init.set_defaults(run=_init)
 
 
 def _init(known: argparse.Namespace, console: Console) -> int:
     folder = Path(known.folder)
     check_new_folder(folder, "folder", "DIR")
-    write_starter(folder)
+    if known.gpus is not None and known.model is None:
+        raise ConfigError(f"--gpus {known.gpus} goes with --model, the model that is to fit them")
+    machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
+    written = None if known.model is None else _fitted(known.model, machine)
+    write_starter(folder, written)
     say(console, f"wrote {', '.join(FILES)} to {folder}")
     say(console, f"cd {shlex.quote(str(folder))}")
     say(console, "qarl check run.yaml && qarl train --config run.yaml")
     return 0
+
+
+def _fitted(model: str, machine: Machine) -> str:
+    """A run.yaml for a model: shipped settings, and the least changes with which its memory fits the machine. Raises
+    `ConfigError` where none do."""
+    local = Path(model)
+    model = str(local.resolve()) if local.is_dir() else model
+    config = chosen_config("small", {"model": model})
+    plan = make_plan(
+        config, *sizes_of(model), machine, machine.count if config.rollout.prompts % machine.count == 0 else 1
+    )
+    whole = smallest_fit(plan, machine, lambda fields: "learner.lora.name" not in fields)
+    works = whole or smallest_fit(plan, machine, lambda _: True)
+    if works is None:
+        raise ConfigError(
+            f"no settings known here make {model!r} fit {machine.name}: `qarl plan --config small --model "
+            f"{shlex.quote(model)} --gpus …` says what takes the room, and which machine has it"
+        )
+    fitting, changes = works
+    fields = {**changes, **(_ADAPTERS if changes.get("learner.lora.name") == "lora" else {})}
+    tree = {"model": model, **read_yaml(config_file("small"))}
+    for path, value in {**_OWN, **fields}.items():
+        *parents, leaf = path.split(".")
+        section = tree
+        for key in parents:
+            section = section.setdefault(key, {})
+        section[leaf] = value
+    said = " ".join(map(option, fields.items())) or "nothing"
+    return (
+        f"# {model} on {machine.name}, by `--config small`; changed to fit: {said}\n# memory: {one_line(fitting)}\n"
+        f"{yaml.safe_dump(tree, sort_keys=False)}"
+    )

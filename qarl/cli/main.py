@@ -38,7 +38,7 @@ from qarl.planning.machine import Machine, this_machine
 from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.answers import installed
 from qarl.report.startup import phase, phases_shown_on
-from qarl.run.check import check_files, check_new_folder, check_schemes
+from qarl.run.check import check_files, check_new_folder, check_processes, check_schemes
 from qarl.run.export_note import is_finished
 from qarl.run.replay import replay_config
 
@@ -135,6 +135,7 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     if "RANK" not in os.environ and not resumes:
         config = _choose(known, config, machine, console)
     if known.dry_run:
+        check_processes(config, known.processes or 1)
         console.print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="", highlight=False)
         check_files(config, new=not resumes, dry=True)
         return 0
@@ -161,7 +162,7 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     with phases_shown_on(console), phase("importing torch, transformers and compressed-tensors"):
         from qarl.cli.launch import check_count, launch
         from qarl.learner.processes import LostProcessError, is_lost_process, join_processes, launched, leave_processes
-        from qarl.run.session import check_input, check_processes
+        from qarl.run.session import check_input
 
     if known.processes is not None and not launched():
         check_count(known.processes)
@@ -229,13 +230,15 @@ def _configuration(known: argparse.Namespace, overrides: dict[str, str]) -> tupl
 
 def _run(config: RunConfig, folder: Any, resume: bool, console: Console, processes: Any) -> int:
     from qarl.cli.outcome import say_outcome
+    from qarl.report.run_folder import RunInUseError
     from qarl.run.checkpoint import intact_checkpoint
 
     say(console, f"run folder: {folder.path}")
     try:
         outcome = run(config, folder, resume, console, processes)
-    except QarlError:
-        intact = intact_checkpoint(folder.checkpoints) if processes.first else None
+    except QarlError as error:
+        stopped = processes.first and not isinstance(error, RunInUseError)
+        intact = intact_checkpoint(folder.checkpoints) if stopped else None
         if intact is not None:
             say(console, f"checkpoint {intact.name} is intact: qarl train --resume {shlex.quote(str(folder.path))}")
         raise

@@ -11,7 +11,7 @@ from typing import Any
 from qarl.advice.finding import Finding
 from qarl.configs.errors import ConfigError
 from qarl.page.figures import curve_figures, digits, mismatch_figures, profile_figures, time_split
-from qarl.page.runs import Configuration, RecordedRun, compared_settings, configurations, differing
+from qarl.page.runs import Configuration, RecordedRun, configurations, shown_settings
 from qarl.page.tokens import mismatch_columns, packed_tokens, treatment
 from qarl.page.verdict import verdict
 from qarl.report.token_files import read_step
@@ -68,7 +68,7 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
     tokens = [[[read_step(file) for file in run.token_files.values()] for run in kind.runs] for kind in kinds]
     steps = [[rows for of_run in of_kind for rows in of_run] for of_kind in tokens]
     columns = [mismatch_columns(rows) for rows in steps]
-    settings = [compared_settings(kind.runs[0].config) for kind in kinds]
+    settings, named = shown_settings(kinds)
     return {
         "kinds": [kind.label for kind in kinds],
         "runs": [_run(run, number) for number, kind in enumerate(kinds) for run in kind.runs],
@@ -77,7 +77,7 @@ def _data(kinds: Sequence[Configuration]) -> dict[str, Any]:
         "where": mismatch_figures(columns, which),
         "profiles": profile_figures(kinds),
         "treatment": treatment(steps),
-        "settings": [[name, *(values.get(name) for values in settings)] for name in differing(settings)],
+        "settings": [[name, *(values.get(name) for values in settings)] for name in named],
         "tokens": packed_tokens([of_run for of_kind in tokens for of_run in of_kind]),
     }
 

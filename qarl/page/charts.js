@@ -75,7 +75,10 @@ class LineChart {
     const format = inUnit(figure.unit);
     const smooth = figure.x === "step" && figure.id !== "accuracy" && figure.id !== "codes" ? smoothing : 1;
     const spanX = range(lines.flatMap((line) => line.x), figure.log_x);
-    const spanY = range(lines.flatMap((line) => [...line.y, ...(line.low ?? []), ...(line.high ?? [])]), figure.log, figure.unit);
+    const values = lines.flatMap((line) => [...line.y, ...(line.low ?? []), ...(line.high ?? [])]).filter(Number.isFinite);
+    const zeros = figure.log && values.length > 0 && values.every((value) => value === 0); // which no logarithm shows
+    const log = figure.log && !zeros;
+    const spanY = range(values, log, figure.unit);
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0, "aria-label": this.words() });
     this.svg = drawn;
     this.area.replaceChildren(drawn);
@@ -83,8 +86,12 @@ class LineChart {
     if (!figure.log_x) { const xs = lines.flatMap((line) => line.x); spanX[0] = Math.min(...xs); spanX[1] = Math.max(...xs); }
     if (spanX[0] === spanX[1]) { spanX[0] -= 0.5; spanX[1] += 0.5; }
     const x = (this.x = scale(spanX, MARGIN.left, width - MARGIN.right, figure.log_x));
-    const y = (this.y = scale(spanY, height - MARGIN.bottom, MARGIN.top, figure.log));
-    for (const value of ticks(...spanY, figure.log)) {
+    const y = (this.y = scale(spanY, height - MARGIN.bottom, MARGIN.top, log));
+    if (zeros) {
+      drawn.append(svg("text", { class: "zeros", x: (MARGIN.left + width - MARGIN.right) / 2, y: height / 2, "text-anchor": "middle" },
+        figure.x === "step" ? `0 in all ${spanX[1]} steps` : "0 everywhere"));
+    }
+    for (const value of zeros ? [0] : ticks(...spanY, log)) {
       drawn.append(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
         svg("text", { x: MARGIN.left - 7, y: y(value) + 4, "text-anchor": "end" }, format(value)));
     }

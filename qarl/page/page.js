@@ -48,7 +48,7 @@ function setup() {
   const host = within("setup", ".setup");
   const part = (title, ...nodes) => host.append(el("div", {}, el("h3", {}, title), ...nodes));
   const text = (value) => (value === null || value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
-  if (DATA.settings.length) part("What differs", table(["field", ...KINDS], DATA.settings.map(([name, ...values]) => [el("code", {}, name), ...values.map(text)])));
+  if (DATA.settings.length) part(KINDS.length > 1 ? "What differs" : "Settings that are not the defaults", table(["field", ...KINDS], DATA.settings.map(([name, ...values]) => [el("code", {}, name), ...values.map(text)])));
   part("Publishes", table(["run", "publishes", "canaries", "largest mean |Δ log p|", "last digest"], DATA.runs.map((run) => [
     run.name, number(run.publishes), number(run.canaries), run.canaries ? number(run.canary) : "–", el("code", {}, run.digest ?? "–")]), [1, 2, 3]));
   const audits = new Map();

@@ -125,10 +125,21 @@ def configurations(runs: Sequence[RecordedRun]) -> list[Configuration]:
     return [Configuration(label, group) for label, group in zip(labels, members, strict=True)]
 
 
-def compared_settings(config: RunConfig) -> dict[str, Any]:
+def compared_settings(config: RunConfig, left_out: tuple[str, ...] = _NOT_COMPARED) -> dict[str, Any]:
     """Dotted field → value, of what makes two runs two configurations."""
     flat = leaf_values(config)
-    return {name: to_jsonable_python(flat[name]) for name in flat if not name.startswith(_NOT_COMPARED)}
+    return {name: to_jsonable_python(flat[name]) for name in flat if not name.startswith(left_out)}
+
+
+def shown_settings(kinds: Sequence[Configuration]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each configuration's settings, and the names of those that a page shows: in which they differ; of one alone those
+    that are not the defaults, and what it trains."""
+    if len(kinds) > 1:
+        settings = [compared_settings(kind.runs[0].config) for kind in kinds]
+        return settings, differing(settings)
+    ours, defaults = (compared_settings(config, ("output",)) for config in (kinds[0].runs[0].config, RunConfig()))
+    named = [name for name in differing([ours, defaults]) if name in ours]
+    return [ours], list(dict.fromkeys(("model", "scheme", *named)))
 
 
 def differing(kinds: Sequence[dict[str, Any]]) -> list[str]:

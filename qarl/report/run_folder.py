@@ -36,6 +36,10 @@ FIXED_FIELDS = (
 """What a resumed run may not change."""
 
 
+class RunInUseError(ConfigError):
+    """A run that another process writes now."""
+
+
 class RunFolder:
     """Paths and small files of one run.
 
@@ -82,7 +86,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Hold the run: no other process may write it meanwhile. The system lets go should this one die.
 
-        Raises `ConfigError` naming the process that holds it.
+        Raises `RunInUseError` naming the process that holds it.
         """
         with (self.path / "lock").open("a+") as file:
             try:
@@ -90,7 +94,7 @@ class RunFolder:
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read().strip() or "(unknown)"
-                raise ConfigError(
+                raise RunInUseError(
                     f"run {str(self.path)!r} is written by process {holder}; wait for it to end, or stop it"
                 ) from None
             file.truncate(0)

@@ -47,6 +47,25 @@ def check_schemes(config: RunConfig) -> None:
             raise SchemeError(f"layer rule '{rule}': {error}") from error
 
 
+def check_processes(config: RunConfig, count: int) -> None:
+    """Raise `ConfigError` for settings that do not go with this number of processes; nothing is loaded for it."""
+    if config.rollout.prompts % count:
+        raise ConfigError(
+            f"rollout.prompts {config.rollout.prompts} cannot be dealt to {count} processes, which sample as many "
+            f"each; take a multiple of {count}, or another number of processes"
+        )
+    if count > 1 and config.quantization.init is not None:
+        raise ConfigError(
+            f"quantization.init {config.quantization.init!r} is for one process, not {count}; leave --processes or the "
+            "calibrated start out"
+        )
+    if count > 1 and isinstance(config.rollout.servers, int):
+        raise ConfigError(
+            f"rollout.servers {config.rollout.servers} would be started by each of {count} processes; start them once, "
+            "with `qarl serve-rollouts`, and give their URLs"
+        )
+
+
 def check_new_folder(path: Path, what: str, option: str) -> None:
     """Raise `ConfigError` where a folder exists already, or cannot be made. what, option: for the message."""
     try:

@@ -41,6 +41,7 @@ from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.run.bitwise import enable_batch_invariance
+from qarl.run.check import check_processes
 from qarl.run.disk import check_disk
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.sync.audit import AuditRow, audit, require_agreement
@@ -80,25 +81,6 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
     kinds = {(scheme.name, name.startswith(experts)) for name, scheme in plan.schemes.items()}
     for name, of_experts in sorted(kinds):
         require_support(get_scheme(name), dtype, of_experts)
-
-
-def check_processes(config: RunConfig, count: int) -> None:
-    """Raise `ConfigError` for settings that do not go with this number of processes; nothing is loaded for it."""
-    if config.rollout.prompts % count:
-        raise ConfigError(
-            f"rollout.prompts {config.rollout.prompts} cannot be dealt to {count} processes, which sample as many "
-            f"each; take a multiple of {count}, or another number of processes"
-        )
-    if count > 1 and config.quantization.init is not None:
-        raise ConfigError(
-            f"quantization.init {config.quantization.init!r} is for one process, not {count}; leave --processes or the "
-            "calibrated start out"
-        )
-    if count > 1 and isinstance(config.rollout.servers, int):
-        raise ConfigError(
-            f"rollout.servers {config.rollout.servers} would be started by each of {count} processes; start them once, "
-            "with `qarl serve-rollouts`, and give their URLs"
-        )
 
 
 def check_input(config: RunConfig, processes: int = 1) -> None:

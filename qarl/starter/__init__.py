@@ -9,11 +9,13 @@ _QUESTIONS, _HELDOUT = 2560, 256
 FILES = ("questions.jsonl", "reward.py", "run.yaml")
 
 
-def write_starter(folder: Path) -> None:
-    """Make `folder` with `FILES`, the same ones every time."""
+def write_starter(folder: Path, configuration: str | None = None) -> None:
+    """Make `folder` with `FILES`, the same ones every time. configuration: another run.yaml."""
     folder.mkdir(parents=True)
     for name in FILES[1:]:
         (folder / name).write_text((files(__name__) / name).read_text(encoding="utf-8"), encoding="utf-8")
+    if configuration is not None:
+        (folder / FILES[2]).write_text(configuration, encoding="utf-8")
     (folder / FILES[0]).write_text("".join(json.dumps(line) + "\n" for line in _questions()), encoding="utf-8")
 
 

@@ -45,7 +45,9 @@ def attempt(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     try:
         return function(*arguments, **named)
     except (Exception, SystemExit) as error:
-        return Failure(f"raised {in_words(error)}")
+        as_chat = isinstance(error, TypeError) and "string indices" in str(error)
+        hint = "; completions are chats where questions are, or with task.system, and text elsewhere" if as_chat else ""
+        return Failure(f"raised {in_words(error)}{hint}")
 
 
 def no_signal(responses: Sequence[Response]) -> list[Any]:

@@ -29,7 +29,7 @@ from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.model.add_lora import adapted_weights
 from qarl.quant.schemes import get_scheme
-from qarl.run.session import check_processes
+from qarl.run.check import check_processes
 from tests.support.published import PUBLISHED
 
 PAPER = config_file("paper/qwen3-8b-base")
@@ -280,3 +280,23 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
     plan = make_plan(recipe, *sizes_of(recipe.model), machine, machine.count)
     assert plan.shapes.parameters == sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert plan.share <= 0.9, plan.memory
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "said"),
+    [
+        ("Qwen/Qwen3-0.6B-Base", "1x24GB", "changed to fit: nothing"),
+        ("Qwen/Qwen3-8B-Base", "1xH100", "changed to fit: --learner.lora.name lora --optimizer adamw --lr 1e-05"),
+        ("Qwen/Qwen3-30B-A3B-Base", "8xH100", "changed to fit: --learner.zero_stage 3 --learner.optimizer.offload cpu"),
+    ],
+)
+def test_init_writes_a_run_that_fits(
+    model: str, gpus: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Contract: what trains everything comes before adapters, and the file alone plans as it says."""
+    assert main(["init", str(tmp_path / "mine"), "--model", model, "--gpus", gpus]) == 0
+    file = tmp_path / "mine" / "run.yaml"
+    assert said in file.read_text()
+    assert load_config(file, {}).task.reward == "reward.py:reward"
+    assert main(["plan", "--config", str(file), "--gpus", gpus]) == 0
+    capsys.readouterr()

@@ -197,6 +197,9 @@ def test_seeds_share_a_curve_with_a_band(tmp_path: Path):
     }  # fmt: skip
     assert "low" not in reward["lines"][1]
     assert [row[0] for row in data["settings"]] == ["scheme", "learner.aligned"]
+    alone = data_of(other)["settings"]  # of one run, what it trains and what is not a default
+    assert alone[1:3] == [["scheme", "w8a8"], ["learner.aligned", False]]
+    assert "learner.objective.name" not in [row[0] for row in alone]
 
 
 def test_long_runs_are_thinned_and_numbers_are_short(tmp_path: Path):

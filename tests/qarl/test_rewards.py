@@ -175,6 +175,7 @@ def test_what_is_no_reward_is_refused(make: Callable[[Path, str], Task], code: s
         ("def f(problem, text):\n    return {}['oops']", r"raised KeyError: 'oops' \(.*mine\.py, line 2, in f\)"),
         ("def f(completions, **kwargs):\n    return 1.0", "returned a float for 2 completions; give a list"),
         ("def f(completions, **kwargs):\n    1 / 0", "raised ZeroDivisionError"),
+        ("def f(completions, **k):\n    return [c[0]['content'] for c in completions]", "completions are chats where"),
         ("def f(completions, style2, **kwargs):\n    return []", "asks for a column 'style2', and the task has style"),
         ("def f(completion_ids, trainer_state):\n    return []", "'trainer_state'.*is not known where rewards run"),
         ("async def f(problem, text):\n    import asyncio\n    await asyncio.sleep(99)", "took longer than"),
