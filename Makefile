@@ -20,7 +20,7 @@ BIN = $(VENV)/bin
 PYTEST = "$(BIN)/python" -m pytest --ignore tests/test_workarounds.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(PYTEST_ARGS)
 MAKE_ENV = PYTHON="$(PYTHON)" bash scripts/make_env.sh --venv "$(VENV)"
 
-.PHONY: help env trl-env train test test-fast test-thorough test-workarounds check hooks lock clean
+.PHONY: help env trl-env train test test-fast test-thorough test-workarounds check site hooks lock clean
 
 help: ## list the targets
 	@echo "usage: make <target> [VENV=folder] [PYTHON=python3.11] [DEVICE=cpu|cuda]"
@@ -52,6 +52,10 @@ check: env ## lint, formatting and types (pyright needs node; it fetches one whe
 	@"$(BIN)/ruff" check .
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/pyright" --pythonpath "$(BIN)/python"
+
+site: env ## the pages of docs/ as a site, in site/
+	@"$(BIN)/python" -m pip install --quiet uv
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/uv" tool run --quiet --with "mkdocs-material>=9.7,<10" --from mkdocs mkdocs build --strict --quiet --site-dir site
 
 hooks: env ## check staged files at every commit (scripts/check_staged.sh, offline); refuses to replace another hook
 	@bash scripts/check_staged.sh --install
