@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from qarl.configs.schema.base import Dtype, Section
-from qarl.configs.schema.lora import LoraChoice, NoLora
+from qarl.configs.schema.lora import LoraChoice, LoraConfig, NoLora
 from qarl.configs.schema.objectives import (
     AggregationChoice,
     AnyObjective,
@@ -198,6 +198,11 @@ def refuse_incompatible(learner: LearnerConfig) -> None:
         )
     if learner.ratio_fix == "shadow_forward" and not learner.objective.uses_ratio:
         raise ValueError(f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none")
+    if isinstance(learner.lora, LoraConfig) and learner.lora.base == "host" and learner.zero_stage == 3:
+        raise ValueError(
+            "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices out over GPUs "
+            "already; leave one of them out"
+        )
     if learner.ratio_fix == "shadow_forward" and learner.aligned:
         raise ValueError(
             "learner.ratio_fix 'shadow_forward' adds a forward in the engine's precision to one without, but with "

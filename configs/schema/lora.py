@@ -26,6 +26,12 @@ class LoraConfig(Choice):
         description="layers adapted, PATTERN,… as in `layers`; none given: every linear layer of the decoder",
     )
 
+    base: Literal["device", "host"] = Field(
+        default="device",
+        description="host: frozen matrices wait in the host's memory and come a layer at a time where a version is "
+        "made, for models that fill a GPU",
+    )
+
     @field_validator("targets")
     @classmethod
     def _readable(cls, targets: tuple[str, ...]) -> tuple[str, ...]:

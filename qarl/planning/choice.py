@@ -62,7 +62,8 @@ def choose(
         count, words = _dealt(config, processes, machine)
         return Choice(file, count, {}, tuple(words))
     for name in shipped_names() if file is None else []:
-        if name.startswith("recipes/") and load_config(config_file(name), {}).model == config.model:
+        shipped = load_config(config_file(name), {}) if name.startswith("recipes/") else None
+        if shipped is not None and shipped.model == config.model and shipped.learner.lora.name == "none":
             recipe = load_config(config_file(name), dict(by_hand))
             count, about = _dealt(recipe, processes, machine)
             plan = make_plan(recipe, shapes, source, machine, count)

@@ -94,13 +94,14 @@ class _Count:
         learner, shapes, scheme = self.config.learner, self.shapes, self.config.scheme
         trained = counted(self.trained)
         shared = f", 1/{self.shares} of them" if self.shares > 1 else ""
+        of_masters = "embeddings and a layer's" if self.waits_on_host else counted(shapes.parameters)
         kept, working = self.activations(), self.working()
         checkpointing = "layers computed again" if learner.gradient_checkpointing is True else "all layers' kept"
         codes = f"the learner's weights in {scheme}" if learner.keep_codes else f"{scheme} made when needed"
         layout, whose = (0, "the engine's own") if self.shares_layers else (self.own_products, "the learner's own")
         cached = self.cache() // shapes.key_value_bytes(1 if self.config.quantization.kv_cache else self.itemsize)
         parts = (
-            Part("masters", self.masters(), f"{counted(shapes.parameters)} in {learner.master_dtype}{shared}"),
+            Part("masters", self.masters(), f"{of_masters} in {learner.master_dtype}{shared}"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
             Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
             Part("codes", self.codes(), codes),
@@ -144,8 +145,15 @@ class _Count:
     def trained(self) -> int:
         return self.adapters or self.shapes.parameters
 
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether frozen matrices are in the host's memory, and one at a time here."""
+        lora = self.config.learner.lora
+        return self.device == "cuda" and isinstance(lora, LoraConfig) and lora.base == "host"
+
     def masters(self) -> int:
-        base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
+        here = self.shapes.head + self.largest_module if self.waits_on_host else self.shapes.parameters
+        base = here * ITEMSIZE[self.config.learner.master_dtype]
         if self.stage == 3:
             return base // self.processes + self.adapters * _FP32
         return base + self.adapters * _FP32

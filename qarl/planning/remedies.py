@@ -45,6 +45,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
     learner, rollout = config.learner, config.rollout
     longest, short = (rollout.max_prompt_tokens + answer for answer in (rollout.max_new_tokens, _SHORT_ANSWERS))
     shorter: dict[str, object] = {"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}
+    on_host: dict[str, object] = {"learner.lora.name": "lora", "learner.lora.base": "host"}
     on_gpus, spreads = machine.device == "cuda", processes < machine.count
     shares = on_gpus and machine.count > 1 and (spreads or learner.zero_stage != 3)
     changes = (
@@ -56,6 +57,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
         (learner.master_dtype == "float32", Change({"learner.master_dtype": "bfloat16"}, 5)),
         (rollout.max_new_tokens > _SHORT_ANSWERS, Change(shorter, 8)),
         (learner.lora.name == "none", Change({"learner.lora.name": "lora"}, 9)),
+        (on_gpus and learner.lora.name == "none" and processes == 1, Change(on_host, 10)),
     )
     return [change for applies, change in changes if applies]
 

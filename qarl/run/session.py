@@ -24,7 +24,7 @@ from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
 from qarl.learner.zero_loading import partitioned_loading
 from qarl.quant.checkpoint.folder import check_folder
-from qarl.quant.checkpoint.load import load_masters, model_skeleton, resolve_model
+from qarl.quant.checkpoint.load import load_masters, matrices_on_host, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
 from qarl.quant.kernels import KernelError
 from qarl.quant.kernels.supported import require_support
@@ -138,18 +138,27 @@ class Policy:
 def load_model(config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes) -> LowBitModel:
     """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes share them."""
     reading = partitioned_loading(learning)
-    masters = load_masters(folder, MASTER_DTYPES[learning.master_dtype], processes.device, reading)
+    waits, dtype = on_host(config), MASTER_DTYPES[learning.master_dtype]
+    masters = load_masters(folder, dtype, None if waits else processes.device, reading)
+    masters = matrices_on_host(masters, processes.device) if waits else masters
     schemes = [get_scheme(config.scheme), *(get_scheme(rule.scheme) for rule in config.layers)]
     shard_masters(masters, learning, processes, schemes)
-    return wrap_masters(masters, config)
+    return wrap_masters(masters, config, processes.device if waits else None)
 
 
-def wrap_masters(masters: PreTrainedModel, config: RunConfig) -> LowBitModel:
-    """A model whose parameters become the masters, in the run's schemes. Raises as `LowBitModel`."""
+def on_host(config: RunConfig) -> bool:
+    """Whether frozen matrices wait in the host's memory."""
+    lora = config.learner.lora
+    return isinstance(lora, LoraConfig) and lora.base == "host"
+
+
+def wrap_masters(masters: PreTrainedModel, config: RunConfig, device: torch.device | None = None) -> LowBitModel:
+    """A model whose parameters become the masters, in the run's schemes. device: where they are multiplied, None where
+    they are. Raises as `LowBitModel`."""
     learner = config.learner
     compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
     dtype, kv_cache = COMPUTE_DTYPES[config.dtype], config.quantization.kv_cache
-    context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache)
+    context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache, device)
     model = LowBitModel(masters, get_scheme(config.scheme), context, learner.operators, config.layers)
     if config.quantization.scale == "kept":
         keep_scales(model)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -16,6 +17,7 @@ from transformers import (
 
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
+from qarl.quant.checkpoint.families import fused_experts
 from qarl.quant.checkpoint.folder import check_model, local_folder, not_in_hub, tensor_shapes, weight_files
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
 
@@ -144,6 +146,20 @@ def load_masters(
         )
     check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)
+
+
+def matrices_on_host(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model that was loaded into the host's memory to a device, but for what layers bring there by their
+    context's device: weights of linear layers and stacks of experts. For a GPU they are pinned."""
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    stacks = {id(p) for _, m in fused_experts(model) for p in m.parameters() if p.ndim == 3}
+    staying = (linear | stacks) - {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in staying:
+            tensor.data = tensor.data.to(device)
+        elif device.type == "cuda":
+            tensor.data = tensor.data.pin_memory()
+    return model
 
 
 def check_finite(folder: Path | str, model: PreTrainedModel) -> None:

@@ -30,7 +30,8 @@ class LayerContext:
     backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
     engine: the running engine's own layers, to multiply with instead of `kernel`'s; they hold each version before it is
     used. keeps_codes: cache codes per version; if False, recompute them at every use (slower, less memory). kv_cache:
-    "fp8" where keys and values are cached in e4m3, None in `dtype`; forwards of codes read the same.
+    "fp8" where keys and values are cached in e4m3, None in `dtype`; forwards of codes read the same. device: where
+    codes are made and multiplied, None where the masters are (`quant.checkpoint.load.matrices_on_host`).
 
     Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
     run here.
@@ -43,6 +44,7 @@ class LayerContext:
         aligned: bool = True,
         compute_dtype: torch.dtype | None = None,
         kv_cache: str | None = None,
+        device: torch.device | None = None,
     ):
         if aligned and compute_dtype not in (None, dtype):
             raise SchemeError(
@@ -54,6 +56,7 @@ class LayerContext:
         self.kernel = kernel
         self.aligned = aligned
         self.kv_cache = kv_cache
+        self.device = device
         self.gradients = Gradients()
         self.checkpointing = False
         self.engine: KernelFactory | None = None

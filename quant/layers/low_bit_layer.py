@@ -131,10 +131,11 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
     def merged(self) -> tuple[torch.Tensor, ...]:
         """What is materialized: each master with its adapter's product added where it has one, in the master's dtype
-        and shape, so this process's rows of it."""
+        and shape, so this process's rows of it; copied to the context's device from wherever it waits."""
+        there = [master.detach().to(device=self.context.device, non_blocking=True) for master in self.masters]
         return tuple(
-            master.detach() if adapter is None else adapter.merge(master.detach(), shard_of(master))
-            for master, adapter in zip(self.masters, self.adapters, strict=True)
+            base if adapter is None else adapter.merge(base, shard_of(master))
+            for master, base, adapter in zip(self.masters, there, self.adapters, strict=True)
         )
 
     @property

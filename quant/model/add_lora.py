@@ -105,12 +105,12 @@ def _attach(model: LowBitModel, name: str, config: LoraConfig, generator: torch.
     if name in model.linears:
         linear = model.linears[name]
         adapter = Adapter(linear.master, config.rank, config.alpha, generator)
-        linear.adapt(adapter)
+        linear.adapt(adapter.to(model.device))
         return adapter
     layer, _, stack = name.rpartition(".")
     experts = model.experts[layer]
     adapter = Adapter(getattr(experts, stack), config.rank, config.alpha, generator)
-    setattr(experts, f"{stack.removesuffix('_proj')}_adapter", adapter)
+    setattr(experts, f"{stack.removesuffix('_proj')}_adapter", adapter.to(model.device))
     return adapter
 
 

@@ -108,8 +108,9 @@ def whole_value(
 ) -> torch.Tensor:
     """A copy of the whole parameter, in `dtype` if given. rows: values to take for this process's part of it, instead
     of its own. All processes come here together."""
-    room = torch.empty(whole_shape(parameter), dtype=dtype or parameter.dtype, device=parameter.device)
-    return fill(room, parameter.detach() if rows is None else rows, shard_of(parameter))
+    rows = parameter.detach() if rows is None else rows
+    room = torch.empty(whole_shape(parameter), dtype=dtype or parameter.dtype, device=rows.device)
+    return fill(room, rows, shard_of(parameter))
 
 
 def cut_rows(shape: torch.Size, rank: int, world: int, unit: int, turn: int) -> Shard:

@@ -171,7 +171,7 @@ def test_train_is_refused_before_anything_is_loaded(driver: Callable[..., None],
     assert main(["train", "--scheme", "w4a16", "--model", "Qwen/Qwen3-30B-A3B-Base"]) == 2
     said = capsys.readouterr().err
     assert "GiB too much on 1 × NVIDIA H100 80GB HBM3; nothing was loaded" in said
-    assert "fits 1 × H200" in said and "--learner.lora.name lora" in said and "fits 4 × H200" in said
+    assert "fits 1 × NVIDIA H100" in said and "--learner.lora.base host" in said and "fits 4 × H200" in said
 
 
 def test_cpus_refuse_beyond_a_quarter_more_than_there_is(
@@ -257,7 +257,7 @@ def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):
 
 RECIPES_ON = {
     "qwen3-0.6b-24gb": "1x24GB", "qwen3-1.7b-80gb": "1x80GB", "qwen3-4b-80gb": "1x80GB", "qwen3-8b-8x80gb": "8x80GB",
-    "qwen3-30b-a3b-8x80gb": "8x80GB",
+    "qwen3-30b-a3b-8x80gb": "8x80GB", "qwen3-8b-24gb": "1x24GB",
 }  # fmt: skip
 
 
@@ -287,6 +287,7 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
     [
         ("Qwen/Qwen3-0.6B-Base", "1x24GB", "changed to fit: nothing"),
         ("Qwen/Qwen3-8B-Base", "1xH100", "changed to fit: --learner.lora.name lora --optimizer adamw --lr 1e-05"),
+        ("Qwen/Qwen3-8B-Base", "1x24GB", "--learner.lora.name lora --learner.lora.base host --optimizer adamw"),
         ("Qwen/Qwen3-30B-A3B-Base", "8xH100", "changed to fit: --learner.zero_stage 3 --learner.optimizer.offload cpu"),
     ],
 )

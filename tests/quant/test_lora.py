@@ -10,6 +10,8 @@ from torch import nn
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
+from qarl.quant.checkpoint.families import fused_experts
+from qarl.quant.checkpoint.load import matrices_on_host
 from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.stack import fuse_scales
@@ -47,6 +49,27 @@ def lora_learner(scheme: str = "w4a16", seed: int = 0, lora: LoraConfig = LORA, 
     plain = make_learner(scheme, seed=seed, **config)
     add_adapters(plain.model, lora, seed=7)
     return Learner(plain.model, plain.config)
+
+
+def test_matrices_that_wait_on_the_host_come_where_codes_are_made(monkeypatch: pytest.MonkeyPatch):
+    """Contract: all but matrices of linear layers and experts is moved, a tied embedding too; and what is materialized
+    is on the context's device. Blind spot: pinned memory, and copies beside others, which GPUs have."""
+    model, moved, to = random_moe(CONFIGS["qwen3_moe"]), set(), torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        moved.add(tensor.data_ptr())
+        return to(tensor, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", noted)
+        matrices_on_host(model, torch.device("cpu"))
+    stayed = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.data_ptr() not in moved}
+    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} | set(dict(fused_experts(model)))
+    assert stayed == (layers - {"lm_head"} if model.config.tie_word_embeddings else layers)
+    linear = make_linear("w4a16")
+    assert {tensor.device.type for tensor in linear.merged()} == {"cpu"}
+    linear.context.device = torch.device("meta")
+    assert {tensor.device.type for tensor in linear.merged()} == {"meta"}
 
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16, torch.float16])
