@@ -13,6 +13,7 @@ _LONG = RECIPES["tiny-qwen3-long"]
 POLICIES = {
     "outliers-1": dataclasses.replace(_LONG, outliers=1.0),
     "outliers-2": dataclasses.replace(_LONG, outliers=2.0),
+    "outliers-3": dataclasses.replace(_LONG, outliers=3.0),
     "outliers-8": dataclasses.replace(_LONG, outliers=8.0),
     "terms-5": dataclasses.replace(_LONG, task_options={"min_terms": 5, "max_terms": 5}),
     "terms-40": dataclasses.replace(_LONG, task_options={"min_terms": 40, "max_terms": 40}),

@@ -2,7 +2,9 @@
 sequences."""
 
 import html
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -18,6 +20,30 @@ POINTS = 1500
 
 FAULTY = 5.0
 """Times the median of the layers' kernel errors, from which on a layer is named."""
+
+_WORTH = (
+    (3.0, Finding("note", "aligned or not", "in runs that began so near, alignment was worth 1 to 3 points.")),
+    (
+        100.0,
+        Finding(
+            "note",
+            "aligned or not",
+            "in runs that began far apart (24 nats), plain GRPO learned nothing and an aligned one all there was, 80 "
+            "points; plain TBPO ended 6 to 9 below.",
+            "train aligned, as is the default",
+        ),
+    ),
+    (
+        math.inf,
+        Finding(
+            "warning",
+            "aligned or not",
+            "the scheme breaks the policy; where runs began so, none learned.",
+            "take a finer scheme (w4a16-g32, w8a8), or start from calibrated codes (--scale kept --init gptq)",
+        ),
+    ),
+)
+"""Nats an answer below which runs went so (docs/lab/map.md)."""
 
 PLAIN_SUM = 1e-4
 """Relative kernel error that every sum in another order makes, so that no layer is named for it."""
@@ -44,7 +70,7 @@ def mismatch_page(
 def findings(learners: Sequence[ScoredLearner], layers: Sequence[LayerDeviation], multiplies: str) -> list[Finding]:
     """How far each learner is from the sampler, and which layers cause it. multiplies: what the aligned learner
     multiplied with."""
-    lines = [_apart(each) for each in learners]
+    lines = [_apart(each) for each in learners] + [_worth(each) for each in learners if each.name == "plain"]
     lines.append(Finding("note", "", f"The aligned learner multiplied with {multiplies}."))
     faulty = faulty_layers(layers)
     for row in faulty:
@@ -70,6 +96,13 @@ def _apart(learner: ScoredLearner) -> Finding:
     if equal == 1:
         return Finding("good", learner.name, "Equal to the sampler, to the last bit.")
     return Finding("note", learner.name, f"{apart:.2g} nats a token from the sampler; {equal:.1%} of tokens are equal.")
+
+
+def _worth(plain: ScoredLearner) -> Finding:
+    """What an aligned learner is worth over this one, by runs that began as far from their samplers."""
+    nats = float((plain.sampler - plain.learner).sum()) / len(plain.lengths)
+    known = next(finding for bound, finding in _WORTH if nats < bound)
+    return replace(known, text=f"{nats:.2g} nats an answer between a plain learner and the sampler: {known.text}")
 
 
 def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:

@@ -105,6 +105,23 @@ def test_the_page_holds_what_was_measured():
     assert "{{" not in page and "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
 
 
+@pytest.mark.parametrize(
+    ("apart", "level", "said"),
+    [
+        (0.0, "note", "0 nats an answer between a plain learner and the sampler: in runs that began so near"),
+        (-0.29, "note", "2.9 nats an answer between a plain learner and the sampler: in runs that began so near"),
+        (-0.31, "note", "3.1 nats an answer between a plain learner and the sampler: in runs that began far apart"),
+        (-11.0, "warning", "1.1e+02 nats an answer between a plain learner and the sampler: the scheme breaks"),
+    ],
+)
+def test_what_alignment_is_worth_is_told_by_the_sum_over_an_answer(apart: float, level: str, said: str):
+    """Ten tokens an answer. The learner's log-probs of what was sampled are lower where it is another policy."""
+    sampler, measured = np.full(50, -1.0), {"mean_abs": abs(apart), "equal": 0.0}
+    plain = ScoredLearner("plain", sampler, sampler + apart, np.full(5, 10), measured)
+    finding = next(each for each in findings([plain], [], "kernels") if each.about == "aligned or not")
+    assert finding.level == level and finding.text.startswith(said)
+
+
 END, VOCABULARY, PROMPT, LONGEST = 1, 40, (5, 6, 7), 24
 KINDS = {"aligned": 0.0, "other kernels": 0.01, "plain": 0.25}
 """Deviation of the sampler's logits from the learner's."""
