@@ -59,7 +59,7 @@ def in_words(error: BaseException) -> str:
 
 def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:
     if not file.is_file():
-        raise kind.error(f"{kind.word} {spec!r}: there is no file {str(file)!r}")
+        raise kind.error(f"{kind.word} {spec!r}: there is no file {str(file)!r} in {str(Path.cwd())!r}")
     name = f"qarl_{kind.word}_{file.stem}"
     module_spec = importlib.util.spec_from_file_location(name, file.resolve())
     assert module_spec is not None

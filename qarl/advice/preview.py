@@ -58,7 +58,8 @@ def _model(config: RunConfig, folder: Path) -> Finding:
 def _kernels(config: RunConfig) -> str:
     names = dict.fromkeys((config.scheme, *(rule.scheme for rule in config.layers)))
     dtype = COMPUTE_DTYPES[config.dtype]
-    return "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype).kernel}" for name in names)
+    cache = f"; keys and values in {config.quantization.kv_cache}" if config.quantization.kv_cache else ""
+    return "; ".join(f"{name} in {config.dtype}: {kept_support(name, dtype).kernel}" for name in names) + cache
 
 
 def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:

@@ -97,6 +97,8 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, console: Console, pr
         lock = folder.locked() if processes.first else nullcontext()
         logger = step_logger(config, folder.path, processes.first)  # before the model: a login costs nothing then
         with phases_shown_on(console), lock, logger as log, Dashboard(config, console) as dashboard:
+            if resume and processes.first:
+                folder.write_config(config)
             return train(config, folder, dashboard, processes, resume, log)
     finally:
         if not resume and processes.first and not folder.has_begun():

@@ -157,7 +157,7 @@ def _short_reason(row: SchemeRow) -> str:
     them in brackets ("vLLM has it for …") and is the shorter."""
     reason = row.shape_reason or row.reason
     known = re.search(r"\((vLLM has [^()]*)\)$", reason)
-    words = known[1] if known else re.split(r"[;:.] ", reason)[0]
+    words = known[1] if known else re.split(r"[;:.] ", reason.removeprefix(f"scheme {row.name!r}: "))[0]
     return textwrap.shorten(words, _SHORT, placeholder=" …")
 
 

@@ -22,14 +22,14 @@ FAULTY = 5.0
 """Times the median of the layers' kernel errors, from which on a layer is named."""
 
 _WORTH = (
-    (3.0, Finding("note", "aligned or not", "in runs that began so near, alignment was worth 1 to 3 points.")),
+    (3.0, Finding("note", "aligned or not", "in runs that began so near, alignment was worth 1 to 7 points.")),
     (
         100.0,
         Finding(
             "note",
             "aligned or not",
-            "in runs that began far apart (24 nats), plain GRPO learned nothing and an aligned one all there was, 80 "
-            "points; plain TBPO ended 6 to 9 below.",
+            "in runs that began far apart (20 to 28 nats), an aligned learner ended 42 to 84 points above plain GRPO, "
+            "and 3 to 9 above plain TBPO.",
             "train aligned, as is the default",
         ),
     ),

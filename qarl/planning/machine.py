@@ -57,7 +57,7 @@ def parse_machine(text: str) -> Machine:
     named = re.fullmatch(r"([1-9]\d*)x(\w+)", text.lower())
     if not named or named[2] not in GPUS:
         kinds = ", ".join(name.upper() for name in GPUS)
-        raise ConfigError(f"--gpus {text!r}: give a count and a kind, such as 8xH100; known are {kinds}")
+        raise ConfigError(f"--gpus {text!r}: give a count and a kind, such as 8xH100, or 1x24GB; known are {kinds}")
     return Machine(f"{named[1]} × {named[2].upper()}", "cuda", int(named[1]), GPUS[named[2]] * 10**9)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.files import written_aside
 from qarl.configs.load import config_from_tree, is_embedded, refuse_unknown
 from qarl.configs.schema.objectives import OwnConfig
 from qarl.configs.schema.run import RunConfig
@@ -74,8 +75,7 @@ class RunFolder:
             ) from error
         folder = cls(path, created)
         try:
-            tree = with_absolute_paths(config).model_dump(mode="json")
-            (path / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+            folder.write_config(config)
             (path / "environment.json").write_text(json.dumps(describe_environment(), indent=2) + "\n")
         except BaseException:
             folder.discard()
@@ -146,8 +146,14 @@ class RunFolder:
         if not path.is_dir():
             raise ConfigError(f"there is no folder {str(path)!r}; give a run's, by default one of runs/")
         if not (path / "config.yaml").is_file():
-            raise ConfigError(f"{str(path)!r} is no run folder (it has no config.yaml)")
+            raise ConfigError(f"{str(path)!r} is no run folder (it has no config.yaml); give one of runs/")
         return cls(path)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Keep what the run goes on with, whole or not at all."""
+        tree = with_absolute_paths(config).model_dump(mode="json")
+        with written_aside(self.path / "config.yaml") as building:
+            building.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
     def config(self) -> RunConfig:
         """The configuration the run was started with."""

@@ -35,6 +35,7 @@ def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Pat
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],
         "dtype": config.dtype,
+        "kv_cache": config.quantization.kv_cache,
         "task": relative(absolute(config.task, Path.cwd()), export.resolve()).model_dump(mode="json"),
         "eval": config.eval.model_dump(mode="json", exclude={"every"}),
         **{key: getattr(config.rollout, key) for key in LIMITS},

@@ -46,6 +46,7 @@ def _facts(note: dict[str, Any]) -> str:
         "held-out accuracy": _accuracy(note),
         "scheme": ", ".join([note["scheme"], *note["layers"]]),
         "compute dtype": note["dtype"],
+        "keys and values": note.get("kv_cache") or note["dtype"],
         "prompt and new tokens": f"at most {note['max_prompt_tokens']} and {note['max_new_tokens']}",
         "digest of the weights": f"`{note['digest']}`",
         "versions": ", ".join(f"{name} {version}" for name, version in note["versions"].items()),

@@ -150,7 +150,8 @@ class Prompter:
                 without = "has no chat template" if self._plain else f"has a chat template that does not mention {name}"
                 what = "task.environment" if name == "tools" else f"task.template.{name} {self._template[name]!r}"
                 raise ConfigError(
-                    f"{what} would do nothing: the tokenizer {without}{did_you_mean(name, words)}; leave it out"
+                    f"{what} would do nothing: the tokenizer {without}{did_you_mean(name, words)}; leave it out, or "
+                    "take a model whose template has it"
                 )
 
 

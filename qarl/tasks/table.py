@@ -151,7 +151,8 @@ def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
     prompt, answer = _value(row, columns.prompt, "--task.prompt"), _value(row, columns.answer, "--task.answer")
     messages = _messages(row, columns.prompt, prompt)
     question = messages[-1]["content"] if messages else prompt
-    own = {columns.prompt, columns.answer, *(() if hub else ("split",))}
+    named = ("answer",) if columns.answer == "answer" else ()  # by another name, a reward may ask for it by that
+    own = {columns.prompt, *named, *(() if hub else ("split",))}
     metadata = {name: value for name, value in row.values.items() if name not in own}
     where, _, number = row.where.rpartition(":")
     problem_id = f"{where if hub else Path(where).name}:{number}"

@@ -102,7 +102,8 @@ def check_context(folder: Path, tokens: int) -> None:
     if tokens > length * (factor if isinstance(factor, int | float) else 1):
         raise ModelError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "
-            f"{str(folder)!r} has {length} positions (max_position_embeddings in its config.json); lower one of the two"
+            f"{str(folder)!r} has {length} positions (max_position_embeddings in its config.json); lower "
+            "them until their sum fits"
         )
 
 
