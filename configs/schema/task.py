@@ -58,7 +58,7 @@ class TaskConfig(Section):
     )
     rollout: Text | None = Field(
         default=None,
-        description="your async function that speaks with the policy over several turns, as mine.py:name "
+        description="your async function that self.speaks with the policy over several turns, as mine.py:name "
         "(docs/guide/conversations.md); without it one answer a prompt",
     )
     environment: Text | None = Field(
@@ -87,10 +87,14 @@ class TaskConfig(Section):
                 f"task.rollout {self.rollout!r} and task.environment {self.environment!r} both speak with the policy; "
                 "leave one of them out"
             )
-        speaks = self.environment or self.rollout or self.name.startswith(VERIFIERS)
-        if not speaks and self.tool_parser != type(self).model_fields["tool_parser"].default:
+        if not self.speaks and self.tool_parser != type(self).model_fields["tool_parser"].default:
             raise ValueError(
                 f"task.tool_parser {self.tool_parser!r} is for calls of tools: give task.environment or task.rollout, "
                 "or leave it out"
             )
         return self
+
+    @property
+    def speaks(self) -> bool:
+        """Whether something of the task's speaks with the policy over several turns."""
+        return bool(self.environment or self.rollout) or self.name.startswith(VERIFIERS)

@@ -51,6 +51,11 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     title = f"{config.model}, {config.scheme}, {config.dtype}"
     lines = findings(learners, investigation.layers, investigation.multiplies)
     lines += investigation.pitfalls
+    if config.task.speaks:
+        text = (
+            "sampled were first turns alone; over a whole conversation a plain learner parts from the sampler by more."
+        )
+        lines = [*(line for line in lines if line.about != "aligned or not"), Finding("warning", "several turns", text)]
     page.write_text(mismatch_page(title, lines, learners, investigation.layers), encoding="utf-8")
     show(lines, console)
     measured = {each.name: each.measured for each in learners}
