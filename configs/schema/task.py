@@ -58,7 +58,7 @@ class TaskConfig(Section):
     )
     rollout: Text | None = Field(
         default=None,
-        description="your async function that self.speaks with the policy over several turns, as mine.py:name "
+        description="your async function that speaks with the policy over several turns, as mine.py:name "
         "(docs/guide/conversations.md); without it one answer a prompt",
     )
     environment: Text | None = Field(
