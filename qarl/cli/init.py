@@ -44,8 +44,9 @@ def _init(known: argparse.Namespace, console: Console) -> int:
     check_new_folder(folder, "folder", "DIR")
     if known.gpus is not None and known.model is None:
         raise ConfigError(f"--gpus {known.gpus} goes with --model, the model that is to fit them")
-    machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
-    written = None if known.model is None else _fitted(known.model, machine)
+    written = None
+    if known.model is not None:
+        written = _fitted(known.model, this_machine() if known.gpus is None else parse_machine(known.gpus))
     write_starter(folder, written)
     say(console, f"wrote {', '.join(FILES)} to {folder}")
     say(console, f"cd {shlex.quote(str(folder))}")
@@ -59,9 +60,8 @@ def _fitted(model: str, machine: Machine) -> str:
     local = Path(model)
     model = str(local.resolve()) if local.is_dir() else model
     config = chosen_config("small", {"model": model})
-    plan = make_plan(
-        config, *sizes_of(model), machine, machine.count if config.rollout.prompts % machine.count == 0 else 1
-    )
+    count = machine.count if config.rollout.prompts % machine.count == 0 else 1
+    plan = make_plan(config, *sizes_of(model), machine, count)
     whole = smallest_fit(plan, machine, lambda fields: "learner.lora.name" not in fields)
     works = whole or smallest_fit(plan, machine, lambda _: True)
     if works is None:
