@@ -116,8 +116,8 @@ def test_the_page_holds_what_was_measured():
 )
 def test_what_alignment_is_worth_is_told_by_the_sum_over_an_answer(apart: float, level: str, said: str):
     """Ten tokens an answer. The learner's log-probs of what was sampled are lower where it is another policy."""
-    sampler, measured = np.full(50, -1.0), {"mean_abs": abs(apart), "equal": 0.0}
-    plain = ScoredLearner("plain", sampler, sampler + apart, np.full(5, 10), measured)
+    sampler = np.full(50, -1.0)
+    plain = ScoredLearner("plain", sampler, sampler + apart, np.full(5, 10), {"mean_abs": abs(apart), "equal": 0.0})
     finding = next(each for each in findings([plain], [], "kernels") if each.about == "aligned or not")
     assert finding.level == level and finding.text.startswith(said)
 
