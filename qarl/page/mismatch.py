@@ -22,7 +22,7 @@ FAULTY = 5.0
 """Times the median of the layers' kernel errors, from which on a layer is named."""
 
 _WORTH = (
-    (3.0, Finding("note", "aligned or not", "in runs that began so near, alignment was worth 1 to 7 points.")),
+    (10.0, Finding("note", "aligned or not", "in runs that began so near, alignment was worth 1 to 8 points.")),
     (
         100.0,
         Finding(

@@ -109,8 +109,8 @@ def test_the_page_holds_what_was_measured():
     ("apart", "level", "said"),
     [
         (0.0, "note", "0 nats an answer between a plain learner and the sampler: in runs that began so near"),
-        (-0.29, "note", "2.9 nats an answer between a plain learner and the sampler: in runs that began so near"),
-        (-0.31, "note", "3.1 nats an answer between a plain learner and the sampler: in runs that began far apart"),
+        (-0.99, "note", "9.9 nats an answer between a plain learner and the sampler: in runs that began so near"),
+        (-1.02, "note", "10 nats an answer between a plain learner and the sampler: in runs that began far apart"),
         (-11.0, "warning", "1.1e+02 nats an answer between a plain learner and the sampler: the scheme breaks"),
     ],
 )
