@@ -1,11 +1,11 @@
-# QaRL on CPUs.  docker build -f docker/cpu.Dockerfile -t qarl .   then   docker run -v "$PWD/runs:/work/runs" qarl train
+# QaRL on CPUs.  docker build -f docker/cpu.Dockerfile -t qarl .   then   docker run -v "$PWD/runs:/data/runs" qarl train
 FROM python:3.11-slim-bookworm
 
 COPY . /src
 RUN bash /src/docker/install.sh cpu
 
-RUN useradd --create-home qarl && mkdir /work && chown qarl /work
+RUN useradd --create-home qarl && mkdir /data && chown qarl /data
 USER qarl
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["qarl"]
 CMD ["--help"]

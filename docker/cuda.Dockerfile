@@ -1,5 +1,5 @@
 # QaRL on NVIDIA GPUs; not run on one yet.  docker build -f docker/cuda.Dockerfile -t qarl-cuda .
-# then   docker run --gpus all --shm-size 16g -v "$PWD/runs:/work/runs" qarl-cuda train --model Qwen/Qwen3-8B-Base
+# then   docker run --gpus all --shm-size 16g -v "$PWD/runs:/data/runs" qarl-cuda train --model Qwen/Qwen3-8B-Base
 FROM python:3.11-slim-bookworm
 
 # Triton and torch.compile build their kernels with gcc, at run time.
@@ -8,8 +8,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc g++ && r
 COPY . /src
 RUN bash /src/docker/install.sh cuda
 
-RUN useradd --create-home qarl && mkdir /work && chown qarl /work
+RUN useradd --create-home qarl && mkdir /data && chown qarl /data
 USER qarl
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["qarl"]
 CMD ["--help"]
