@@ -126,3 +126,16 @@ def test_docs_agree_with_their_records():
 def test_json_holds_no_nan(tmp_path: Path):
     write_json(str(tmp_path / "x.json"), {"low": nan, "rounds": [(1.0, inf)], "count": 1})
     assert json.loads((tmp_path / "x.json").read_text()) == {"low": None, "rounds": [[1.0, None]], "count": 1}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_dockerfiles_install_what_the_suite_runs_with(device: str):
+    """Contract: by the one script, with that device's lock and overrides, and not as root. Blind spot: no image is
+    built; the script's steps were run in an empty environment."""
+    lines = (ROOT / f"docker/{device}.Dockerfile").read_text().splitlines()
+    assert {f"RUN bash /src/docker/install.sh {device}", "USER qarl", 'ENTRYPOINT ["qarl"]'} <= set(lines)
+    assert lines.index("USER qarl") > lines.index(f"RUN bash /src/docker/install.sh {device}")
+    script = ROOT / "docker/install.sh"
+    assert '--constraint "$root/$env.lock"' in script.read_text() and (ROOT / f"scripts/env/{device}.lock").is_file()
+    assert (ROOT / f"scripts/env/{device}.overrides.txt").is_file()
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
