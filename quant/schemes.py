@@ -152,6 +152,11 @@ def write_quantization_config(
         changes = {"format": scheme.format, "targets": list(targets)}
         written[f"group_{len(written)}"] = scheme.quantization.model_copy(update=changes)
         formats.append(scheme.format)
+    if not written and kv_cache is not None:
+        raise SchemeError(
+            f"quantization.kv_cache {kv_cache!r} of a model without a low-bit layer, whose config.json has no "
+            "place to say so; quantize one, or leave it out"
+        )
     if not written:
         return None
     config = QuantizationConfig(

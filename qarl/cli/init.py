@@ -12,6 +12,7 @@ from qarl.cli.options import say
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config, config_file
 from qarl.configs.yaml_file import read_yaml
+from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, parse_machine, this_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.remedies import option, smallest_fit
@@ -60,8 +61,7 @@ def _fitted(model: str, machine: Machine) -> str:
     local = Path(model)
     model = str(local.resolve()) if local.is_dir() else model
     config = chosen_config("small", {"model": model})
-    count = machine.count if config.rollout.prompts % machine.count == 0 else 1
-    plan = make_plan(config, *sizes_of(model), machine, count)
+    plan = make_plan(config, *sizes_of(model), machine, choose(config, {}, "small", None, machine).processes)
     whole = smallest_fit(plan, machine, lambda fields: "learner.lora.name" not in fields)
     works = whole or smallest_fit(plan, machine, lambda _: True)
     if works is None:

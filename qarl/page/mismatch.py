@@ -28,7 +28,7 @@ _WORTH = (
         Finding(
             "note",
             "aligned or not",
-            "in runs that began far apart (20 to 28 nats), an aligned learner ended 42 to 84 points above plain GRPO, "
+            "in runs that began far apart (20 to 28 nats), an aligned learner ended 42 to 86 points above plain GRPO, "
             "and 3 to 9 above plain TBPO.",
             "train aligned, as is the default",
         ),

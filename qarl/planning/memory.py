@@ -78,6 +78,11 @@ def counted(parameters: int) -> str:
     return f"{parameters / (1e9 if large else 1e6):.3g} {'billion' if large else 'million'}"
 
 
+def cache_itemsize(config: RunConfig) -> int:
+    """Bytes of a cached key's or value's element."""
+    return ITEMSIZE[config.dtype] if config.quantization.kv_cache is None else 1
+
+
 def count_memory(shapes: Shapes, config: RunConfig, device: str, processes: int) -> Memory:
     """config: with `rollout.kv_cache_gib` and `learner.gradient_checkpointing` decided. device: "cpu" or "cuda"."""
     return _Count(shapes, config, device, processes).memory()
@@ -99,7 +104,7 @@ class _Count:
         checkpointing = "layers computed again" if learner.gradient_checkpointing is True else "all layers' kept"
         codes = f"the learner's weights in {scheme}" if learner.keep_codes else f"{scheme} made when needed"
         layout, whose = (0, "the engine's own") if self.shares_layers else (self.own_products, "the learner's own")
-        cached = self.cache() // shapes.key_value_bytes(1 if self.config.quantization.kv_cache else self.itemsize)
+        cached = self.cache() // shapes.key_value_bytes(cache_itemsize(self.config))
         parts = (
             Part("masters", self.masters(), f"{of_masters} in {learner.master_dtype}{shared}"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine
-from qarl.planning.memory import GIB, ITEMSIZE, Memory, count_memory
+from qarl.planning.memory import GIB, Memory, cache_itemsize, count_memory
 from qarl.planning.shapes import Shapes
 
 SPARE = 0.1
@@ -110,7 +110,7 @@ def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, ther
     once can fill. Checkpointing: on GPUs, unless all of that fits without."""
     setting, rollout = config.learner.gradient_checkpointing, config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    a_sequence = longest * shapes.key_value_bytes(1 if config.quantization.kv_cache else ITEMSIZE[config.dtype])
+    a_sequence = longest * shapes.key_value_bytes(cache_itemsize(config))
     least = rollout.kv_cache_gib or -(-a_sequence // GIB)
     sequences = min(rollout.max_num_seqs, -(-rollout.prompts // processes) * rollout.samples)
     useful = rollout.kv_cache_gib or -(-sequences * a_sequence // GIB)

@@ -21,7 +21,7 @@ from qarl.quant.kernels.reference import ReferenceFactory
 from qarl.quant.kernels.supported import require_support, support
 from qarl.quant.kernels.vllm_layers import INT8_ACTIVATIONS, kernel_name
 from qarl.quant.materialize import materialize
-from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
+from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme, write_quantization_config
 from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
@@ -177,3 +177,8 @@ def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert same_bits(sorted(written.items()), sorted(expected.items()))
+
+
+def test_a_cache_is_refused_where_no_config_could_say_so():
+    with pytest.raises(SchemeError, match="kv_cache 'fp8' of a model without a low-bit layer"):
+        write_quantization_config([], ["lm_head"], "fp8")
