@@ -27,7 +27,7 @@ from qarl.quant.checkpoint.folder import check_folder
 from qarl.quant.checkpoint.load import load_masters, matrices_on_host, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
 from qarl.quant.kernels import KernelError
-from qarl.quant.kernels.supported import require_support
+from qarl.quant.kernels.supported import require_cache, require_support
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
@@ -67,6 +67,7 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
     enable_batch_invariance(config)
     dtype = COMPUTE_DTYPES[config.dtype]
     require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
+    require_cache(config.quantization.kv_cache)
     skeleton = model_skeleton(model_folder(config.model)) if model is None else model
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     check_scale_rule(config.quantization.scale, plan)

@@ -133,6 +133,15 @@ def require_support(scheme: Scheme, dtype: torch.dtype, experts: bool = False) -
         )
 
 
+def require_cache(kv_cache: str | None) -> None:
+    """Raise `SchemeError` where the engine has no such cache of keys and values on this machine."""
+    if kv_cache is not None and has_vllm() and not torch.cuda.is_available() and not torch.cpu._is_avx512_supported():
+        raise SchemeError(
+            f"quantization.kv_cache {kv_cache!r} cannot run in the engine on this machine: vLLM has it for CPUs with "
+            "AVX-512 alone, and for GPUs; leave it out"
+        )
+
+
 def _in_words(scheme: Scheme, error: Exception) -> str:
     """An exception of vLLM's, on one line, with what is known beyond it."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]

@@ -28,6 +28,7 @@ from qarl.sync.export import export_checkpoint
 from qarl.sync.publisher import Publisher, PublishError
 from tests.support import Policies
 from tests.support.engines import SEQUENCES, answers_when_fresh, disturb, make_model, start_engine
+from tests.support.kernels import AVX512
 
 Running = tuple[LowBitModel, VllmEngine]
 Shared = tuple[LowBitModel, VllmEngine, Publisher]
@@ -80,6 +81,7 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     assert after == answers_when_fresh(model, folder, tmp_path / "fresh", dtype)
 
 
+@pytest.mark.skipif(not AVX512, reason="vLLM has no FP8 cache on such CPUs")
 def test_an_fp8_cache_is_the_learners_too(random_policy: Policies, tmp_path: Path):
     """Contract: the export alone says that keys and values are e4m3's; an engine on it samples what the learner scores,
     to the bit, in every version; and another cache gives other log-probs."""

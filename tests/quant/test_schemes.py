@@ -26,7 +26,7 @@ from qarl.rollout.vllm.options import VllmOptions, refuse_unsupported
 from qarl.run.session import check_input
 from qarl.sync.export import export_checkpoint
 from tests.support import Policies
-from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda
+from tests.support.kernels import AVX512, VLLM_CPU_KERNELS, no_cuda
 from tests.support.models import cast, low_bit, qwen3
 from tests.support.tensors import same_bits
 
@@ -37,7 +37,7 @@ from tests.support.tensors import same_bits
 def test_vllm_says_which_schemes_run(scheme: str, dtype: torch.dtype):
     """Contract: vLLM's own low-bit kernel and no reason, or a reason in words and no kernel; experts run where dense
     layers do. Float16's largest number is near: the small layer that is asked with must not overflow it."""
-    runs = scheme in VLLM_CPU_KERNELS and not (dtype == torch.float32 and "w4a16" in scheme)
+    runs = scheme in VLLM_CPU_KERNELS and not (dtype == torch.float32 and "w4a16" in scheme and AVX512)
     for experts in (False, True):
         found = support(scheme, dtype, experts)
         assert (found.reason == "") == bool(found.kernel) == runs, found
@@ -68,6 +68,7 @@ def test_a_scheme_that_cannot_run_is_refused_with_the_reason_and_the_ones_that_c
 
 
 @no_cuda
+@pytest.mark.skipif(not AVX512, reason="there QaRL multiplies, and has it")
 def test_float32_is_refused_in_vllms_words_where_it_has_none():
     """vLLM's int4 kernel for CPUs has no float32; every scheme that does is named, and none that does not."""
     config = RunConfig.model_validate({"scheme": "w4a16", "dtype": "float32", "model": "./nowhere"})
@@ -111,11 +112,12 @@ def test_without_vllm_no_scheme_runs_and_learners_multiply_by_the_reference(monk
 def test_a_kernel_that_the_environment_changes_says_so():
     """Contract: vLLM's mark on a layer that int8 activations are to multiply is read from the layer. Where vLLM sets it
     (CPUs with AMX, `VLLM_CPU_INT4_W4A8` not 0) the variable is refused (next test)."""
+    name = "CPUWNA16NibbleKernel" if AVX512 else "CPUWNA16Fp32LinearKernel"
     weight = materialize(torch.ones(64, 128), get_scheme("w4a16"), torch.bfloat16)
     layer = make_factory("vllm", torch.bfloat16).linear("layer", [weight], [None])._linear  # type: ignore[attr-defined]
-    assert layer.use_w4a8 is False and kernel_name(layer) == "CPUWNA16NibbleKernel"
+    assert layer.use_w4a8 is False and kernel_name(layer) == name
     layer.use_w4a8 = True
-    assert kernel_name(layer) == f"CPUWNA16NibbleKernel, {INT8_ACTIVATIONS}"
+    assert kernel_name(layer) == f"{name}, {INT8_ACTIVATIONS}"
 
 
 @no_cuda

@@ -16,6 +16,9 @@ VLLM_CPU_KERNELS = {
 CPU_SCHEMES = tuple(VLLM_CPU_KERNELS)
 """The same, for linear layers and for experts."""
 
+AVX512 = torch.cpu._is_avx512_supported()
+"""Without it vLLM has no int4 kernel on CPUs, in whose place QaRL has one, and no FP8 cache."""
+
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA build of vLLM has no CPU kernels")
 
 

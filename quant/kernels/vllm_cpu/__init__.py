@@ -36,15 +36,18 @@ def register() -> None:
     from qarl.quant.kernels.vllm_cpu.attention import register_attention
     from qarl.quant.kernels.vllm_cpu.experts import register_per_expert_products
     from qarl.quant.kernels.vllm_cpu.fp8 import CPUFp32FP8ScaledMMLinearKernel
-    from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16NibbleKernel
+    from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16Fp32LinearKernel, CPUWNA16NibbleKernel
 
     register_attention()
     register_per_expert_products()
     _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
-    _replace(CPUWNA16NibbleKernel, "mp")
-    if torch.cpu._is_amx_tile_supported():
-        from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMAnyDtypeKernel
+    has_int4 = hasattr(torch.ops._C, "cpu_gemm_wna16")  # where vLLM was compiled for AVX-512
+    _replace(CPUWNA16NibbleKernel if has_int4 else CPUWNA16Fp32LinearKernel, "mp")
+    from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMAnyDtypeKernel, CPUInt8ScaledMMFp32Kernel
 
+    if not torch.cpu._is_vnni_supported():
+        _replace(CPUInt8ScaledMMFp32Kernel, "int8")
+    if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
         _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")

@@ -48,11 +48,15 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
         output_shape: list[Any],
     ) -> torch.Tensor:
         """vLLM's hook. A: e4m3 [N, I]; B: e4m3 values in fp32 [I, O]; As, Bs: fp32 [N, 1] and [O, 1]."""
-        rows = nn.functional.pad(decoded(A), (0, 0, 0, max(0, _ROWS - len(A))))
-        output = (rows @ B)[: len(A)].mul_(As).mul_(Bs.t())
+        output = fp32_product(decoded(A), B).mul_(As).mul_(Bs.t())
         if bias is not None:
             output = output + bias
         return output.to(out_dtype).view(*output_shape)
+
+
+def fp32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x: fp32 [N, I]; weight: fp32 [I, O] → fp32 [N, O], every row the same whatever N is."""
+    return (nn.functional.pad(x, (0, 0, 0, max(0, _ROWS - len(x)))) @ weight)[: len(x)]
 
 
 def decoded(codes: torch.Tensor) -> torch.Tensor:

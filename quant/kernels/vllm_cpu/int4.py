@@ -1,16 +1,25 @@
-"""Int4 weights repacked for the CPU's kernel without widening them, so that publishing does not wait for it.
+"""Int4 weights on CPUs: repacked for vLLM's kernel without widening them, and multiplied in fp32 where it has none.
 
 vLLM 0.32 turns codes packed along the input into codes packed along the output by way of an int32 for each: four bytes
 a weight, and most of a publish's time. Here nibbles are transposed within their words; the result is the same bytes.
 Remove this when vLLM's `_process_gptq_weights_w4a16` does so.
+
+vLLM's kernel is compiled for AVX-512 alone. Elsewhere the values that codes stand for are held in fp32, four bytes a
+weight, and multiplied in fp32.
+
+Axes: N tokens, O output rows, I input columns, G groups of a row.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import _get_isa_hint
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+
+from qarl.quant.kernels.vllm_cpu.fp8 import fp32_product
 
 _NIBBLES = 8
 """Of an int32 word."""
@@ -28,6 +37,35 @@ class CPUWNA16NibbleKernel(CPUWNA16LinearKernel):
         packed = getattr(layer, self.w_q_name)
         layer.isa_hint = _get_isa_hint(getattr(layer, self.w_s_name).dtype)
         packed.data = repacked(packed.data.t())
+
+
+class CPUWNA16Fp32LinearKernel(CPUWNA16LinearKernel):
+    """vLLM's kernel with its product in fp32."""
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """vLLM's hook: whether it multiplies such a layer, and else why not."""
+        if c.zero_points:
+            return False, "zero points need vLLM's kernel, which is for CPUs with AVX-512"
+        return super().can_implement(c)
+
+    def _process_gptq_weights_w4a16(self, layer: Any) -> None:
+        packed, scale = (getattr(layer, name).data.t() for name in (self.w_q_name, self.w_s_name))
+        setattr(layer, self.w_q_name, nn.Parameter(unpacked(packed, scale), requires_grad=False))
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """vLLM's hook. x: compute dtype [..., I] → compute dtype [..., O]."""
+        output = fp32_product(x.flatten(0, -2).float(), getattr(layer, self.w_q_name).t())
+        output = output if bias is None else output + bias
+        return output.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+def unpacked(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """words: int32 [O, I/8] as of `repacked`, of codes from 0 that stand for -8; scale: floating [O, G] → their values,
+    fp32 [O, I]."""
+    nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)).bitwise_and_(15)
+    groups = nibbles.view(*scale.shape, -1).float().sub_(8)
+    return groups.mul_(scale.float().unsqueeze(-1)).view(len(words), -1)
 
 
 def repacked(words: torch.Tensor) -> torch.Tensor:
