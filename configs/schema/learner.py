@@ -112,6 +112,11 @@ class LearnerConfig(Section):
         description="false: make low-bit codes again from the masters for every publish and backward; less memory, "
         "more time, and no flipped codes are counted",
     )
+    keep_products: bool = Field(
+        default=True,
+        description="false: lay codes out for the kernel again at every forward of a layer, where the engine is "
+        "elsewhere (rollout.servers); with keep_codes false, a process holds one layer's",
+    )
     input_gradients: Literal["auto", "exact", "compute"] = Field(
         default="auto",
         description="exact: through weights in fp32; compute: rounded to the compute dtype, as most kernels multiply "

@@ -327,6 +327,11 @@ class RunConfig(Section):
                 "never be reached; lower the first or raise the second"
             )
         self._refuse_an_engine()
+        if not self.learner.keep_products and self.shares_engine:
+            raise ValueError(
+                "learner.keep_products false, but the learner multiplies with the layers of an engine in its process, "
+                "which stay; give rollout.servers, or leave it out"
+            )
         if self.quantization.kv_cache is not None and self.scheme == UNQUANTIZED and not self.layers:
             raise ValueError(
                 f"quantization.kv_cache {self.quantization.kv_cache!r} with scheme {UNQUANTIZED!r}, whose checkpoint "
@@ -354,6 +359,18 @@ class RunConfig(Section):
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise the first or lower the others"
             )
         return self
+
+    @property
+    def engine_here(self) -> bool:
+        """Whether the run has an engine in its own processes, not servers' or none."""
+        return self.from_rollouts is None and self.rollout.servers is None
+
+    @property
+    def shares_engine(self) -> bool:
+        """Whether the learner multiplies with that engine's layers, or else with its masters: no copy of its own."""
+        learner = self.learner
+        engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers"
+        return not learner.aligned or (engines and self.engine_here)
 
     def _refuse_other_bits(self) -> None:
         """What cannot be equal to the last bit."""

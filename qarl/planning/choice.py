@@ -24,6 +24,7 @@ _WHY = {
     "learner.gradient_checkpointing": "activations are computed again in the backward",
     "learner.micro_batch_tokens": "as many as a longest sequence has",
     "learner.keep_codes": "codes are made anew where they are needed",
+    "learner.keep_products": "and so is what kernels multiply",
 }
 
 

@@ -103,14 +103,20 @@ class _Count:
         kept, working = self.activations(), self.working()
         checkpointing = "layers computed again" if learner.gradient_checkpointing is True else "all layers' kept"
         codes = f"the learner's weights in {scheme}" if learner.keep_codes else f"{scheme} made when needed"
-        layout, whose = (0, "the engine's own") if self.shares_layers else (self.own_products, "the learner's own")
+        whose = (
+            "the engine's own"
+            if self.config.shares_engine
+            else "the learner's own"
+            if learner.keep_products
+            else "a layer's"
+        )
         cached = self.cache() // shapes.key_value_bytes(cache_itemsize(self.config))
         parts = (
             Part("masters", self.masters(), f"{of_masters} in {learner.master_dtype}{shared}"),
             Part("gradients", self.gradients(), f"{trained} in float32{shared}"),
             Part("moments", self.moments(), f"{learner.optimizer.name}, float32{shared}"),
             Part("codes", self.codes(), codes),
-            Part("kernel layout", layout, whose),
+            Part("kernel layout", 0 if self.config.shares_engine else self.own_products, whose),
             Part("reference", self.reference(), "of the KL penalty"),
             Part("ZeRO buffers", self.buffers(), "gradients on their way"),
             Part("engine", self.engine(), "its weights, CUDA graphs"),
@@ -195,40 +201,28 @@ class _Count:
         twice: to be looked up, and to be multiplied."""
         return (2 * self.shapes.head + self.shapes.router) * self.itemsize
 
-    def codes(self, kept: bool | None = None) -> int:
-        """kept: whether the codes themselves are, beside what the forward reads else; None: as configured."""
+    def codes(self) -> int:
         learner = self.config.learner
         casts = 0
         if not learner.aligned:
             casts = self.shapes.parameters * ITEMSIZE[learner.compute_dtype or self.config.dtype]
-        low_bit = self.low_bit if (learner.keep_codes if kept is None else kept) else self.low_bit // self.shapes.layers
+        low_bit = self.low_bit if learner.keep_codes else self.low_bit // self.shapes.layers
         return low_bit + self.outside + casts
-
-    @property
-    def shares_layers(self) -> bool:
-        """Whether the learner multiplies with the engine's layers, or with its masters' casts: no copy of its own."""
-        learner = self.config.learner
-        engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers" and self.samples
-        return not learner.aligned or engines
-
-    @property
-    def samples(self) -> bool:
-        """Whether there is an engine: a replay has none."""
-        return self.config.from_rollouts is None
 
     @property
     def own_products(self) -> int:
         """Of a model that multiplies with layers of its own; the reference dequantizes its matrices."""
         dequantizes = self.config.learner.kernel == "reference"
         matrices = self.shapes.quantized * self.itemsize if dequantizes else self.in_kernels
-        return matrices + self.shapes.head * self.itemsize
+        at_once = matrices if self.config.learner.keep_products else matrices // self.shapes.layers
+        return at_once + self.shapes.head * self.itemsize
 
     def reference(self) -> int:
         if self.config.learner.kl.name == "none":
             return 0
         shares = self.processes if self.stage == 3 else 1
         base = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype] // shares
-        return base + self.codes(kept=True) + self.own_products
+        return base + self.codes() + self.own_products
 
     @property
     def gathers(self) -> bool:
@@ -244,12 +238,18 @@ class _Count:
             whole = max(whole, s.head) + _AHEAD
         return whole * _FP32 if self.gathers else 0
 
+    @property
+    def engines(self) -> int:
+        """In the process, or servers that it starts beside it."""
+        servers = self.config.rollout.servers
+        return int(self.config.engine_here) + (servers if isinstance(servers, int) else 0)
+
     def engine(self) -> int:
-        if not self.samples:
+        if not self.engines:
             return 0
         s, b = self.shapes, self.itemsize
         if self.device == "cpu":
-            return self.in_kernels + self.outside
+            return self.engines * (self.in_kernels + self.outside)
         graphs = 0 if self.config.rollout.enforce_eager else int(_GRAPHS)
         tied = s.head * b if s.tied else 0
         return self.in_kernels + self.outside - tied + graphs
@@ -261,7 +261,7 @@ class _Count:
         return s.experts_a_token * self.itemsize * (s.hidden + 3 * s.intermediate) if self.device == "cuda" else 0
 
     def workspaces(self) -> int:
-        engines = _ENGINE_TOKENS["cuda"] if self.samples else 0
+        engines = _ENGINE_TOKENS["cuda"] if self.config.engine_here else 0
         return self.workspace_a_token * (engines + (self.tokens if self.config.learner.aligned else 0))
 
     def libraries(self) -> int:
@@ -269,7 +269,7 @@ class _Count:
         return int(LIBRARIES[self.device] + (_NCCL if several else 0))
 
     def cache(self) -> int:
-        return (self.config.rollout.kv_cache_gib or 1) * GIB if self.samples else 0
+        return self.engines * (self.config.rollout.kv_cache_gib or 1) * GIB
 
     @property
     def largest_matrix(self) -> int:
@@ -393,7 +393,7 @@ class _Count:
 
     def sampling(self) -> float:
         """The engine's own activations: of the tokens it computes at once, and of the logits it samples from."""
-        if not self.samples:
+        if not self.config.engine_here:
             return 0
         s, b, rollout = self.shapes, self.itemsize, self.config.rollout
         sequences = min(rollout.max_num_seqs, -(-rollout.prompts // self.processes) * rollout.samples)

@@ -90,7 +90,7 @@ def make_plan(
     if config.learner.gradient_checkpointing == "auto" and machine.device == "cuda":
         word = "on" if filled.learner.gradient_checkpointing else "off"
         decided.append(f"gradient checkpointing {word}")
-    if config.rollout.kv_cache_gib is None and machine.device == "cuda":
+    if config.rollout.kv_cache_gib is None and machine.device == "cuda" and config.engine_here:
         decided.append(f"KV cache {filled.rollout.kv_cache_gib} GiB")
     return Plan(
         requested=config,

@@ -54,6 +54,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
         (shares, Change({"learner.zero_stage": 3}, 2, spreads)),
         (on_gpus and learner.optimizer.offload == "none", Change({"learner.optimizer.offload": "cpu"}, 4)),
         (learner.keep_codes, Change({"learner.keep_codes": False}, 6)),
+        (learner.keep_products and not config.shares_engine, Change({"learner.keep_products": False}, 6)),
         (learner.master_dtype == "float32", Change({"learner.master_dtype": "bfloat16"}, 5)),
         (rollout.max_new_tokens > _SHORT_ANSWERS, Change(shorter, 8)),
         (learner.lora.name == "none", Change({"learner.lora.name": "lora"}, 9)),

@@ -183,6 +183,8 @@ def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy
     # The policy the run started with, in the same schemes: a second set of masters and low-bit tensors in memory. It is
     # made from the model's folder, so a resumed run has the same one. With LoRA it is the base, whose B is zero.
     reference = load_model(config, folder, learning, together) if config.learner.kl.name != "none" else None
+    if reference is not None:
+        let_go(reference, learning)
     if processes and model.operators == "engine":
         require_gradients(model, together)
     learner = Learner(model, learning, reference, together, config.seed, config.steps, config.rollout.temperature)
@@ -253,12 +255,21 @@ def open_session(config: RunConfig, folder: RunFolder, policy: Policy) -> Iterat
     Raises `AuditError` where learner and engine disagree about a layer.
     """
     if config.from_rollouts is not None:
+        let_go(policy.model, config.learner)
         yield _replay_session(config, policy)
         return
     sequences = canary_sequences(policy, config)
     start = folder.engine_start
     with connected(policy.model, policy.folder, start, config, sequences, policy.processes) as connection:
         yield Session(policy=policy, gate=gate_of(config, policy.model), **vars(connection))
+
+
+def let_go(model: LowBitModel, learner: LearnerConfig) -> None:
+    """Of what the configuration does not have a process keep of a version."""
+    if not learner.keep_codes:
+        model.release_codes()
+    if not learner.keep_products:
+        model.drop_products()
 
 
 def _replay_session(config: RunConfig, policy: Policy) -> Session:
@@ -291,8 +302,7 @@ def connected(
         export_checkpoint(model, source, start)
 
     processes.first_does(export)
-    if not config.learner.keep_codes:
-        model.release_codes()
+    let_go(model, config.learner)
     with ExitStack() as stack:
         room = reserved(model, config.learner, processes.world)
         with phase("starting the engine"), room:

@@ -29,9 +29,10 @@ class LayerContext:
     still made for publishing). compute_dtype: what an unaligned forward computes in; None: `dtype`. gradients: how the
     backward makes the masters'. checkpointing: whether decoder layers keep nothing but their input for the backward.
     engine: the running engine's own layers, to multiply with instead of `kernel`'s; they hold each version before it is
-    used. keeps_codes: cache codes per version; if False, recompute them at every use (slower, less memory). kv_cache:
-    "fp8" where keys and values are cached in e4m3, None in `dtype`; forwards of codes read the same. device: where
-    codes are made and multiplied, None where the masters are (`quant.checkpoint.load.matrices_on_host`).
+    used. keeps_codes: cache codes per version; if False, recompute them at every use (slower, less memory).
+    keeps_products: the same of what layers' own kernels multiply, the codes in a layout of theirs. kv_cache: "fp8"
+    where keys and values are cached in e4m3, None in `dtype`; forwards of codes read the same. device: where codes are
+    made and multiplied, None where the masters are (`quant.checkpoint.load.matrices_on_host`).
 
     Raises `SchemeError` for an aligned learner with a compute dtype of its own, `KernelError` for a kernel that cannot
     run here.
@@ -69,6 +70,10 @@ class LayerContext:
         """Have layers make a version's codes again at every use."""
         self.keeps_codes = False
 
+    def drop_products(self) -> None:
+        """Have layers prepare their kernels again at every use."""
+        self.keeps_products = False
+
     def multiply_with(self, engine: KernelFactory | None) -> None:
         """Multiply with the running engine's own layers, or again with `kernel`'s (None)."""
         self.engine = engine
@@ -104,8 +109,9 @@ class LayerContext:
     @contextlib.contextmanager
     def own_products(self) -> Iterator[None]:
         """Within this context layers multiply with kernels of their own, not the engine's, each gone after its use."""
-        engine, self.engine, self.keeps_products = self.engine, None, False
+        before = self.engine, self.keeps_products
+        self.engine, self.keeps_products = None, False
         try:
             yield
         finally:
-            self.engine, self.keeps_products = engine, True
+            self.engine, self.keeps_products = before

@@ -120,6 +120,12 @@ class LowBitModel(nn.Module):
         for layer in self.low_bit_layers():
             layer.release_codes()
 
+    def drop_products(self) -> None:
+        """Prepare kernels again at every use of a layer, whose forwards all processes then run together where they
+        share the codes."""
+        self.context.drop_products()
+        self.release_products()
+
     def multiply_with(self, engine: "EngineLayers | None") -> None:
         """Have the forward multiply with the running engine's own layers, or again with its own (None). Raises
         `KernelError`, and keeps its own, where a layer of this model is not among them."""

@@ -43,6 +43,7 @@ LEARNER: dict[str, Any] = {
 }
 MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
 LORA: dict[str, Any] = {**LEARNER, "lora": {"name": "lora", "rank": 4, "alpha": 8.0}}
+KEEPS_NONE = {"keep_codes": False, "keep_products": False}
 EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
 PLAIN: dict[str, Any] = {**LEARNER, "aligned": False}
@@ -99,11 +100,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     resumed = {"first": 1, "last": 2, "learner": MUON, "resume": str(folder / "muon.pt")}
     jobs += [job("muon half stage 1", 1, **resumed)]
     jobs += [job("muon experts stage 3", 3, learner={**EXPERTS, **MUON}, folder=str(folder / "experts"), last=1)]
-    jobs += [job("lora stage 3", 3, learner={**LORA, "keep_codes": False}, scheme="w4a16", dtype="bfloat16", last=2)]
+    jobs += [job("lora stage 3", 3, learner={**LORA, **KEEPS_NONE}, scheme="w4a16", dtype="bfloat16", last=2)]
     jobs += [job("kl stage 3", 3, learner=KL, last=3)]
-    jobs += [
-        job("experts stage 3", 3, learner={**EXPERTS, "keep_codes": False}, folder=str(folder / "experts"), last=3)
-    ]
+    jobs += [job("experts stage 3", 3, learner={**EXPERTS, **KEEPS_NONE}, folder=str(folder / "experts"), last=3)]
     jobs += [job("plain stage 3", 3, learner=PLAIN, scheme="w8a8", dtype="bfloat16", last=3)]
     jobs += [job(f"bfloat16 stage {n}", n, learner={**MUON, "master_dtype": "bfloat16"}, last=1) for n in (1, 2, 3)]
     for name in ("intact", "damaged", "followed"):

@@ -107,6 +107,22 @@ def test_parts_are_those_of_arithmetic_by_hand():
     assert adapted["moments"] == round(2 * 4 * rank_16 / GIB, 1)
 
 
+def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights():
+    """Sampling elsewhere, all that is left of a mixture's 15.7 GiB of codes are a layer's, of 48, and what lies outside
+    them: embedding and head in bfloat16, the head once more as it is multiplied. Servers that a run starts count."""
+    apart = {"rollout__servers": "http://a:1", "learner__zero_stage": 3}
+    parts = gib("qwen3-30b-a3b", 8, **apart)
+    assert not {"engine", "KV cache"} & parts.keys() and parts["kernel layout"] == pytest.approx(14.4 + 0.6, abs=0.2)
+    none = gib("qwen3-30b-a3b", 8, **apart, learner__keep_codes="false", learner__keep_products="false")
+    head = 151936 * 2048 * 2 / GIB
+    assert none["kernel layout"] == pytest.approx(14.4 / 48 + head, abs=0.06)
+    assert none["codes"] == pytest.approx(14.4 / 48 + 2 * head, abs=0.06)
+    local = [count_memory(NAMED["qwen3-1.7b"], config(rollout__servers=n), "cpu", 1).of("engine") for n in (1, 2)]
+    assert local[1] == 2 * local[0]
+    plan = make_plan(config(**apart, model="m"), NAMED["qwen3-30b-a3b"], "", parse_machine("8x48GB"), 8)
+    assert helping(plan)["--learner.keep_products false"] == pytest.approx(14.4 * 47 / 48 * GIB, rel=0.02)
+
+
 def test_layer_rules_and_targets_count_by_name():
     down = 36 * 4096 * 12288
     plain, mixed = (gib("qwen3-8b", 1, layers=rule)["codes"] for rule in ("nothing=w8a8", "*.down_proj=bf16"))

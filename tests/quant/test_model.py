@@ -85,6 +85,19 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
     assert not torch.equal(all_logits(model, some_tokens()), before)
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+def test_a_model_that_keeps_nothing_computes_the_same_bits(scheme: str):
+    """Logits and gradients, with codes and kernels made at each use from then on."""
+    keeping, model = (low_bit(qwen3(False), scheme) for _ in range(2))
+    model.release_codes()
+    model.drop_products()
+    assert torch.equal(all_logits(model, some_tokens()), all_logits(keeping, some_tokens()))
+    kept = [[bool(stack._kernel) for stack in one._layers.stacks.values()] for one in (keeping, model)]
+    assert all(kept[0]) and not any([*kept[1], *(layer._kernel for layer in model.low_bit_layers())])
+    ours, theirs = gradients(model, some_tokens()), gradients(keeping, some_tokens())
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @tied_or_not
 @pytest.mark.parametrize(("scheme", "aligned"), [("bf16", True), ("w4a16", False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

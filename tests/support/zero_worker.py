@@ -25,6 +25,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.shards import whole_shape
 from qarl.quant.schemes import MASTER_DTYPES, get_scheme
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, merge_states
+from qarl.run.session import let_go
 from tests.support.learners import batch_of
 
 
@@ -44,8 +45,7 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     model = initial_model()
     if isinstance(config.lora, LoraConfig):
         add_adapters(model, config.lora, seed=0)
-    if not config.keep_codes:
-        model.release_codes()
+    let_go(model, config)
     reference = initial_model() if config.kl.name != "none" else None
     learner = Learner(model, config, reference, processes)
     if job["resume"]:
