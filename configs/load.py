@@ -75,16 +75,21 @@ def field_paths(section: type[Section] = RunConfig, prefix: str = "") -> dict[st
     return paths
 
 
-def choice_sections(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, tuple[type[Choice], ...]]:
-    """Sections with a deciding `name`, by dotted path → their alternatives."""
-    sections: dict[str, tuple[type[Choice], ...]] = {}
+def sections(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, tuple[type[Section], ...]]:
+    """Dotted path → the section's class, or the alternatives of one that is chosen by its name."""
+    inner: dict[str, tuple[type[Section], ...]] = {}
     for name, info in section.model_fields.items():
         parts = alternatives(info.annotation)
-        if parts and all(issubclass(part, Choice) for part in parts):
-            sections[prefix + name] = parts  # pyright: ignore[reportArgumentType]
+        inner |= {f"{prefix}{name}": parts} if parts else {}
         for part in parts:
-            sections |= choice_sections(part, f"{prefix}{name}.")
-    return sections
+            inner |= sections(part, f"{prefix}{name}.")
+    return inner
+
+
+def choice_sections() -> dict[str, tuple[type[Choice], ...]]:
+    """Sections with a deciding `name`, by dotted path → their alternatives."""
+    chosen = {path: tuple(part for part in parts if issubclass(part, Choice)) for path, parts in sections().items()}
+    return {path: parts for path, parts in chosen.items() if parts}
 
 
 def load_config(file: Path | None, overrides: dict[str, str]) -> RunConfig:
@@ -138,7 +143,10 @@ def refuse_unknown(tree: dict[str, Any], source: str) -> None:
     for path in _leaf_paths(tree, known):
         if path not in known:
             _refuse_likeliest(path)
-            raise ConfigError(f"unknown key {path!r} in {source}{_nearest_key(path, known)}")
+            leaf = path.rpartition(".")[2]
+            near = difflib.get_close_matches(path, known, n=1) or [k for k in known if k.endswith(f".{leaf}")]
+            hint = f"did you mean {near[0]!r}?" if near else "`qarl train --help` lists the keys"
+            raise ConfigError(f"unknown key {path!r} in {source}; {hint}")
 
 
 def _refuse_likeliest(path: str) -> None:
@@ -188,11 +196,6 @@ def _leaf_paths(tree: dict[str, Any], known: dict[str, Any], prefix: str = "") -
         elif isinstance(value, dict):
             paths += _leaf_paths(value, known, path + ".")
     return paths
-
-
-def _nearest_key(path: str, known: dict[str, Any]) -> str:
-    near = difflib.get_close_matches(path, known, n=1) or [k for k in known if k.endswith("." + path.split(".")[-1])]
-    return f"; did you mean {near[0]!r}?" if near else "; `qarl train --help` lists the keys"
 
 
 def nearest_option(name: str) -> str:

@@ -15,8 +15,8 @@ import yaml
 from qarl.cli.options import text_width
 from qarl.cli.parser import PrintAndExit
 from qarl.configs.flags import FLAGS
-from qarl.configs.load import choice_sections, default_config, field_paths, load_config
-from qarl.configs.schema.base import Section, alternatives, leaf_values
+from qarl.configs.load import choice_sections, default_config, field_paths, load_config, sections
+from qarl.configs.schema.base import Section, leaf_values
 from qarl.configs.schema.run import RunConfig
 
 GROUPS = {
@@ -104,7 +104,7 @@ def all_fields(columns: int) -> str:
     """Every field by section, with default and description, wrapped to `columns` (`text_width`)."""
     width = text_width(columns)
     fields, defaults, lines = field_paths(), default_values(), textwrap.wrap(EPILOG, width)
-    for section, parts in {"": (RunConfig,), **dict(_sections(RunConfig, ""))}.items():
+    for section, parts in {"": (RunConfig,), **sections()}.items():
         lines += _heading(section or "run", parts, width)
         for leaf in dict.fromkeys(leaf for part in parts for leaf in part.model_fields):
             path = f"{section}.{leaf}".lstrip(".")
@@ -113,16 +113,6 @@ def all_fields(columns: int) -> str:
                 default += [_alternatives(parts, leaf)] if len(parts) > 1 and leaf != "name" else []
                 lines += _field(path, metavar(path, fields[path]), "; ".join(default), fields[path].description, width)
     return "\n".join(lines)
-
-
-def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, tuple[type[Section], ...]]]:
-    """Dotted path → the section's class, or the alternatives of one that is chosen by its name."""
-    for name, info in section.model_fields.items():
-        parts = alternatives(info.annotation)
-        if parts:
-            yield f"{prefix}{name}", parts
-        for part in parts:
-            yield from _sections(part, f"{prefix}{name}.")
 
 
 def _alternatives(parts: Sequence[Any], leaf: str) -> str:
