@@ -46,8 +46,8 @@ allocate, to some times a block."""
 _HEADER_BYTES_A_TENSOR, _HEADER_BYTES_A_BLOCK = 2048, 64
 """At most, names of 1,024 characters included."""
 
-_Count = Annotated[int, Field(ge=0)]
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Count = Annotated[int, Field(ge=0)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 @cache
@@ -66,8 +66,8 @@ class DeltaError(QarlError):
 class _Block(BaseModel, strict=True, extra="forbid", frozen=True):
     """changes: how many of its bytes are listed, None where it is sent whole. size: of the payload, in bytes."""
 
-    changes: _Count | None
-    size: _Count
+    changes: Count | None
+    size: Count
 
 
 class _Entry(BaseModel, strict=True, extra="forbid", frozen=True):
@@ -83,9 +83,9 @@ class _Header(BaseModel, strict=True, extra="forbid", frozen=True):
     """version: that the delta makes, of this digest. base, base_digest: the version it is from."""
 
     version: int
-    digest: _Digest
+    digest: Digest
     base: int
-    base_digest: _Digest
+    base_digest: Digest
     tensors: tuple[_Entry, ...]
 
 

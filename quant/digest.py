@@ -8,7 +8,7 @@ stream is the hash of, tensor after tensor, its header and the hash of each of i
 many threads there were, nor on the tensors' device or strides.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import xxhash
@@ -39,6 +39,12 @@ class StreamDigest:
             self._hash.update(digest)
         self.bytes += item.tensor.nbytes
         self.tensors += 1
+
+    def over(self, stream: Iterable[LowBitTensor]) -> Iterator[LowBitTensor]:
+        """The stream, each tensor added as it goes by."""
+        for item in stream:
+            self.update(item)
+            yield item
 
     def _digests(self, tensor: torch.Tensor) -> list[bytes]:
         """Of each piece of its bytes."""

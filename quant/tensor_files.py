@@ -28,8 +28,7 @@ def write_tensors(
         pending.clear()
         return file.name, names
 
-    for item in stream:
-        digest.update(item)
+    for item in digest.over(stream):
         pending[item.name] = item.tensor.detach().contiguous()
         size += item.tensor.nbytes
         if size >= _FILE_BYTES:

@@ -10,7 +10,7 @@ stops rather than train on another policy's samples.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,6 @@ from qarl.quant.digest import StreamDigest
 from qarl.quant.kernels import KernelError
 from qarl.quant.layers.context import Forward
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import Engine
 
 
@@ -111,7 +110,7 @@ class Publisher:
         """Send the model's present tensors, and verify that they arrived."""
         start = time.perf_counter()
         digest = StreamDigest()
-        report = self._engine.load(self._recorded(digest), version)
+        report = self._engine.load(digest.over(self._model.low_bit_tensors()), version)
         self._check(report.digest == digest.hexdigest(), version, "the engine received other bytes than were sent")
         self._check(not report.unconsumed, version, f"no engine layer took {_some(report.unconsumed)}")
         self._check(not report.missing, version, f"the engine expected more tensors for {_some(report.missing)}")
@@ -126,7 +125,9 @@ class Publisher:
     def canary(self, version: int) -> Mismatch:
         """Compare log-probs of the fixed sequences, every replica's; returns the farthest. Raises `PublishError` where
         one is beyond the bound."""
-        tokens, response_mask = _pad(self._sequences)
+        tokens = pad_sequence([torch.tensor(s) for s in self._sequences], batch_first=True)
+        lengths = torch.tensor([len(s) for s in self._sequences])
+        response_mask = torch.arange(1, tokens.shape[1])[None] < lengths[:, None]  # of tokens[:, 1:]
         with torch.no_grad(), self._model.forward_as(Forward.PUBLISHED), self._model.context.own_products():
             device = self._model.device
             learner, _ = token_logprobs(self._model, tokens.to(device), response_mask.to(device))
@@ -144,21 +145,9 @@ class Publisher:
         assert farthest is not None, "an engine has a replica"
         return farthest
 
-    def _recorded(self, digest: StreamDigest) -> Iterator[LowBitTensor]:
-        for item in self._model.low_bit_tensors():
-            digest.update(item)
-            yield item
-
     def _check(self, holds: bool, version: int, problem: str) -> None:
         if not holds:
             raise PublishError(f"publish of weight version {version} failed: {problem}; the run stops here")
-
-
-def _pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens int64 [B, T] padded with 0 on the right, and which of tokens[:, 1:] are real, bool [B, T-1]."""
-    tokens = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True)
-    lengths = torch.tensor([len(s) for s in sequences])
-    return tokens, torch.arange(1, tokens.shape[1])[None] < lengths[:, None]
 
 
 def _apart(digests: Sequence[str]) -> str:

@@ -56,9 +56,10 @@ class Materializer:
 
 def materializer(scheme: Scheme, master: torch.dtype, device: torch.device) -> Materializer:
     """What materializes weights of a scheme, from masters of that dtype on that device."""
-    if scheme.weights is None:
+    if (args := scheme.weights) is None:
         return Materializer(Way.CAST)
-    if not _has_loop(scheme) or device.type not in ("cpu", "cuda"):
+    one_pass = is_integer(args) or (args.num_bits == 8 and scheme.block is None)
+    if not one_pass or device.type not in ("cpu", "cuda"):
         return Materializer(Way.TORCH)
     if device.type == "cuda":
         missing, fast = compiler_missing("cuda"), Way.COMPILED
@@ -116,8 +117,3 @@ def quantize_on_cpu(
         largest = absmax(weight.reshape(rows, -1, group))
         check_scale(largest, stored_scale(largest, half_range, dtype) if kept is None else kept, layer)
         raise AssertionError(f"layer {layer!r}: refused by the compiled loop, accepted by torch's operators")
-
-
-def _has_loop(scheme: Scheme) -> bool:
-    args = scheme.weights
-    return args is not None and (is_integer(args) or (args.num_bits == 8 and scheme.block is None))

@@ -95,7 +95,8 @@ def materialize_experts(
     if out is not None:
         return out
     experts = len(gate_up) if shards[0] is None else shards[0].shape[0]
-    return _of_stacks(first, second, experts)
+    views = zip(_split(first, experts), _split(second, experts), strict=True)
+    return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (first, second))
 
 
 def _matrices(stack: torch.Tensor, shard: Shard | None) -> Iterator[tuple[torch.Tensor, Shard | None]]:
@@ -109,11 +110,6 @@ def _matrices(stack: torch.Tensor, shard: Shard | None) -> Iterator[tuple[torch.
         here = edges[shard.rank] < edges[shard.rank + 1]
         matrix = stack[expert - shard.edges[shard.rank]] if here else stack.new_empty((0, columns))
         yield matrix, Shard(torch.Size((rows, columns)), shard.rank, edges)
-
-
-def _of_stacks(gate_up: LowBitWeight, down: LowBitWeight, experts: int) -> LowBitExperts:
-    views = zip(_split(gate_up, experts), _split(down, experts), strict=True)
-    return LowBitExperts(tuple(LowBitExpert(g, d) for g, d in views), (gate_up, down))
 
 
 def _split(whole: LowBitWeight, experts: int) -> list[LowBitWeight]:

@@ -92,7 +92,9 @@ class ServerEngine:
         completions = self._wait(self._sampled(prompts, sampling))
         step = sampling.samples
         if not sampling.stop:
-            completions = [self._with_text(prompts[i // step], one) for i, one in enumerate(completions)]
+            for i, one in enumerate(completions):
+                text = text_of(self._tokenizer, prompts[i // step].token_ids, one.token_ids, one.finish_reason)
+                completions[i] = dataclasses.replace(one, text=text)
         return [completions[i : i + step] for i in range(0, len(completions), step)]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -144,10 +146,6 @@ class ServerEngine:
         if self._publishes:
             self._sender.remove()
         self._at_end()
-
-    def _with_text(self, prompt: Prompt, completion: Completion) -> Completion:
-        text = text_of(self._tokenizer, prompt.token_ids, completion.token_ids, completion.finish_reason)
-        return dataclasses.replace(completion, text=text)
 
     def _published(self, stream: Iterable[LowBitTensor], version: int) -> tuple[LoadReport, str]:
         """What the servers loaded, and the digest of what was written."""

@@ -8,6 +8,9 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
 from qarl.rollout.servers.vllm.access import server_key
@@ -20,7 +23,7 @@ def open_servers(checkpoint: Path, options: VllmOptions) -> ServerEngine:
     its name is kept and weight versions are written, unless `rollout.server_folder` says otherwise."""
     run, rollout, servers = checkpoint.absolute().parent, options.rollout, options.rollout.servers
     assert servers is not None
-    learner, publishes = run_name(run), not options.multi_process or _is_first()
+    learner, publishes = run_name(run), not options.multi_process or dist.get_rank() == 0
     folder = Path(rollout.server_folder) / _folder_name(run, learner) if rollout.server_folder else run / "versions"
     # Answers are many small objects, which have garbage collected at each call: it need not walk all that was loaded.
     gc.collect()
@@ -59,16 +62,8 @@ def _folder_name(run: Path, learner: str) -> str:
 
 def refuse_shared_devices(servers: int) -> None:
     """Raise `EngineError` where servers of the run's own would share its GPUs."""
-    import torch
-
     if torch.cuda.is_available():
         raise EngineError(
             f"rollout.servers {servers} would start servers on the learner's GPUs; start them on others, with "
             "`qarl serve-rollouts` and CUDA_VISIBLE_DEVICES, and give their URLs"
         )
-
-
-def _is_first() -> bool:
-    import torch.distributed as dist
-
-    return dist.get_rank() == 0

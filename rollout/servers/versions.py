@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from qarl.configs.files import written_aside
-from qarl.quant.delta import DeltaError, VersionCache
+from qarl.quant.delta import Count, DeltaError, Digest, VersionCache
 from qarl.quant.digest import StreamDigest
 from qarl.quant.tensor_files import write_tensors
 from qarl.quant.types import LowBitTensor
@@ -37,27 +37,22 @@ _BYTES_A_SECOND = 50e6
 """That a server gets, reads, hashes and loads at the least; with `_SECONDS` more it is taken to hang."""
 _SECONDS = 30.0
 
-_Count = Annotated[int, Field(ge=0)]
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
-
-class _Manifest(BaseModel):
+class _Manifest(BaseModel, strict=True, extra="forbid", frozen=True):
     """digest: of the stream (`quant.digest`). bytes: of what is in the files. tensor_bytes: of the whole version. base:
     the digest of the version that a delta is from; None for a whole one. files: of a whole one, name → the tensors in
     it, in order.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
     version: int
-    digest: _Digest
-    bytes: _Count
-    tensor_bytes: _Count
-    base: _Digest | None
+    digest: Digest
+    bytes: Count
+    tensor_bytes: Count
+    base: Digest | None
     files: dict[str, tuple[Annotated[str, Field(max_length=1024)], ...]]
 
 
-class Version(_Manifest):
+class Version(_Manifest, frozen=True):
     """What a manifest says, and the folder of its files."""
 
     folder: Path

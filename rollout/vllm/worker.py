@@ -76,8 +76,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
     digest, sent = ReceivedDigest(), []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for item in stream:
-            digest.update(item)
+        for item in digest.over(stream):
             sent.append(item.name)
             yield item.name, item.tensor
 

@@ -25,12 +25,10 @@ from qarl.rollout.vllm.worker import WorkerExtension, compare_names, load_stream
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """version: whole, in host memory. fits: whether it is what was announced and has the model's layers. keep: whether
-    to hold it when it is loaded."""
+    """version: whole, in host memory. report: what loading it would say. keep: whether to hold it when it is loaded."""
 
     version: VersionCache
     report: LoadReport
-    fits: bool
     keep: bool
 
 
@@ -73,8 +71,7 @@ class ReceivedVersions:
         self.cached = None  # the model is still of the version before
         names = [item.name for item in version.tensors()]
         unconsumed, missing = compare_names(checkpoint_names(self._model).values(), names)
-        report = LoadReport(version.digest, len(names), unconsumed, missing)
-        return StagedVersion(version, report, fits=report.took_all_of(digest), keep=keep)
+        return StagedVersion(version, LoadReport(version.digest, len(names), unconsumed, missing), keep)
 
     def load(self, digest: str) -> LoadReport | None:
         """Take the staged version of that digest, or have taken it already (the answer may have been lost); None where
@@ -82,7 +79,7 @@ class ReceivedVersions:
         if self._staging is None:
             return self.loaded if self.loaded and self.loaded.digest == digest else None
         staged = self._staging.result()
-        if not staged.fits or staged.version.digest != digest:
+        if not staged.report.took_all_of(digest):
             raise RuntimeError(f"weight version {staged.version.version} does not fit: {staged.report}")
         self.loaded = None  # it may break off half way, which leaves parts of two versions until another is loaded
         self.loaded = load_stream(self._model, self._config, staged.version.tensors())
