@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -123,34 +123,37 @@ class Conversation:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Speaker:
+    """How conversations go. tokenizer: of its own. time_limit: seconds in which one of them must move; None: they bound
+    themselves. server: a `qarl.conversations.chat.ChatServer`, where agents speak."""
+
+    rollout: Rollout
+    tokenizer: Any
+    time_limit: float | None
+    server: Any = None
+
+
 async def converse(
-    engine: Engine,
-    rollout: Rollout,
-    time_limit: float | None,
-    tokenizer: Any,
-    problems: Sequence[Problem],
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    server: Any = None,
+    engine: Engine, speaker: Speaker, problems: Sequence[Problem], prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Prompt], list[list[Completion]]]:
     """`sampling.samples` conversations of each problem, each as a completion of its prompt, and the prompts, which a
     rollout may have opened otherwise.
 
-    time_limit: seconds in which one of them must move; None: they bound themselves. sampling: `max_new_tokens` bounds a
-    conversation after its prompt. Raises `RewardError` where the rollout fails, or opens one problem in two ways, and
-    what the engine raises.
+    sampling: `max_new_tokens` bounds a conversation after its prompt. Raises `RewardError` where the rollout fails, or
+    opens one problem in two ways, and what the engine raises.
     """
-    turns = _Turns()
+    turns, server, limit = _Turns(), speaker.server, sampling.max_new_tokens
     pairs = enumerate(zip(problems, prompts, strict=True), sampling.first_prompt)
     begun = [(p, replace(prompt, draws=(j, k, 0))) for j, (p, prompt) in pairs for k in range(sampling.samples)]
-    policies = [Conversation(prompt, tokenizer, sampling.max_new_tokens, turns.ask, server) for _, prompt in begun]
+    policies = [Conversation(prompt, speaker.tokenizer, limit, turns.ask, server) for _, prompt in begun]
     tasks = [
-        asyncio.create_task(_conversation(rollout, policy, problem, turns.moved))
+        asyncio.create_task(_conversation(speaker.rollout, policy, problem, turns.moved))
         for policy, (problem, _) in zip(policies, begun, strict=True)
     ]
     try:
         while going_on := [task for task in tasks if not task.done()]:
-            if len(turns.waiting) < len(going_on) and await turns.move(time_limit):
+            if len(turns.waiting) < len(going_on) and await turns.move(speaker.time_limit):
                 continue
             for task in tasks:
                 if task.done():

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.run import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
-from qarl.conversations import Rollout, converse
+from qarl.conversations import Rollout, Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.conversations.environment import environment_rollout
 from qarl.conversations.tools import ToolTurns
@@ -25,17 +25,6 @@ from qarl.tasks.environments import Environments, open_environments
 
 Sampled = tuple[list[Prompt], list[list[Completion]]]
 """Prompts, and completions of each."""
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """How conversations go. tokenizer: of its own. time_limit: seconds between two turns; None: the rollout has it.
-    server: where agents speak."""
-
-    rollout: Rollout
-    tokenizer: Any
-    time_limit: float | None
-    server: ChatServer | None = None
 
 
 class Prompter:
@@ -178,8 +167,7 @@ def sample(
     begun otherwise. Raises what the engine and `qarl.conversations.converse` do."""
     if speaker is None:
         return list(prompts), engine.generate(prompts, sampling)
-    how = speaker.rollout, speaker.time_limit, speaker.tokenizer
-    return asyncio.run(converse(engine, *how, problems, prompts, sampling, speaker.server))
+    return asyncio.run(converse(engine, speaker, problems, prompts, sampling))
 
 
 def score_groups(

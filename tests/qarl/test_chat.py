@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from qarl.conversations import Conversation, converse
+from qarl.conversations import Conversation, Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.conversations.tools import Said, ToolTurns
 from qarl.embedded.recipe import RECIPES, recipe_tokenizer
@@ -33,9 +33,9 @@ def spoken(tokenizer: Any, agent: Any, says: list[str], limit: int = 2000, most:
             return await agent(lambda **how: client.chat.completions.create(model="any", **how), policy)
 
     engine: Any = Script(tokenizer, says)
-    server = ChatServer(tokenizer, "hermes", {}, most)
+    speaker = Speaker(rollout, tokenizer, 10.0, ChatServer(tokenizer, "hermes", {}, most))
     problem, prompt = Problem("p", "q?", ""), Prompt("p", "q?", (5, 6))
-    talk = converse(engine, rollout, 10.0, tokenizer, [problem], [prompt], Sampling(samples, limit), server)
+    talk = converse(engine, speaker, [problem], [prompt], Sampling(samples, limit))
     (opened,), ((first, *_),) = asyncio.run(talk)
     return opened, first, engine.asked
 

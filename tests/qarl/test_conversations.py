@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from qarl.conversations import Conversation, OutOfRoomError, converse
+from qarl.conversations import Conversation, OutOfRoomError, Speaker, converse
 from qarl.embedded.recipe import RECIPES, ensure_recipe, ensure_tiny
 from qarl.learner.batching import make_batch
 from qarl.report.metrics import batch_metrics, read_metrics
@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 def spoken(rollout: Any, tokenizer: Any, samples: int = 2, limit: int = 60, seconds: float = 5.0) -> tuple[Any, Any]:
     sampler = Sampler(len(tokenizer))
     prompts, sampling = [Prompt("p", "q?", (5, 6))], Sampling(samples, limit, first_prompt=4)
-    talk = converse(sampler, rollout, seconds, tokenizer, [PROBLEM], prompts, sampling)  # type: ignore[arg-type]
+    talk = converse(sampler, Speaker(rollout, tokenizer, seconds), [PROBLEM], prompts, sampling)  # type: ignore[arg-type]
     return asyncio.run(talk)[1][0], sampler.asked
 
 

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from qarl.configs.schema.task import TaskConfig
-from qarl.conversations import converse
+from qarl.conversations import Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.embedded.recipe import ensure_tiny
 from qarl.embedded.tokenizer import TOOL_TEMPLATE
@@ -96,9 +96,9 @@ def spoken(task: Task, says: list[str], limit: int = 500) -> Any:
     tokenizer.chat_template = TOOL_TEMPLATE
     problems = task.problems("train", 0, 2, 0)
     prompts, engine = [Prompt(problem.id, problem.question, (5,)) for problem in problems], Script(tokenizer, says)
-    server, rollout = ChatServer(tokenizer, "hermes", {}, 500), task.rollout
-    assert rollout is not None
-    return asyncio.run(converse(engine, rollout, None, tokenizer, problems, prompts, Sampling(2, limit), server))  # type: ignore[arg-type]
+    assert task.rollout is not None
+    speaker = Speaker(task.rollout, tokenizer, None, ChatServer(tokenizer, "hermes", {}, 500))
+    return asyncio.run(converse(engine, speaker, problems, prompts, Sampling(2, limit)))  # type: ignore[arg-type]
 
 
 def test_an_environment_speaks_and_judges(module: Path):
