@@ -4,7 +4,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.processes import Processes
 from qarl.learner.stopwatch import Stopwatch
-from qarl.ptq.start import start_from_ptq
+from qarl.ptq.export import start_from_ptq
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
 from qarl.report.loggers import Log, unlogged

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.processes import Processes
 from qarl.quant.checkpoint.load import load_masters
-from qarl.quant.kernels import KernelError
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
@@ -33,8 +32,9 @@ from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
 from qarl.run.prompts import Prompter, open_prompter, score_groups
-from qarl.run.session import model_folder
+from qarl.run.session import model_folder, share_layers
 from qarl.sync.export import export_checkpoint
+from qarl.sync.publisher import Publisher
 from qarl.tasks import load_task
 
 
@@ -121,18 +121,16 @@ def investigate(config: RunConfig) -> Investigation:
     task = load_task(config.task).shortened(prompter.fits)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)
     prompts = [prompter.prompt(problem) for problem in problems]
-    with engine_of(models["aligned"], folder, config.rollout, config.dtype) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(engine_of(models["aligned"], folder, config.rollout, config.dtype))
         sampling = Sampling(config.rollout.samples, config.rollout.max_new_tokens, seed=config.seed)
         completions = engine.generate(prompts, sampling)
         groups = [group for group in score_groups(task, problems, prompts, completions) if group.completions]
         batch = make_batch(groups, prompter.pad_token, config.learner.advantage)
-        multiplies = _share(models["aligned"], engine)
-        try:
-            learners = {name: scored(model, batch) for name, model in models.items()}
-            layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
-            pitfalls = find_pitfalls(evidence_of(models["aligned"], groups, batch, prompter, config.learner))
-        finally:
-            models["aligned"].multiply_with(None)
+        multiplies = share_layers(Publisher(models["aligned"], engine, (), bound=0.0, canary_every=1), stack)
+        learners = {name: scored(model, batch) for name, model in models.items()}
+        layers = layer_errors(models["plain"], models["fake-quant"], models["aligned"], batch)
+        pitfalls = find_pitfalls(evidence_of(models["aligned"], groups, batch, prompter, config.learner))
     return Investigation(batch=batch, learners=learners, layers=layers, multiplies=multiplies, pitfalls=pitfalls)
 
 
@@ -175,17 +173,6 @@ def learner_over(
     read = None if kind.operators == "transformers" else kv_cache
     context = LayerContext(COMPUTE_DTYPES[dtype], kind.kernel, kind.aligned, kv_cache=read)
     return LowBitModel(modules, get_scheme(scheme), context, kind.operators, rules)
-
-
-def _share(model: LowBitModel, engine: Engine) -> str:
-    try:
-        layers = engine.shared_layers()
-        if layers is None:
-            return "layers of its own: the engine's are in another process"
-        model.multiply_with(layers)
-    except KernelError as reason:
-        return f"layers of its own: {reason}"
-    return "the engine's own layers"
 
 
 @torch.no_grad()

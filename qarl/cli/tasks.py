@@ -59,7 +59,8 @@ def _one(name: str, width: int) -> Iterator[str]:
     yield f"{name}: {_summary(dataset)}"
     yield ""
     yield "options, as --task.options.NAME VALUE:"
-    comments = _comments(config)
+    # What an option's line in reasoning-gym's source says about it, where it does.
+    comments = dict(re.findall(r"^ {4}(\w+): [^#\n]*#[ ]*(.+)$", inspect.getsource(config), re.MULTILINE))
     fields = [field for field in dataclasses.fields(config) if field.name not in OWN_OPTIONS]
     for field in fields:
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
@@ -90,9 +91,3 @@ def _example(name: str) -> Iterator[str]:
 def _summary(dataset: type) -> str:
     """One line on what a task asks, where reasoning-gym has one."""
     return (dataset.__doc__ or "").strip().split("\n")[0]
-
-
-def _comments(config: type) -> dict[str, str]:
-    """Option → what its line in reasoning-gym's source says about it, where it does."""
-    lines = re.findall(r"^ {4}(\w+): [^#\n]*#[ ]*(.+)$", inspect.getsource(config), re.MULTILINE)
-    return dict(lines)

@@ -4,13 +4,12 @@ sequences."""
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from qarl.advice.finding import Finding
+from qarl.advice.finding import Finding, Level
 from qarl.advice.mismatch import LayerDeviation, ScoredLearner
 from qarl.page.build import filled, page_json, verdict_html
 from qarl.page.figures import digits, mismatch_figures, thinned
@@ -21,29 +20,18 @@ POINTS = 1500
 FAULTY = 5.0
 """Times the median of the layers' kernel errors, from which on a layer is named."""
 
-_WORTH = (
-    (10.0, Finding("note", "aligned or not", "in runs that began so near, alignment was worth 1 to 8 points.")),
+_WORTH: tuple[tuple[float, Level, str, str], ...] = (
+    (10.0, "note", "in runs that began so near, alignment was worth 1 to 8 points.", ""),
     (
-        100.0,
-        Finding(
-            "note",
-            "aligned or not",
-            "in runs that began far apart (20 to 28 nats), an aligned learner ended 42 to 86 points above plain GRPO, "
-            "and 3 to 9 above plain TBPO.",
-            "train aligned, as is the default",
-        ),
+        100.0, "note", "in runs that began far apart (20 to 28 nats), an aligned learner ended 42 to 86 points above "
+        "plain GRPO, and 3 to 9 above plain TBPO.", "train aligned, as is the default",
     ),
     (
-        math.inf,
-        Finding(
-            "warning",
-            "aligned or not",
-            "the scheme breaks the policy; where runs began so, none learned.",
-            "take a finer scheme (w4a16-g32, w8a8), or start from calibrated codes (--scale kept --init gptq)",
-        ),
+        math.inf, "warning", "the scheme breaks the policy; where runs began so, none learned.",
+        "take a finer scheme (w4a16-g32, w8a8), or start from calibrated codes (--scale kept --init gptq)",
     ),
-)
-"""Nats an answer below which runs went so (docs/lab/map.md)."""
+)  # fmt: skip
+"""Nats an answer below which runs went so (docs/lab/map.md); what is said then, and its remedy."""
 
 PLAIN_SUM = 1e-4
 """Relative kernel error that every sum in another order makes, so that no layer is named for it."""
@@ -101,8 +89,9 @@ def _apart(learner: ScoredLearner) -> Finding:
 def _worth(plain: ScoredLearner) -> Finding:
     """What an aligned learner is worth over this one, by runs that began as far from their samplers."""
     nats = float((plain.sampler - plain.learner).sum()) / len(plain.lengths)
-    known = next(finding for bound, finding in _WORTH if nats < bound)
-    return replace(known, text=f"{nats:.2g} nats an answer between a plain learner and the sampler: {known.text}")
+    _, level, known, remedy = next(row for row in _WORTH if nats < row[0])
+    text = f"{nats:.2g} nats an answer between a plain learner and the sampler: {known}"
+    return Finding(level, "aligned or not", text, remedy)
 
 
 def faulty_layers(layers: Sequence[LayerDeviation]) -> list[LayerDeviation]:

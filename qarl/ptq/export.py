@@ -1,4 +1,5 @@
-"""`qarl export --ptq`: llmcompressor's tensors in a folder like those QaRL exports, proven in a fresh engine."""
+"""llmcompressor's tensors: in a folder like those QaRL exports, proven in a fresh engine (`qarl export --ptq`), or as
+what a run starts from (`quantization.init`)."""
 
 import math
 import tempfile
@@ -11,10 +12,14 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import UNQUANTIZED
 from qarl.ptq.compressor import Job, compress, require_llmcompressor
 from qarl.ptq.expected_checkpoint import read_as
-from qarl.ptq.methods import METHODS, calibration_count, check_method
-from qarl.ptq.source import Source, open_source
+from qarl.ptq.methods import CALIBRATION, MAX_CALIBRATION_TOKENS, METHODS, calibration_count, check_method
+from qarl.ptq.source import Source, open_source, sample_source
+from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.digest import StreamDigest
-from qarl.quant.schemes import get_scheme
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.model.kept_scales import start_from_codes
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.quant.types import LowBitTensor
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
@@ -23,7 +28,7 @@ from qarl.rollout.open import open_engine
 from qarl.run.export import Exported
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
-from qarl.run.session import model_folder
+from qarl.run.session import Policy, model_folder
 from qarl.sync.audit import audit, require_agreement
 from qarl.sync.export import ExportError, write_checkpoint
 
@@ -103,3 +108,22 @@ def verify(source: Source, engine: Engine) -> float:
     if not math.isfinite(moved):
         raise ExportError("the quantized checkpoint gives log-probs that are not finite; do not deploy it")
     return moved
+
+
+def start_from_ptq(policy: Policy, config: RunConfig) -> None:
+    """Make the policy's weight version that of `quantization.init`.
+
+    An engine of its own, closed again, samples the calibration sequences from the unquantized model, as many as
+    `qarl export --ptq` takes without a number, or fewer where they may be too long for that. Raises
+    `CompressorError` where llmcompressor fails, `ExportError` where its result is not what the scheme describes, and
+    what `start_from_codes` raises.
+    """
+    method = config.quantization.init
+    assert method is not None
+    dtype = COMPUTE_DTYPES[config.dtype]
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    count = max(1, min(CALIBRATION, MAX_CALIBRATION_TOKENS // longest))
+    model = LowBitModel(load_masters(policy.folder, dtype), get_scheme("bf16"), LayerContext(dtype, "reference"))
+    with tempfile.TemporaryDirectory(prefix="qarl-init-") as work:
+        source = sample_source(policy, model, config, Path(work), config.scheme, count)
+        start_from_codes(policy.model, list(quantized_tensors(source, method, Path(work))))

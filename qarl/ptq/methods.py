@@ -26,10 +26,6 @@ def _low_bit(scheme: Scheme) -> bool:
     return scheme.quantization is not None
 
 
-def _no_static_activations(scheme: Scheme) -> bool:
-    return scheme.weights is not None and (scheme.activations is None or bool(scheme.activations.dynamic))
-
-
 def _weight_only_int4(scheme: Scheme) -> bool:
     weights = scheme.weights
     return weights is not None and scheme.activations is None and is_integer(weights) and weights.num_bits == 4
@@ -42,7 +38,7 @@ def _int8_both(scheme: Scheme) -> bool:
 
 METHODS = {
     "rtn": Method(False, "any low-bit scheme", _low_bit),
-    "gptq": Method(True, "weight-only schemes and those with dynamic activations", _no_static_activations),
+    "gptq": Method(True, "weight-only schemes and those with dynamic activations", _low_bit),
     "awq": Method(True, "weight-only int4 schemes", _weight_only_int4),
     "smoothquant": Method(True, "int8 weights with int8 activations", _int8_both),
 }

@@ -30,7 +30,8 @@ def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Pat
     return {
         "run": run.resolve().name,
         "step": step,
-        "base": _base(config.model),
+        # An id on the Hub, or the name of an embedded policy or of a folder, whose path is nobody's business.
+        "base": Path(config.model).name if Path(config.model).expanduser().is_dir() else config.model,
         "licence": _licence(base),
         "scheme": config.scheme,
         "layers": [str(rule) for rule in config.layers],
@@ -41,11 +42,6 @@ def export_note(run: Path, config: RunConfig, step: int, export: Path, base: Pat
         **{key: getattr(config.rollout, key) for key in LIMITS},
         "versions": versions(_PACKAGES),
     }
-
-
-def _base(model: str) -> str:
-    """An id on the Hub, or the name of an embedded policy or of a folder, whose path is nobody's business."""
-    return Path(model).name if Path(model).expanduser().is_dir() else model
 
 
 def _licence(base: Path | None) -> dict[str, str]:

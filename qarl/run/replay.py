@@ -13,7 +13,6 @@ from qarl.configs.load import overridden
 from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
 from qarl.report.run_folder import RunFolder, with_absolute_paths
-from qarl.rollout.types import Group
 
 _SAMPLED_WITH = ("model", "seed", "task", "rollout")
 """Sections and fields that made the recorded completions."""
@@ -56,14 +55,6 @@ def check_rollouts(config: RunConfig) -> None:
                 f"run {config.from_rollouts!r} has recorded {of} of step {step}, of {config.steps} to learn from; "
                 f"{fewer}take a run that was started with --record all"
             )
-
-
-def recorded_groups(run: str, step: int) -> list[Group]:
-    """All groups of a recorded run's step, counted from 1."""
-    from qarl.report.recorded_groups import read_groups
-    from qarl.report.token_files import step_files
-
-    return read_groups(step_files(RunFolder(Path(run)).tokens)[step])
 
 
 def comparison(recorded: Path, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.stopwatch import Stopwatch
+from qarl.report.recorded_groups import read_groups
+from qarl.report.run_folder import RunFolder
+from qarl.report.token_files import step_files
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.run.prompts import Sampled, Speaker, sample, score_groups
-from qarl.run.replay import recorded_groups
 from qarl.run.session import Session
 from qarl.tasks import Problem, RewardError
 
@@ -44,7 +47,7 @@ def sample_step(
     extra, wanted = config.rollout.dynamic_sampling, config.rollout.prompts
     if config.from_rollouts is not None:
         with watch("sample"):
-            recorded = recorded_groups(config.from_rollouts, step + 1)
+            recorded = read_groups(step_files(RunFolder(Path(config.from_rollouts)).tokens)[step + 1])
         return recorded, _to_learn_from(recorded, extra)
     sampled: list[Group] = []
     kept: list[Group] = []

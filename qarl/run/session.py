@@ -32,7 +32,7 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
 from qarl.quant.model.kept_scales import check_scale_rule, keep_scales
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.batch_invariance import batch_invariant
+from qarl.quant.runtime.batch_invariance import FIRST_CAPABILITY, batch_invariant, turn_on
 from qarl.quant.runtime.libraries import untested_vllm
 from qarl.quant.schemes import COMPUTE_DTYPES, MASTER_DTYPES, get_scheme
 from qarl.report.run_folder import RunFolder
@@ -40,7 +40,6 @@ from qarl.report.startup import phase, say
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import Engine
 from qarl.rollout.open import open_engine
-from qarl.run.bitwise import enable_batch_invariance
 from qarl.run.check import check_processes
 from qarl.run.disk import check_disk
 from qarl.run.prompts import Prompter, open_prompter
@@ -58,6 +57,21 @@ def model_folder(name: str) -> Path:
     from qarl.embedded.recipe import ensure_tiny, tiny_names
 
     return ensure_tiny(name) if name in tiny_names() else resolve_model(name)
+
+
+def enable_batch_invariance(config: RunConfig) -> None:
+    """Turn vLLM's batch-invariant mode on in this process, where the run is `bitwise` and on a GPU; on CPUs there is
+    nothing to turn on. Raises `ConfigError` for a GPU where nothing can be learned in that mode."""
+    if not (config.bitwise and torch.cuda.is_available()):
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability < FIRST_CAPABILITY:
+        raise ConfigError(
+            f"bitwise true on a GPU of compute capability {capability[0]}.{capability[1]}: below 9.0 vLLM's "
+            "batch-invariant mode replaces torch's linear and matmul, for the whole process, by products without a "
+            "backward; leave bitwise out"
+        )
+    turn_on()
 
 
 def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> None:
@@ -311,14 +325,14 @@ def connected(
         bound = 0.0 if config.bitwise else config.sync.canary_bound or model.plan.bound
         publisher = Publisher(model, engine, sequences, bound, config.sync.canary_every, processes)
         same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
-        multiplies = _share_layers(publisher, stack) if same_kernels else "layers of its own"
+        multiplies = share_layers(publisher, stack) if same_kernels else "layers of its own"
         same_bits = config.bitwise and model.device.type == "cuda"
         rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
         require_agreement(rows)
         yield Connection(engine=engine, publisher=publisher, audited=rows, multiplies=multiplies)
 
 
-def _share_layers(publisher: Publisher, stack: ExitStack) -> str:
+def share_layers(publisher: Publisher, stack: ExitStack) -> str:
     """Have the learner use the engine's layers, until `stack` is closed; what it multiplies with, in words."""
     try:
         publisher.share_layers()

@@ -90,19 +90,15 @@ def _source(config: TaskConfig) -> tuple[Source, Scorer, Scorer]:
         if config.options:
             raise TaskError(f"task {config.name!r} takes no options, got: {', '.join(config.options)}")
         if config.name == MATH:
-            return _math_table(config), math_scorer(), math_checker()
+            usual = Columns("problem", "answer") if config.data else _PAPER_COLUMNS
+            table = _table(config, config.data or _PAPER, usual)
+            # What is text stands behind the instruction to box its answer, unless there is a system prompt.
+            return table if config.system is not None else table.behind(INSTRUCTION), math_scorer(), math_checker()
         # The checker is the reward too: an answer in a box is right, and is rewarded.
         return _table(config, config.name, Columns()), each(exact_answer), each(exact_answer)
     _refuse(config, ("prompt", "answer", "subset", "split", "heldout"), "names part of a file or data set")
     built_in = ReasoningGymTask(config.name, config.options)
     return built_in, each(built_in.score), each(built_in.correct)
-
-
-def _math_table(config: TaskConfig) -> Table:
-    """Mathematical problems; one that is text stands behind the instruction to box its answer, unless the configuration
-    has a system prompt."""
-    table = _table(config, config.data or _PAPER, Columns("problem", "answer") if config.data else _PAPER_COLUMNS)
-    return table if config.system is not None else table.behind(INSTRUCTION)
 
 
 def _table(config: TaskConfig, name: str, usual: Columns) -> Table:

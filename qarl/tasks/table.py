@@ -64,7 +64,8 @@ class Table:
         for index in range(start, start + count):
             epoch, position = divmod(index, len(rows))
             if epoch not in orders:
-                orders[epoch] = _shuffled(len(rows), stable_hash(split, seed, epoch))
+                orders[epoch] = list(range(len(rows)))
+                random.Random(stable_hash(split, seed, epoch)).shuffle(orders[epoch])
             chosen.append(rows[orders[epoch][position]])
         return chosen
 
@@ -221,9 +222,3 @@ def _answer(row: Row, column: str, answer: Any) -> str:
             'it as a right completion has it, such as "0.5", or name another column by --task.answer'
         )
     return answer
-
-
-def _shuffled(count: int, seed: int) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order

@@ -36,7 +36,7 @@ from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT, batch_invariant
 from qarl.quant.schemes import SCHEMES, Scheme, get_scheme
 from qarl.quant.types import LayerReport
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
-from qarl.run import bitwise
+from qarl.run.session import enable_batch_invariance
 from qarl.sync.audit import AuditError, audit, require_agreement
 from qarl.sync.gate import GateError, require_equal
 from tests.support.cuda_platform import CAPABILITIES, config_of, engines_experts, fits, stub_cuda
@@ -347,15 +347,15 @@ def test_it_is_turned_on_where_the_backward_works(
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "0")  # put back at the end
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    bitwise.enable_batch_invariance(config)
+    enable_batch_invariance(config)
     assert not batch_invariant(), "CPUs have nothing to turn on"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if on:
-        bitwise.enable_batch_invariance(config)
+        enable_batch_invariance(config)
     else:
         with pytest.raises(ConfigError, match=r"capability 8\.0: below 9\.0 .* without a backward"):
-            bitwise.enable_batch_invariance(config)
+            enable_batch_invariance(config)
     assert batch_invariant() is on
 
 
