@@ -231,17 +231,13 @@ def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatc
         load_task(TaskConfig(name="q.jsonl", on_error="none"))
 
 
-def test_after_a_failure_the_next_call_has_a_process_again(questions: Path):
-    code = "import os\n\n\ndef f(problem, text):\n    return os._exit(1) if text == 'die' else float(text == '7')"
-    task = own(questions, code)
+def test_after_a_failure_the_next_call_has_a_process_again(questions: Path, capfd: pytest.CaptureFixture[str]):
+    """And what the reward prints stays out of its answers."""
+    code = "import os\n\n\ndef f(problem, text):\n    print('thinking')\n"
+    task = own(questions, code + "    return os._exit(1) if text == 'die' else float(text == '7')")
     with pytest.raises(RewardError, match="ended its process"):
         rewards(task, "7", "die", "8")
     assert rewards(task, "7", "8") == [1.0, 0.0]
-
-
-def test_what_a_reward_prints_stays_out_of_its_answers(questions: Path, capfd: pytest.CaptureFixture[str]):
-    task = own(questions, "def f(problem, text):\n    print('thinking')\n    return 1.0")
-    assert rewards(task, "7") == [1.0]
     out, err = capfd.readouterr()
     assert not out and "thinking" in err
 
