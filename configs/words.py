@@ -13,10 +13,10 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def quoted(value: Any, longest: int = 80) -> str:
+def quoted(value: Any) -> str:
     """A value as a message shows it, on one line and not without end."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= longest else text[: longest - 1] + "…"
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def literals(annotation: Any) -> list[str]:

@@ -116,7 +116,7 @@ def profile_figures(kinds: Sequence[Configuration]) -> list[dict[str, Any]]:
 
 
 def _profile(
-    number: int, metrics: Sequence[Metrics], name: str, field: str, x_field: str | None = None
+    number: int, metrics: Sequence[Metrics], name: str, field: str, x_field: str | None
 ) -> list[dict[str, Any]]:
     """The line of a metric that is a list, over steps; none where no step has it. x_field: the metric that holds the
     places; without one they are counted from 1."""
@@ -160,9 +160,9 @@ def thinned(line: dict[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
     }
 
 
-def digits(value: float, count: int = 4) -> float:
-    """Rounded to that many significant digits; a whole number as one."""
-    rounded = float(f"{value:.{count}g}") if abs(value) < 10**count else float(round(value))
+def digits(value: float) -> float:
+    """Rounded to 4 significant digits; a whole number as one."""
+    rounded = float(f"{value:.4g}") if abs(value) < 10**4 else float(round(value))
     return int(rounded) if rounded == int(rounded) else rounded
 
 

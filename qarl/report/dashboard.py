@@ -154,11 +154,11 @@ def _hours(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def sparkline(values: list[float], width: int = _WIDTH) -> str:
-    """Values as one line of bars, averaged into at most `width` bins, scaled from the smallest value to the largest."""
+def sparkline(values: list[float]) -> str:
+    """Values as one line of bars, averaged into at most `_WIDTH` bins, from the smallest value to the largest."""
     if not values:
         return ""
-    bins = min(width, len(values))
+    bins = min(_WIDTH, len(values))
     edges = [round(i * len(values) / bins) for i in range(bins + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(values), max(max(values) - min(values), 1e-9)

@@ -98,8 +98,7 @@ def _name(building: Path, target: Path, manifest: dict[str, Any], keep: int) -> 
     (building / "manifest.json").write_text(json.dumps(manifest) + "\n")
     _flush(building / "manifest.json")
     _flush(building)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(building, target)
+    _rename(building, target)
     _flush(target.parent)
     for old in list_checkpoints(target.parent)[:-keep]:
         shutil.rmtree(old)
@@ -144,7 +143,7 @@ def load_checkpoint(
             raise CheckpointError(f"checkpoint {str(newest)!r} is damaged ({fault}); {older if index else alone}")
         aside = newest.with_name(f"damaged-{newest.name}")
         step_over(f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it")
-        together.first_does(lambda old=newest, new=aside: _set_aside(old, new))
+        together.first_does(lambda old=newest, new=aside: _rename(old, new))
     raise AssertionError("the oldest checkpoint is read or refused")
 
 
@@ -189,7 +188,7 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "manifest.json").read_text())
 
 
-def _set_aside(old: Path, new: Path) -> None:
+def _rename(old: Path, new: Path) -> None:
     shutil.rmtree(new, ignore_errors=True)
     os.replace(old, new)
 

@@ -90,11 +90,11 @@ def _check_shapes(folder: Path, model: PreTrainedModel, stored: dict[str, list[i
         raise ModelError(f"model {str(folder)!r}: {wrong[0]}{more}; the two are of different models")
 
 
-def _first_line(error: Exception, longest: int = 300) -> str:
+def _first_line(error: Exception) -> str:
     """What a library says, without its lists of everything it knows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) or type(error).__name__
-    return text if len(text) <= longest else text[:longest] + "…"
+    return text if len(text) <= 300 else text[:300] + "…"
 
 
 def _check_experts(folder: Path, model: PreTrainedModel, stored: dict[str, list[int]]) -> None:
