@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import Engine
-from qarl.rollout.vllm.options import VllmOptions
-from qarl.rollout.vllm.serve import server_command
+from qarl.rollout.types import ServerSpec
 
 if TYPE_CHECKING:
     from qarl.rollout.servers.vllm.start import ServerProcess
-
-__all__ = ["open_engine", "serve_rollouts", "server_command"]
 
 
 @contextmanager
@@ -27,16 +24,7 @@ def open_engine(
     process group is open. use_servers: connect to `rollout.servers` if set; else start an engine in this process.
     Raises `EngineError` where it cannot start.
     """
-    options = VllmOptions(rollout, dtype, multi_process)
-    engine: Engine
-    if rollout.servers is not None and use_servers:
-        from qarl.rollout.servers.open import open_servers
-
-        engine = open_servers(checkpoint, options)
-    else:
-        from qarl.rollout.vllm.engine import VllmEngine
-
-        engine = VllmEngine(checkpoint, options)
+    engine = _start(checkpoint, rollout, dtype, multi_process, rollout.servers is not None and use_servers)
     try:
         yield engine
     except BaseException:
@@ -44,6 +32,14 @@ def open_engine(
             engine.close()
         raise
     engine.close()
+
+
+def server_command(served: ServerSpec, host: str, port: int, more: list[str]) -> list[str]:
+    """The command of an OpenAI-compatible server on a checkpoint, to be started in this process's environment, in which
+    it sets what an engine's is. more: options of the server's own, which win."""
+    from qarl.rollout.vllm.serve import server_command
+
+    return server_command(served, host, port, more)
 
 
 @contextmanager
@@ -61,6 +57,7 @@ def serve_rollouts(
     of the `with`. key: that they ask for, None for none. more: options of vLLM's, which win. What they print is written
     beside the checkpoint. Raises `EngineError` where one cannot start."""
     from qarl.rollout.servers.vllm.start import start_replicas, stop_replicas
+    from qarl.rollout.vllm.options import VllmOptions
 
     options, logs = VllmOptions(rollout, dtype), checkpoint.parent
     replicas = start_replicas(checkpoint, options, ports, key, logs, rollout.server_seconds, host, more, devices)
@@ -68,3 +65,16 @@ def serve_rollouts(
         yield replicas
     finally:
         stop_replicas(replicas)
+
+
+def _start(checkpoint: Path, rollout: RolloutConfig, dtype: str, multi_process: bool, on_servers: bool) -> Engine:
+    from qarl.rollout.vllm.options import VllmOptions
+
+    options = VllmOptions(rollout, dtype, multi_process)
+    if on_servers:
+        from qarl.rollout.servers.open import open_servers
+
+        return open_servers(checkpoint, options)
+    from qarl.rollout.vllm.engine import VllmEngine
+
+    return VllmEngine(checkpoint, options)

@@ -36,6 +36,12 @@ class Machine:
         return self.memory if self.device == "cuda" else self.memory // processes
 
 
+def has_avx512() -> bool:
+    """Whether the CPU has; so where nobody can tell."""
+    cpu = Path("/proc/cpuinfo")
+    return not cpu.is_file() or "avx512f" in cpu.read_text()
+
+
 @dataclass(frozen=True)
 class DriverGpu:
     """A GPU as its driver reports it. memory, free: bytes. capability: of CUDA."""

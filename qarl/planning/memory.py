@@ -14,6 +14,7 @@ from functools import cached_property
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.planning.machine import has_avx512
 from qarl.planning.shapes import Shapes, schemes_of, targeted
 
 GIB = 2**30
@@ -35,8 +36,8 @@ _GROUPED = 8192
 _AHEAD = 1 << 25
 """Elements of gradients on their way to other processes beside the largest (`quant.layers.gradients.AHEAD`)."""
 
-_WIDE_ON_CPUS = ("fp8",)
-"""Schemes whose kernel holds weights in fp32 on CPUs (`quant.kernels.vllm_cpu.fp8`)."""
+_WIDE = ("fp8",) if has_avx512() else ("fp8", "w8a8", "w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel")
+"""Schemes whose kernel holds weights in fp32 on this machine's CPU (`quant.kernels.vllm_cpu`)."""
 
 _ENGINE_TOKENS = {"cpu": 8192, "cuda": 16384}
 """That vLLM computes at once at most, and sizes its buffers for."""
@@ -192,7 +193,7 @@ class _Count:
     @property
     def in_kernels(self) -> int:
         """The same in the layout that is multiplied."""
-        in_fp32 = self.device == "cpu" and self.config.scheme in _WIDE_ON_CPUS
+        in_fp32 = self.device == "cpu" and self.config.scheme in _WIDE
         return self.shapes.quantized * _FP32 if in_fp32 else self.low_bit
 
     @property

@@ -88,6 +88,34 @@ def test_vllm_multiplies_w8a8_of_any_rows(rows: int, dtype: torch.dtype):
 
 
 @no_cuda
+@pytest.mark.parametrize(("scheme", "kernel"), [("w4a16", "mp"), ("w4a16-channel", "mp"), ("w8a8", "int8")])
+@dtypes
+def test_cpus_without_avx512_multiply_in_fp32(
+    scheme: str, kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Their kernels, wherever this runs: within rounding of the exact product, of columns whose int8 products are
+    beyond fp32's integers together; a row is the same whatever stands beside it."""
+    from vllm.model_executor.kernels import linear as tables
+    from vllm.platforms.interface import PlatformEnum
+
+    from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16Fp32LinearKernel
+    from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMFp32Kernel
+
+    table, own = {
+        "mp": (tables._POSSIBLE_KERNELS, CPUWNA16Fp32LinearKernel),
+        "int8": (tables._POSSIBLE_INT8_KERNELS, CPUInt8ScaledMMFp32Kernel),
+    }[kernel]
+    monkeypatch.setitem(table, PlatformEnum.CPU, [own])
+    linear, x = make_linear(scheme, "vllm", dtype, (64, 2176), bias=False), heavy(9, 2176, seed=3).to(dtype)
+    used, weight = dequantized_activation(x, linear), dequantized_weight(linear)
+    exact = used @ weight.t()
+    with torch.no_grad():
+        y = linear(x)
+        assert linear.product.name == own.__name__ and torch.equal(linear(x[4:5]), y[4:5])
+    assert relative_error(y, exact) <= torch.finfo(dtype).eps + summation_error(used, weight) / float(exact.norm())
+
+
+@no_cuda
 def test_fp8_products_in_fp32_are_those_of_e4m3():
     """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums in another order,
     which does not depend on how many tokens there are: the last to be decoded is alone, and scored with others."""
