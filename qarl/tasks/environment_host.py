@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -54,6 +53,7 @@ class Call:
 
 def serve(fd: int) -> None:
     """The host's whole life: until the parent closes the pipe, or is gone."""
+    life = os.dup(0)
     connection, job = begin(fd)
     try:
         environment: Any = load_function(FunctionKind(job.word, _TAKES, TaskError, "class"), job.spec)
@@ -72,7 +72,7 @@ def serve(fd: int) -> None:
             pipe = recv_handle(connection)
             if not (pid := os.fork()):
                 connection.close()
-                _converse(Connection(pipe), environment, job.time_limit)
+                _converse(Connection(pipe), life, environment, job.time_limit)
             os.close(pipe)
             connection.send(pid)
 
@@ -100,11 +100,11 @@ def describe(spec: str, environment: Any) -> Description:
     return Description(tuple(tools), frozenset(methods))
 
 
-def _converse(connection: Connection, environment: Callable[[], Any], time_limit: float) -> None:
-    """A fork's whole life."""
+def _converse(connection: Connection, life: int, environment: Callable[[], Any], time_limit: float) -> None:
+    """A fork's whole life. life: see `end_with`."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for what tools start
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    end_with(life)
     instance: Any = None
     try:
         with asyncio.Runner() as runner:

@@ -8,8 +8,6 @@ descriptors, each a conversation's pipe, on which come a task's place and the UR
 """
 
 import asyncio
-import os
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,7 +16,7 @@ from typing import Any
 
 from qarl.configs.functions import in_words
 from qarl.tasks.base import Message, TaskError
-from qarl.tasks.worker import begin, end_with
+from qarl.tasks.worker import begin
 
 Begins = tuple[str, tuple[Message, ...]]
 """A task's key, the same in every run, and its first messages, without its tools; () where a user speaks later."""
@@ -34,7 +32,6 @@ class Outcome:
 
 def serve(fd: int) -> None:
     """The host's whole life: until the parent closes the pipe, or is gone."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     connection, job = begin(fd)
     try:
         environment = load(job.spec, job.options)

@@ -6,12 +6,11 @@ Over the pipe comes one `Job`, answered by whether outcomes are sent as they com
 in words by why the function cannot be used; and then lists of responses, each answered by an outcome a response.
 """
 
+import fcntl
 import os
 import pickle
 import signal
 import sys
-import threading
-import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,7 +35,6 @@ class Job:
 
 def serve(fd: int) -> None:
     """The child's whole life: until the parent closes the pipe, or is gone."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
         connection, job = begin(fd)
         try:
@@ -52,7 +50,9 @@ def serve(fd: int) -> None:
 
 
 def begin(fd: int) -> tuple[Connection, Job]:
-    """Take over the parent's pipe and its job."""
+    """Take over the parent's pipes and its job."""
+    end_with(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     connection = Connection(fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to decide about
     os.dup2(2, 1)  # what the function prints goes beside the run's output, not into it
@@ -74,8 +74,11 @@ def sendable(outcome: Any) -> Any:
     return outcome
 
 
-def end_with(parent: int) -> None:
-    """End this process, and what the function started, where the parent was killed while the function runs."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(0, signal.SIGKILL)
+def end_with(pipe: int) -> None:
+    """Have the system end this process, and what the function starts, once nobody can write into a pipe any more: the
+    parent was killed. A thread that looks would wait for code in C, such as a regular expression's, as all Python does.
+    """
+    life = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)  # which is this process's alone
+    fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)

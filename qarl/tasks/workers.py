@@ -55,7 +55,7 @@ class Child:
         self._pipe, theirs = Pipe()
         code = f"from {self._module} import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.PIPE,
             # One thread, unless the user says otherwise: the learner's own are at work beside it.
             env={"OMP_NUM_THREADS": "1", **os.environ}, start_new_session=True,
         )  # fmt: skip
@@ -172,6 +172,5 @@ class Workers:
 
 def _kill(living: list[subprocess.Popen[bytes]]) -> None:
     for process in living:
-        with suppress(ProcessLookupError):  # all of its session are gone
+        with process, suppress(ProcessLookupError):  # all of its session are gone
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+import os
 import pickle
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from qarl.tasks import Problem, Response, RewardError, TaskError, load_task, sco
 from qarl.tasks.rewards import exact_answer, exact_reward, last_box
 from qarl.tasks.scorers import in_this_process
 from qarl.tasks.task import Task
+from tests.support.forks import ROOT
 
 PLAIN = Problem("p", "3 + 4 =", "7", {"style": "short"})
 CHAT = Problem("c", "3 + 4 =", "7", {}, ({"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4 ="}))
@@ -209,6 +212,38 @@ def test_what_hangs_or_ends_its_process_is_an_error_in_bounded_time(code: str, s
     psutil.wait_procs([process for process in psutil.process_iter() if later and process.pid == int(first)], timeout=10)
     alive = psutil.pid_exists(int(first)) and psutil.Process(int(first)).status() != psutil.STATUS_ZOMBIE
     assert alive == (not later)
+
+
+ENDLESS = r"""
+import os, re, subprocess
+from qarl.configs.schema.task import TaskConfig
+from qarl.tasks import Problem, Response, load_task
+
+def f(problem, text):
+    sleeping = subprocess.Popen(["sleep", "300"])
+    open("pids", "w").write(f"{os.getpid()} {sleeping.pid}\n")
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+if __name__ == "__main__":
+    load_task(TaskConfig(name="q.jsonl", reward="mine.py:f")).rewards([Response(Problem("p", "?", "7"), "7")])
+"""
+
+
+def test_nothing_outlives_a_run_that_is_killed(questions: Path):
+    """A reward's process, in code that lets no other thread of it run, and what it had started."""
+    (questions / "mine.py").write_text(ENDLESS)
+    run = subprocess.Popen([sys.executable, "mine.py"], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not ((file := Path("pids")).exists() and file.read_text().endswith("\n")):
+        time.sleep(0.05)
+    processes = [psutil.Process(int(pid)) for pid in Path("pids").read_text().split()]
+    run.kill()
+    run.wait()
+    time.sleep(0.5)  # for the system's init to take them over
+    left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    for process in left:
+        process.kill()
+    assert left == []
 
 
 def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
