@@ -3,6 +3,7 @@ line."""
 
 import importlib
 import importlib.util
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -54,7 +55,9 @@ def in_words(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    return said + where
+    size, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    short = size > 0 and (isinstance(error, MemoryError) or "allocate memory" in str(error))
+    return said + where + (f"; raise task.memory_limit {size / 2**30:g} GiB, or bound the function" if short else "")
 
 
 def _load_file(kind: FunctionKind, spec: str, file: Path) -> ModuleType:

@@ -72,8 +72,10 @@ class TaskConfig(Section):
     time_limit: float = Field(
         default=60.0,
         gt=0,
-        description="seconds your reward may take for a completion, or for a batch where it takes batches; your "
-        "rollouts between turns; and a call of your environment",
+        description="seconds for a call of your reward or environment, and for your rollout between turns",
+    )
+    memory_limit: float | None = Field(
+        default=None, gt=0, description="GiB your reward may allocate in its process; without it no limit"
     )
     on_error: Literal["stop", "retry", "none"] = Field(
         default="stop",
@@ -92,6 +94,10 @@ class TaskConfig(Section):
                 f"task.tool_parser {self.tool_parser!r} is for calls of tools: give task.environment or task.rollout, "
                 "or leave it out"
             )
+        if self.on_error != "stop" and self.reward is None:
+            raise ValueError(f"task.on_error {self.on_error!r} is for your own reward; give task.reward")
+        if self.memory_limit and ":" not in f"{self.reward}{self.correct}":
+            raise ValueError(f"task.memory_limit {self.memory_limit:g} is for your own reward; give task.reward")
         return self
 
     @property

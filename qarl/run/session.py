@@ -128,7 +128,7 @@ def check_prompts(config: RunConfig) -> str | None:
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     prompter = open_prompter(folder, config.rollout, config.task)
-    own = {"reward": None, "correct": None, "on_error": "stop"}  # `check_files` tries those
+    own = {"reward": None, "correct": None}  # `check_files` tries those
     problems_alone = config.task.model_copy(update=own)
     task = load_task(problems_alone).shortened(prompter.fits)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)

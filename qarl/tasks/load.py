@@ -35,6 +35,7 @@ def load_task(config: TaskConfig) -> Task:
     """
     if config.name.startswith(VERIFIERS):
         return _of_verifiers(config)
+    limits = config.time_limit, config.memory_limit
     source, reward, checker = _source(config)
     shown = short_name(config.name)
     if config.environment and open_environments(config.environment, config.time_limit).judges:
@@ -44,12 +45,10 @@ def load_task(config: TaskConfig) -> Task:
                 "rewards; leave one of them out"
             )
         reward = no_signal
-    if config.reward is None and config.on_error != "stop":
-        raise TaskError(f"task.on_error {config.on_error!r} is for your own reward; give task.reward, or leave it out")
     if config.reward is not None:
-        reward = tolerant(reward_of(config.reward, shown, config.time_limit), config.on_error)
+        reward = tolerant(reward_of(config.reward, shown, *limits), config.on_error)
     if config.correct is not None:
-        checker = checker_of(config.correct, shown, config.time_limit)
+        checker = checker_of(config.correct, shown, *limits)
     return Task(
         source=source, reward=reward, checker=checker, system=config.system, template=config.template,
         rollout=load_rollout(config.rollout) if config.rollout else None, time_limit=config.time_limit,
@@ -62,7 +61,8 @@ def _of_verifiers(config: TaskConfig) -> Task:
         if (value := getattr(config, field)) is not None:
             raise TaskError(f"task.{field} {value!r} is not for {config.name!r}, which brings its own; leave it out")
     host = open_verifiers(config.name, json.dumps(config.options, sort_keys=True), config.time_limit)
-    checker = rewarded if config.correct is None else checker_of(config.correct, config.name, config.time_limit)
+    limits = config.time_limit, config.memory_limit
+    checker = rewarded if config.correct is None else checker_of(config.correct, config.name, *limits)
     return Task(
         source=host.table(), reward=no_signal, checker=checker, template=config.template,
         rollout=host.rollout, time_limit=None,

@@ -15,8 +15,10 @@ from qarl.tasks.signatures import TAKES, load_judge, outcomes
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Workers
 
-_REWARDS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_scorer}
-_CHECKERS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_checker}
+_SHIPPED: Mapping[str, Mapping[str, Callable[[], Scorer]]] = {
+    "reward": {"exact": lambda: each(exact_answer), "math": math_scorer},
+    "checker": {"exact": lambda: each(exact_answer), "math": math_checker},
+}
 _RETRY_SECONDS = (1.0, 10.0)
 """Before a reward that failed is asked again: what it asks over the network may need a moment."""
 _log = logging.getLogger(__name__)
@@ -34,16 +36,16 @@ def _weighted(outcomes: Mapping[str, Any], weights: Sequence[float]) -> Any:
     return WeightedSum(sum(parts), dict(outcomes)) if parts else None
 
 
-def reward_of(words: str, task: str, time_limit: float) -> Scorer:
+def reward_of(words: str, task: str, time_limit: float, memory_limit: float | None = None) -> Scorer:
     """The reward that `words` name: one, or several with weights ("mine.py:a=1, mine.py:b=0.2").
 
-    task: its name. time_limit: seconds for a call of a person's function.
+    task: its name. time_limit: seconds for a call of a person's function. memory_limit: see `Job`.
 
     Raises:
         TaskError: unknown, not importable, of no known signature, or a weight that is no number.
     """
     specs, weights = zip(*(_term(part.strip()) for part in words.split(",")), strict=True)
-    scorers = [_scorer("reward", spec, _REWARDS, task, time_limit) for spec in specs]
+    scorers = [_scorer("reward", spec, task, time_limit, memory_limit) for spec in specs]
     if weights == (1.0,):
         return scorers[0]
     short = [spec.rpartition(":")[2] for spec in specs]
@@ -82,9 +84,9 @@ def _said(results: Sequence[Any], failed: Sequence[int]) -> tuple[int, int, str]
     return len(failed), len(results), results[failed[0]].words
 
 
-def checker_of(words: str, task: str, time_limit: float) -> Scorer:
+def checker_of(words: str, task: str, time_limit: float, memory_limit: float | None = None) -> Scorer:
     """The checker that `words` name. Raises as `reward_of` does."""
-    return _scorer("checker", words.strip(), _CHECKERS, task, time_limit)
+    return _scorer("checker", words.strip(), task, time_limit, memory_limit)
 
 
 def _term(text: str) -> tuple[str, float]:
@@ -101,8 +103,8 @@ def _term(text: str) -> tuple[str, float]:
         ) from None
 
 
-def _scorer(word: str, spec: str, shipped: Mapping[str, Callable[[], Scorer]], task: str, time_limit: float) -> Scorer:
-    if spec in shipped:
+def _scorer(word: str, spec: str, task: str, time_limit: float, memory: float | None) -> Scorer:
+    if spec in (shipped := _SHIPPED[word]):
         return shipped[spec]()
     if ":" not in spec:
         near = did_you_mean(spec, shipped)
@@ -112,7 +114,8 @@ def _scorer(word: str, spec: str, shipped: Mapping[str, Callable[[], Scorer]], t
         )
     if spec.startswith("qarl."):
         return in_this_process(word, spec, task, time_limit)
-    workers = Workers(Job(word=word, spec=spec, task=task, time_limit=time_limit, path=tuple(sys.path)))
+    path = tuple(sys.path)
+    workers = Workers(Job(word=word, spec=spec, task=task, time_limit=time_limit, path=path, memory_limit=memory))
     workers.check()
     return workers
 

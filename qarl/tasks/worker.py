@@ -9,10 +9,13 @@ in words by why the function cannot be used; and then lists of responses, each a
 import fcntl
 import os
 import pickle
+import resource
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from qarl.tasks.base import Failure, TaskError
@@ -23,6 +26,7 @@ from qarl.tasks.signatures import call_one_by_one, load_judge, outcomes
 class Job:
     """word: "reward", "checker" or "environment", for messages. spec: what names the function or class. task: the
     task's name. time_limit: seconds for a call. path: the parent's sys.path. options: of an environment of verifiers.
+    memory_limit: GiB each of its processes may allocate, None for any number.
     """
 
     word: str
@@ -31,6 +35,7 @@ class Job:
     time_limit: float
     path: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    memory_limit: float | None = None
 
 
 def serve(fd: int) -> None:
@@ -58,6 +63,12 @@ def begin(fd: int) -> tuple[Connection, Job]:
     os.dup2(2, 1)  # what the function prints goes beside the run's output, not into it
     job: Job = connection.recv()
     sys.path[:] = job.path
+    with suppress(OSError):  # where the machine's memory is short, this process ends and not the learner
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if job.memory_limit is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        size = min(int(job.memory_limit * 2**30), most if most > 0 else sys.maxsize)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, most))
     return connection, job
 
 

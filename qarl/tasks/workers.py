@@ -84,7 +84,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self.stop()
             return "it closed its pipe"
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
+        limited = f" under task.memory_limit {self.job.memory_limit:g} GiB" if self.job.memory_limit else ""
+        return (f"signal {-code}" if code < 0 else f"exit status {code}") + limited
 
     def end(self) -> None:
         """Let the child end by itself, as it does without its pipe, and `stop` it where it does not."""

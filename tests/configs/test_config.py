@@ -91,7 +91,7 @@ BOUNDS = {
     "ge 2": "loop_limit",
     "ge 2, le 10000": "samples",
     "gt 0": "alpha canary_bound clip_high coefficient constant delta_high epsilon_high gate_bound gate_k3_bound "
-    "grad_clip loss_scale server_seconds tau_negative tau_positive time_limit",
+    "grad_clip loss_scale memory_limit server_seconds tau_negative tau_positive time_limit",
     "gt 0, le 1": "lr top_p",
     "gt 0, le 10": "temperature",
     "gt 0, lt 1": "clip_low delta_low",
