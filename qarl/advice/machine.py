@@ -167,4 +167,5 @@ def _operators(on_gpus: bool) -> Finding:
         attention = f"FlashAttention {get_flash_attn_version()}"
     runner = "V2" if VllmConfig().use_v2_model_runner else "V1"
     text = f"its compiled operators on {current_platform.device_name}, attention {attention}, model runner {runner}"
-    return _line("vLLM", text, "" if bool((out == 1).all()) else "a norm of ones is wrong: make env")
+    near = (out - 1).abs().max() < 0.01  # without AVX-512 vLLM cuts off what bfloat16 has no room for
+    return _line("vLLM", text, "" if bool(near) else "a norm of ones is wrong: make env")
