@@ -39,7 +39,7 @@ def config_file(name: str) -> Path:
     if name in shipped_names():
         return Path(str(files("qarl.configs") / f"{name}.yaml"))
     if Path(name).is_dir():
-        raise ConfigError(f"configuration {name!r} is a folder; give a YAML file in it, or --resume {name} for a run")
+        raise ConfigError(f"configuration {name!r} is a folder; give a YAML file in it (config.yaml in a run's)")
     raise ConfigError(
         f"no configuration file {name!r}, and no shipped one of that name ({', '.join(shipped_names())})"
         f"{did_you_mean(name, shipped_names())}"

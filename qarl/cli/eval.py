@@ -31,7 +31,7 @@ def add_eval(commands: Any) -> None:
     )
     add = evaluate.add_argument
     add("target", metavar="TARGET", help="run folder (its export), checkpoint folder, hub id, or embedded name")
-    add("--task", dest="short:task.name", help="task name or file (default: the run's, else chain_sum)")
+    add("--task", dest="short:task.name", metavar="NAME", help="task name or file (default: the run's, else chain_sum)")
     suites = "; ".join(f"{name} ({', '.join(b.name for b in suite)})" for name, suite in SUITES.items())
     add("--suite", choices=tuple(SUITES), help=f"benchmarks instead of a task: {suites}")
     add("--data", metavar="DIR", help="local copies of the suite's benchmarks (default: from the Hub)")

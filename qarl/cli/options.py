@@ -30,13 +30,14 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
             file = f"; a configuration is --config {item}" if item.endswith((".yaml", ".yml")) else ""
             raise ConfigError(f"unexpected argument {item!r}; options read --name VALUE{file}")
         name, equals, value = item[2:].partition("=")
-        if name == "config":
-            raise ConfigError("this command takes a configuration without --config: give the file or name alone")
         name = FLAGS.get(name, name)
         if not equals:
             value = next(items, None)
             if value is None or value.startswith("--"):
                 raise ConfigError(f"option --{name} needs a value{_misspelt(name)}")
+        if name == "config" and vars(known).get(name, "") is None:
+            known.config = value
+            continue
         if name in short:
             raise ConfigError(
                 f"--{name} {value} is also given by its short flag, with {short[name]!r}; give it once, by either"

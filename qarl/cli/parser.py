@@ -134,4 +134,4 @@ def normalized_argv(arguments: Sequence[str]) -> list[str]:
 
 
 def _is_field(name: str) -> bool:
-    return "." in name or name in FLAGS or name in field_paths()
+    return "." in name or name in FLAGS or name in field_paths() or name == "config"

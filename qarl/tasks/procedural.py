@@ -101,7 +101,7 @@ def dataset_of(name: str) -> tuple[Any, Any]:
     if name in datasets:
         return datasets[name]
     near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}? " if near else ""
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
     if "/" in name or "." in name:
         lines = f"; a list becomes lines by: jq -c '.[]' {name} > {name}l" if name.endswith(".json") else ""
         raise TaskError(
@@ -109,8 +109,8 @@ def dataset_of(name: str) -> tuple[Any, Any]:
             f"Face data set, or a folder with one, reads hf:{name}{lines}"
         )
     raise TaskError(
-        f"unknown task {name!r}; {hint}A task is one of {len(datasets)} built-in ones, which `qarl tasks` lists, a "
-        "path ending in .jsonl, .csv, .tsv or .parquet, or hf:DATASET"
+        f"unknown task {name!r}; it must be one of {len(datasets)} built-in ones, which `qarl tasks` lists, a path "
+        f"ending in .jsonl, .csv, .tsv or .parquet, or hf:DATASET{hint}"
     )
 
 

@@ -85,7 +85,9 @@ def read_config(folder: Path) -> dict[str, Any]:
                 f"{str(folder)!r} is a run, no model; give the model it was trained from (`model` in its config.yaml), "
                 f"or, of an unquantized run, {str(folder / 'export')!r}"
             )
-        raise ModelError(f"model folder {str(folder)!r} has no config.json; give a transformers model folder")
+        runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
+        instead = f"one of the runs in it, such as {str(runs[-1])!r}" if runs else "a transformers model folder"
+        raise ModelError(f"model folder {str(folder)!r} has no config.json; give {instead}")
     return _read_object(folder / "config.json")
 
 

@@ -41,6 +41,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     (tmp_path / "latin.yaml").write_bytes(b"# \xe9\n")
     (tmp_path / "taken").mkdir()
+    (tmp_path / "all" / "begun").mkdir(parents=True)
+    (tmp_path / "all" / "begun" / "config.yaml").touch()
     return tmp_path
 
 
@@ -63,7 +65,8 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --lr .inf", "(--lr) inf must be a finite number"),
         ("train --aligned", "option --aligned needs a value"),
         ("train run.yaml", "options read --name VALUE; a configuration is --config run.yaml"),
-        ("check --config tiny-qwen3", "takes a configuration without --config: give the file or name alone"),
+        ("check --config nope.yaml", "no configuration file 'nope.yaml'"),
+        ("check small --config small", "unknown option --config"),
         ("plan --processes 0", "--processes '0' must be a whole number from 1 up"),
         ("train --config a --config b", "option --config is given twice"),
         ("train --learner.optimizer.betas [2,3]", "betas 3 must be less than 1"),
@@ -91,7 +94,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --model taken", "'taken' has no config.json"),
         ("train --task [red]nope.jsonl", "task file [red]nope.jsonl does not exist"),
         ("train --task list.json", "jq -c '.[]' list.json > list.jsonl"),
-        ("train --task chain_sums", "unknown task 'chain_sums'; did you mean chain_sum"),
+        ("train --task chain_sums", "or hf:DATASET; did you mean chain_sum"),
         ("train --task chain_sum --task.options.terms 2", "unknown option 'terms' of task 'chain_sum'"),
         ("train --task chain_sum --task.options.min_terms two", "'min_terms' of task 'chain_sum' is 'two'"),
         ("train --task q.jsonl --task.prompt text", "q.jsonl:1: no column 'text'; there are: question, answer, split"),
@@ -121,6 +124,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("eval ./nope", "there is no folder './nope' here"),
         ("eval runs/nope", "there is no folder 'runs/nope' here; give a run's"),
         ("eval taken", "'taken' has no config.json"),
+        ("eval all", "'all' has no config.json; give one of the runs in it, such as 'all/begun'"),
         ("schemes --json taken", "--json taken: is a folder"),
         ("check --rollout.prompts few", "rollout.prompts (--prompts) 'few' must be a valid integer"),
         ("mismatch --bitwise few", "bitwise 'few' must be"),
