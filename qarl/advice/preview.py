@@ -41,7 +41,7 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
     yield Finding("note", "task", task.describe() or f"{task.name}: built in, without end")
     yield from _prompt(prompter, problems[0])
     yield from _judged(task, problems)
-    yield from _lengths(config, prompter, problems)
+    yield from _lengths(config, folder, prompter, problems)
     yield _memory(config)
     yield _disk(config, folder)
 
@@ -84,14 +84,17 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
         yield Finding("note", kind, f"{quoted(response.text)}: {signal}, counts as {'right' if verdict else 'wrong'}")
     right, other = ([r for r in rewards[part] if r is not None] for part in (slice(0, 2), slice(2, 4)))
     if not right or (other and max(right) <= max(other)):
-        yield Finding("warning", "reward", "gives the reference answer no more than a wrong one", "look at --reward")
+        level = "note" if len(set(right)) > 1 and right == other else "warning"  # judges the form alone
+        yield Finding(level, "reward", "gives the reference answer no more than a wrong one", "look at --reward")
     if not any(verdicts[:2]) or any(verdicts[2:]):
         text = "does not tell the reference answer from a wrong one"
         yield Finding("warning", "accuracy", text, "look at --task.correct")
 
 
-def _lengths(config: RunConfig, prompter: Prompter, problems: list[Problem]) -> Iterator[Finding]:
+def _lengths(config: RunConfig, folder: Path, prompter: Prompter, problems: list[Problem]) -> Iterator[Finding]:
     prompts = sorted(prompter.lengths(problems))
+    if prompter.tokenizer.eos_token_id is read_config(folder).get("eos_token_id") is None and not config.rollout.stop:
+        yield Finding("warning", "end", "without an end token every completion is cut off", "give one, or rollout.stop")
     answers = sorted(len(prompter.tokenizer(solution_of(p), add_special_tokens=False)["input_ids"]) for p in problems)
     for what, lengths, option in (
         ("prompts", prompts, "rollout.max_prompt_tokens"),

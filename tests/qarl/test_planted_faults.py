@@ -157,6 +157,10 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: (model / "chat_template.jinja").write_text("{{ raise_exception('no user') }}"),
         "cannot be applied: TemplateError: no user",
     ),
+    "no end": (
+        lambda model: [f.write_text(f.read_text().replace('"eos_token', '"x')) for f in model.glob("*config.json")],
+        "warning: end: without an end token every completion is cut off -> give one, or rollout.stop",
+    ),
 }
 
 
@@ -209,6 +213,8 @@ def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: s
     assert main(["check", "run.yaml"]) == 1
     text = capsys.readouterr().out
     assert said in text and text.endswith("1 warning\n"), text
+    (starter / "same.py").write_text("def same(problem, text):\n    return 'box' in text\n")
+    assert main(["check", "run.yaml"]) == (field == "correct"), "of the form alone: no verdict, but a reward"
 
 
 def test_the_starters_reward_is_what_it_says(starter: Path):
