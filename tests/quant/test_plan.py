@@ -62,7 +62,7 @@ def test_counted_decoder_layers_leave_their_router_alone():
     assert of(plan, "model.layers.[01].mlp.experts.*") == of(plan, "model.layers.[01].self_attn.*") == {"w8a8"}
 
 
-COUNTED = {"first:1": ("model.layers.0.",), "last:2": ("model.layers.1.", "model.layers.2.")}
+COUNTED = {"first:1": ("model.layers.0.",), "last:2": ("model.layers.1.", "model.layers.2."), "first:3": ("model",)}
 PATTERNS = [*COUNTED, "*.down_proj", "*.o_proj", "*.self_attn.*", "re:.*mlp", "model.layers.1.*"]
 
 
