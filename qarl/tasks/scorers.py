@@ -15,10 +15,8 @@ from qarl.tasks.signatures import TAKES, load_judge, outcomes
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Workers
 
-_SHIPPED: Mapping[str, Mapping[str, Callable[[], Scorer]]] = {
-    "reward": {"exact": lambda: each(exact_answer), "math": math_scorer},
-    "checker": {"exact": lambda: each(exact_answer), "math": math_checker},
-}
+_REWARDS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_scorer}
+_CHECKERS: Mapping[str, Callable[[], Scorer]] = {"exact": lambda: each(exact_answer), "math": math_checker}
 _RETRY_SECONDS = (1.0, 10.0)
 """Before a reward that failed is asked again: what it asks over the network may need a moment."""
 _log = logging.getLogger(__name__)
@@ -104,7 +102,8 @@ def _term(text: str) -> tuple[str, float]:
 
 
 def _scorer(word: str, spec: str, task: str, time_limit: float, memory: float | None) -> Scorer:
-    if spec in (shipped := _SHIPPED[word]):
+    shipped = _REWARDS if word == "reward" else _CHECKERS
+    if spec in shipped:
         return shipped[spec]()
     if ":" not in spec:
         near = did_you_mean(spec, shipped)

@@ -15,7 +15,6 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from qarl.tasks.base import Failure, TaskError
@@ -63,8 +62,8 @@ def begin(fd: int) -> tuple[Connection, Job]:
     os.dup2(2, 1)  # what the function prints goes beside the run's output, not into it
     job: Job = connection.recv()
     sys.path[:] = job.path
-    with suppress(OSError):  # where the machine's memory is short, this process ends and not the learner
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where the machine's memory is short, this process ends and not the learner
     if job.memory_limit is not None:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         size = min(int(job.memory_limit * 2**30), most if most > 0 else sys.maxsize)

@@ -41,8 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     (tmp_path / "latin.yaml").write_bytes(b"# \xe9\n")
     (tmp_path / "taken").mkdir()
-    (tmp_path / "all" / "begun").mkdir(parents=True)
-    (tmp_path / "all" / "begun" / "config.yaml").touch()
+    (tmp_path / "all" / "begun" / "config.yaml").mkdir(parents=True)
     return tmp_path
 
 

@@ -233,8 +233,7 @@ def test_nothing_outlives_a_run_that_is_killed(questions: Path):
     """A reward's process, in code that lets no other thread of it run, and what it had started."""
     (questions / "mine.py").write_text(ENDLESS)
     run = subprocess.Popen([sys.executable, "mine.py"], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not ((file := Path("pids")).exists() and file.read_text().endswith("\n")):
+    while run.poll() is None and not ((file := Path("pids")).exists() and file.read_text().endswith("\n")):
         time.sleep(0.05)
     processes = [psutil.Process(int(pid)) for pid in Path("pids").read_text().split()]
     run.kill()
@@ -266,18 +265,18 @@ def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatc
 
 def test_a_reward_may_not_take_more_memory_than_it_is_allowed(questions: Path):
     """What it allocates beyond is a failure like any other, and where the machine has no more its process ends first.
-    A task that is evaluated without its reward, and its settings, loads."""
-    code = "def f(problem, text):\n    return float(len(bytearray(int(text) << 20)) >> 20)\n\n\n"
-    code += "def first(problem, text):\n    return float(open('/proc/self/oom_score_adj').read())"
-    limited = {"memory_limit": 0.75, "spec": "mine.py:f=1,mine.py:first=1"}
-    assert rewards(own(questions, code, on_error="none", **limited), "1", "1000", "2") == [1001.0, None, 1002.0]
+    A task that is evaluated without its reward loads."""
+    own_score = "int(open('/proc/self/oom_score_adj').read())"
+    code = f"def f(problem, text):\n    return len(bytearray(int(text) << 20)) / 2**20 + {own_score}"
+    task = own(questions, code, on_error="none", memory_limit=0.75)
+    assert rewards(task, "1", "1000", "2") == [1001.0, None, 1002.0]
     with pytest.raises(RewardError, match=r"MemoryError.*line 2, in f\); raise task\.memory_limit 0\.75 GiB, or bound"):
-        rewards(own(questions, code, **limited), "1000")
+        rewards(own(questions, code, memory_limit=0.75), "1000")
     config = TaskConfig(name="q.jsonl", reward="mine.py:f", on_error="none", memory_limit=1)
     assert rewards(load_task(config.model_copy(update={"reward": None})), "7") == [1.0]
-    for field in ({"on_error": "none"}, {"memory_limit": 1}):
+    for field in ({"on_error": "none"}, {"memory_limit": 1, "reward": "exact"}):
         with pytest.raises(ValueError, match="is for your own reward"):
-            TaskConfig.model_validate({"reward": None if "on_error" in field else "exact", **field})
+            TaskConfig.model_validate(field)
 
 
 def test_after_a_failure_the_next_call_has_a_process_again(questions: Path, capfd: pytest.CaptureFixture[str]):

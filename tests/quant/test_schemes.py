@@ -192,7 +192,6 @@ def test_a_cpu_without_avx_512_is_told_what_int4_needs(monkeypatch: pytest.Monke
     """vLLM has the product in its build for AVX-512 alone; an AttributeError said so, in the words of torch."""
     from qarl.quant.kernels.vllm_cpu import int4
 
-    kernel: Any = None
     monkeypatch.setattr(int4, "torch", SimpleNamespace(ops=SimpleNamespace(_C=None)))
     with pytest.raises(NotImplementedError, match="vLLM's int4 kernel needs AVX-512, which this CPU lacks"):
-        int4.CPUWNA16NibbleKernel._process_gptq_weights_w4a16(kernel, None)
+        int4.CPUWNA16NibbleKernel._process_gptq_weights_w4a16(SimpleNamespace(), None)  # pyright: ignore
