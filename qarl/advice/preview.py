@@ -63,8 +63,7 @@ def _kernels(config: RunConfig) -> str:
 
 
 def _prompt(prompter: Prompter, problem: Problem) -> Iterator[Finding]:
-    tokens = len(prompter.prompt(problem).token_ids)
-    text = prompter.text(problem)
+    tokens, text = len(prompter.prompt(problem).token_ids), prompter.text(problem)
     cut = "…" if len(text) > _LONGEST_SHOWN else ""
     yield Finding("note", f"problem {problem.id}, as the model sees it ({tokens} tokens)", text[:_LONGEST_SHOWN] + cut)
 
