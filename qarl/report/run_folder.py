@@ -17,6 +17,7 @@ import yaml
 from qarl.configs.errors import ConfigError
 from qarl.configs.files import written_aside
 from qarl.configs.load import config_from_tree, is_embedded, refuse_unknown
+from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.objectives import OwnConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.yaml_file import read_yaml
@@ -34,7 +35,8 @@ FIXED_FIELDS = (
     "learner.compile", "learner.compute_dtype", "learner.input_gradients", "learner.master_dtype",
     "learner.optimizer.name", "learner.optimizer.rounding", "learner.lora",
 )  # fmt: skip
-"""What a resumed run may not change."""
+"""What a resumed run may not change, but for what may have stopped it: `_BOUNDS`."""
+_BOUNDS = ("task.time_limit", "task.memory_limit", "task.on_error")
 
 
 class RunInUseError(ConfigError):
@@ -206,12 +208,10 @@ def new_path(config: RunConfig) -> Path:
 def resumed_config(started: RunConfig, resumed: RunConfig) -> RunConfig:
     """The configuration to continue with. Raises `ConfigError` where a field that fixes the run differs."""
     started, resumed = with_absolute_paths(started), with_absolute_paths(resumed)
-    before, after = started.model_dump(), resumed.model_dump()
-    for path in FIXED_FIELDS:
-        old, new = before, after
-        for key in path.split("."):
-            old, new = old[key], new[key]
-        if old != new:
+    before, after = leaf_values(started), leaf_values(resumed)
+    for path in before | after:
+        fixed = path not in _BOUNDS and f"{path}.".startswith(tuple(f"{field}." for field in FIXED_FIELDS))
+        if fixed and (old := before.get(path)) != (new := after.get(path)):
             raise ConfigError(
                 f"this run was started with {path} {old!r} and cannot be resumed with {new!r}; start a new run for that"
             )

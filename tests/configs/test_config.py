@@ -273,7 +273,7 @@ def test_a_resumed_run_keeps_what_fixes_it(path: str):
     assert set(FIXED_FIELDS) == CHANGED.keys()
     field, value = CHANGED[path]
     file, both = config_file("tiny-qwen3"), NEEDED.get(path, {})
-    with pytest.raises(ConfigError, match=f"started with {path.replace('.', chr(92) + '.')} .* cannot be resumed"):
+    with pytest.raises(ConfigError, match=f"started with {field.replace('.', chr(92) + '.')} .* cannot be resumed"):
         resumed_config(load_config(file, both), load_config(file, both | {field: value}))
-    longer = load_config(file, {"steps": "999"})
+    longer = load_config(file, {"steps": "999", "task.time_limit": "9", "task.on_error": "none"})
     assert resumed_config(load_config(file, {}), longer) == longer
