@@ -3,7 +3,6 @@
 import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,13 +184,3 @@ def test_exports_are_llmcompressors_round_to_nearest(scheme: str, tmp_path: Path
 def test_a_cache_is_refused_where_no_config_could_say_so():
     with pytest.raises(SchemeError, match="kv_cache 'fp8' of a model without a low-bit layer"):
         write_quantization_config([], ["lm_head"], "fp8")
-
-
-@no_cuda
-def test_a_cpu_without_avx_512_is_told_what_int4_needs(monkeypatch: pytest.MonkeyPatch):
-    """vLLM has the product in its build for AVX-512 alone; an AttributeError said so, in the words of torch."""
-    from qarl.quant.kernels.vllm_cpu import int4
-
-    monkeypatch.setattr(int4, "torch", SimpleNamespace(ops=SimpleNamespace(_C=None)))
-    with pytest.raises(NotImplementedError, match="vLLM's int4 kernel needs AVX-512, which this CPU lacks"):
-        int4.CPUWNA16NibbleKernel._process_gptq_weights_w4a16(SimpleNamespace(), None)  # pyright: ignore

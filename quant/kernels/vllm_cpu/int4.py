@@ -34,8 +34,6 @@ class CPUWNA16NibbleKernel(CPUWNA16LinearKernel):
     """vLLM's kernel over the same bytes, packed otherwise."""
 
     def _process_gptq_weights_w4a16(self, layer: Any) -> None:
-        if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-            raise NotImplementedError("vLLM's int4 kernel needs AVX-512, which this CPU lacks")
         packed = getattr(layer, self.w_q_name)
         layer.isa_hint = _get_isa_hint(getattr(layer, self.w_s_name).dtype)
         packed.data = repacked(packed.data.t())
