@@ -19,8 +19,8 @@ _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 _ROWS = 4
-"""The least that are multiplied. torch adds up products of fewer in another order: the last sequences to be decoded
-would differ, now and then, from what the learner scores."""
+"""Multiplied at once. torch adds up products of fewer in another order, and leaves the rest to one of its threads: the
+last sequences to be decoded would differ, now and then, from what the learner scores."""
 
 
 class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
@@ -56,7 +56,7 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
 
 def fp32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x: fp32 [N, I]; weight: fp32 [I, O] → fp32 [N, O], every row the same whatever N is."""
-    return (nn.functional.pad(x, (0, 0, 0, max(0, _ROWS - len(x)))) @ weight)[: len(x)]
+    return (nn.functional.pad(x, (0, 0, 0, -len(x) % _ROWS)) @ weight)[: len(x)]
 
 
 def decoded(codes: torch.Tensor) -> torch.Tensor:
