@@ -84,9 +84,10 @@ def require_key(host: str, key: str | None) -> None:
 def _write_checkpoint(config: RunConfig, folder: Path) -> None:
     """What the servers start on: the policy of the configuration, as its run would export it."""
     with phase("importing torch and transformers"):
-        from qarl.run.session import open_policy, require_schemes
+        from qarl.run.session import check_prompts, open_policy, require_schemes
         from qarl.sync.export import export_checkpoint
     with phase("writing the policy's checkpoint"):
         require_schemes(config)
+        check_prompts(config)
         policy = open_policy(config)
         export_checkpoint(policy.model, policy.folder, folder)

@@ -77,7 +77,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("init mine --gpus 1x24GB", "--gpus 1x24GB goes with --model"),
         ("init mine --model nowhere/", "model folder 'nowhere/' does not exist"),
         ("serve-rollouts --replicas 0", "--replicas '0' must be a whole number from 1 up"),
-        ("serve-rollouts --dtype float32", "'w4a16' cannot run in the engine on this machine (torch.float32)"),
+        ("serve-rollouts --scheme w8a16", "'w8a16' cannot run in the engine on this machine"),
         ("serve-rollouts --host 0.0.0.0", "--key-file, or QARL_SERVER_KEY"),
         ("report nope", "there is no folder 'nope'"),
         ("report taken", "'taken' is no run folder (it has no config.yaml)"),
