@@ -83,7 +83,8 @@ def test_memory_is_fitted_without_its_warm_up():
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 
 
-def test_the_plan_is_within_a_tenth_of_what_was_measured():
+def test_the_plan_is_within_a_tenth_of_what_was_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("qarl.planning.memory._WIDE", ("fp8",))  # on CPUs with AVX-512
     rows = [row for file in RECORDS.glob("memory-*.json") for row in json.loads(file.read_text())["data"]]
     assert {row["model"] for row in rows} >= {"40m", "150m", "70m-moe"} and len({row["scheme"] for row in rows}) == 3
     for row in rows:
