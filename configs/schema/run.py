@@ -329,8 +329,8 @@ class RunConfig(Section):
         self._refuse_an_engine()
         if not self.learner.keep_products and self.shares_engine:
             raise ValueError(
-                "learner.keep_products false, but the learner multiplies with the layers of an engine in its process, "
-                "which stay; give rollout.servers, or leave it out"
+                "learner.keep_products false, but the learner has none of its own: it multiplies with its masters, or "
+                "with the layers of an engine in its process; give rollout.servers, or leave it out"
             )
         if self.quantization.kv_cache is not None and self.scheme == UNQUANTIZED and not self.layers:
             raise ValueError(

@@ -80,8 +80,8 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
     model's config.json is read. model: one that is loaded already, in place of the configuration's."""
     enable_batch_invariance(config)
     dtype = COMPUTE_DTYPES[config.dtype]
-    require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
     require_cache(config.quantization.kv_cache)
+    require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model)) if model is None else model
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     check_scale_rule(config.quantization.scale, plan)

@@ -102,7 +102,9 @@ def test_cpus_without_avx512_multiply_in_fp32(
 
     from qarl.quant.kernels.vllm_cpu.int4 import CPUWNA16Fp32LinearKernel
     from qarl.quant.kernels.vllm_cpu.int8 import CPUInt8ScaledMMFp32Kernel
+    from qarl.quant.kernels.vllm_gpu import load_plugins
 
+    load_plugins()  # into the tables as they are
     table, own = {
         "mp": (tables._POSSIBLE_KERNELS, CPUWNA16Fp32LinearKernel),
         "int8": (tables._POSSIBLE_INT8_KERNELS, CPUInt8ScaledMMFp32Kernel),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm import _custom_ops as ops
-from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
 
 from qarl.quant.kernels.vllm_cpu.fp8 import fp32_product
 
@@ -41,11 +41,15 @@ class CPUInt8ScaledMMAnyDtypeKernel(CPUInt8ScaledMMLinearKernel):
 class CPUInt8ScaledMMFp32Kernel(CPUInt8ScaledMMLinearKernel):
     """vLLM's kernel with its product of dynamically quantized, symmetric inputs in fp32."""
 
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        """vLLM's hook: whether it multiplies such a layer, and else why not; oneDNN's sums would be wrong."""
+        if c.is_static_input_scheme or not (c.input_symmetric and c.is_channelwise):
+            return False, "without VNNI int8 has to be symmetric, per channel and dynamic per token"
+        return True, None
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """vLLM's hook: hold the loaded codes, int8 [O, I], in fp32."""
-        if self.config.is_static_input_scheme or not (self.config.input_symmetric and self.config.is_channelwise):
-            super().process_weights_after_loading(layer)
-            return
         self.linear_method = self._apply_in_fp32
         name = self.layer_param_names[0]
         setattr(layer, name, nn.Parameter(getattr(layer, name).float(), requires_grad=False))
