@@ -111,11 +111,20 @@ class Recorder:
         self._passed &= report.passed
 
 
-def record(paths: list[str], to: Path) -> None:
-    """Run these tests on the sound code of the working folder and write what each ran."""
-    recorder = Recorder(Path.cwd().resolve())
-    pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *paths], plugins=[recorder])
-    to.write_text(json.dumps(recorder.tests))
+def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
+    """Run these tests on the sound code, a file at a time, for what each ran."""
+    tests: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        file = clone / path.partition("::")[0]
+        for one in sorted(file.rglob("test_*.py")) if file.is_dir() else [path]:
+            ran = clone / "ran.json"
+            ran.unlink(missing_ok=True)
+            process = FORKS.Process(target=_pytest, args=(clone, [str(one)], ran))
+            process.start()
+            process.join()
+            print((clone / "output.txt").read_text().splitlines()[-1], one, flush=True)
+            tests |= json.loads(ran.read_text())
+    return tests
 
 
 def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]]) -> Outcome:
@@ -142,10 +151,17 @@ def in_turn(names: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
-    """The first of these tests that fails; "" where all pass."""
+    """The first of these tests that fails; "" where all pass. Files that keep their order have a process each: a
+    process has one engine."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition("::")[0] if tests[name]["together"] else "", []).append(name)
+    return next(filter(None, (_failing(group, clone, tests) for group in groups.values())), "")
+
+
+def _failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
     output = clone / "output.txt"
-    (clone / "tests.txt").write_text("\n".join(names))
-    process = FORKS.Process(target=_pytest, args=(clone, output))
+    process = FORKS.Process(target=_pytest, args=(clone, names))
     process.start()
     process.join(120 + 4 * sum(tests[name]["seconds"] for name in names))
     late = process.is_alive()
@@ -157,20 +173,26 @@ def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> 
     failed = [text for text in output.read_text().splitlines() if text.startswith(("FAILED ", "ERROR "))]
     if failed:
         return failed[0].split(" - ")[0].partition(" ")[2]
+    if process.exitcode == 1:  # of pytest, only beside a failure
+        raise RuntimeError(f"the tests did not run, {output}:\n{output.read_text()[-2000:]}")
     return f"exit status {process.exitcode}" if process.exitcode else ""
 
 
-def _pytest(clone: Path, output: Path) -> None:
-    """In a fork of a process that has imported the libraries, none of ours."""
+def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
+    """In a fork of a process that has imported the libraries, none of ours. ran: the file for what each test ran."""
     os.setsid()
     os.chdir(clone)
     os.environ.update(alone(clone))
     sys.path.insert(0, str(clone))
     sys.dont_write_bytecode = True
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = os.open(clone / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    status = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "@tests.txt"])
+    recorder = Recorder(clone.resolve())
+    command = ["-q", "-n", "0", "-p", "no:cacheprovider", *(names if ran else ["-x", *names])]
+    status = pytest.main(command, plugins=[recorder] if ran else [])
+    if ran:
+        ran.write_text(json.dumps(recorder.tests))
     sys.stdout.flush()
     os._exit(status)
 
@@ -189,12 +211,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
     parser.add_argument("--tests", nargs="+", help="files or folders instead of tests/ROOM")
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # what the tool starts in the clone
     options = parser.parse_args()
     paths = options.tests or [f"tests/{options.room}"]
-    if options.record:
-        record(paths, options.record)
-        return 0
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     same = {"commit": commit.strip(), "room": options.room, "tests": paths}
     kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {**same, "outcomes": []}
@@ -209,9 +227,7 @@ def main() -> int:
         clone = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         if "ran" not in kept:
-            command = [sys.executable, __file__, "--room", options.room, "--tests", *paths, "--record"]
-            subprocess.run([*command, f"{scratch}/ran"], cwd=clone, env=alone(clone), check=True)
-            kept["ran"] = json.loads(Path(scratch, "ran").read_text())
+            kept["ran"] = record(paths, clone)
         drawn = [asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)]
         for mutation in drawn:
             if all(outcome["mutation"] != mutation for outcome in kept["outcomes"]):
