@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from qarl.cli.main import main
-from qarl.configs.errors import ConfigError
+from qarl.configs.errors import ConfigError, disk_error
+from qarl.configs.files import written_aside
+from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.load import choice_sections, config_file, default_config, field_paths, load_config, shipped_names
 from qarl.configs.schema.objectives import AnyObjective
 from qarl.configs.schema.run import RunConfig, TaskConfig
@@ -222,6 +224,9 @@ def test_a_configuration_round_trips_as_a_run_folder_writes_it(tmp_path: Path, n
         ("learner:\n  objective: grpo\n", "learner.objective 'grpo' is no mapping"),
         ("learner:\n  optimizer:\n    betas: [0.9]\n", r"betas \[0\.9\] must have item 2 too"),
         ("caf\xe9: 1\n", "unknown key 'caf"),
+        ("seed: 1\nsteps: 2\nseed: 3\n", "key 'seed' is given twice, in lines 1 and 3"),
+        ("rollout: {top_p: 0.9}", r"rollout\.top_p: a policy is trained on completions of its whole distribution"),
+        ("rollout: {servers: ['http://a:1', 'http://a:1']}", "names no server, or one twice"),
         ("learner: {optimzer: {lr: 1}}", r"'learner\.optimzer' in .*c\.yaml; did you mean 'learner\.optimizer\.lr'"),
     ],
 )
@@ -230,6 +235,43 @@ def test_wrong_files_are_refused(tmp_path: Path, text: str | None, message: str)
         (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "c.yaml", {})
+
+
+WEIGHTS = {
+    "bf16": 6 * 256 * 2, "w4a16": 6 * (128 + 2 * 2) + 16, "w4a16-channel": 6 * (128 + 2) + 16,
+    "w8a16": 6 * (256 + 2 * 2) + 16, "w8a8": 6 * (256 + 2), "w4a8": 6 * (256 + 2 * 2), "fp8": 6 * (256 + 2),
+    "nvfp4a16": 6 * (128 + 16) + 4, "nvfp4": 6 * (128 + 16) + 8,
+}  # fmt: skip
+"""Bytes by hand of a stored matrix (6, 256): codes, scales of 2 bytes or one, and what else is stored."""
+
+
+def test_bytes_of_weights_are_those_counted_by_hand():
+    assert {name: SCHEME_SPECS[name].weight_bytes((6, 256), 2) for name in WEIGHTS} == WEIGHTS
+    assert SCHEME_SPECS["fp8-block"].weight_bytes((256, 256), 2) == 256 * 256 + 4 * 2
+
+
+def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module that is missing is told from one whose own import is; a file's neighbours can be imported."""
+    kind = FunctionKind("reward", "takes nothing", ConfigError)
+    (tmp_path / "mine_1.py").write_text("import mine_2\ndef reward(): return mine_2.VALUE\ndef own(): import nowhere\n")
+    (tmp_path / "mine_2.py").write_text("VALUE = 7\n")
+    (tmp_path / "mine_3.py").write_text("import nowhere\n")
+    assert load_function(kind, f"{tmp_path}/mine_1.py:reward")() == 7
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"importing it raised Mod.*mine_3\.py, line 1, in <module>\)$"):
+        load_function(kind, "mine_3:reward")
+    with pytest.raises(ConfigError, match="there is no module 'mine_4'"):
+        load_function(kind, "mine_4:reward")
+
+
+def test_what_dies_while_it_is_written_leaves_nothing(tmp_path: Path):
+    target, building = tmp_path / "a", tmp_path / "a.part"
+    for before in (building.mkdir, lambda: building.write_text("of a process that died")):
+        before()
+        with pytest.raises(IsADirectoryError), written_aside(target) as path:
+            path.write_bytes(tmp_path.read_bytes())
+        assert not target.exists() and not building.exists()
+    assert disk_error(Exception("No space left (os error 28)")) and not disk_error(Exception("(os error 2)"))
 
 
 def test_numbers_are_text_where_text_is_meant(tmp_path: Path):
