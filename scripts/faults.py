@@ -1,0 +1,323 @@
+#!/usr/bin/env python3
+"""Break runs at random moments, and see that nothing is lost, no process left, no traceback shown, nothing opened.
+
+    scripts/faults.py --kills 25 --disks 10 --servers 10 --combinations 110 --seed S [--json FILE]
+
+kills: SIGKILL at a random moment of a run, half of the time to the process started, else to any other of its tree.
+disks: the run's folder on a file system of its own that is full from a random moment on (needs `unshare -rm`).
+servers: SIGKILL to any process of a run's two servers. combinations: random options, of `tests.runs.test_combinations`.
+
+A broken run either ends by itself with a line or goes on; what ended is resumed, and metrics and exported tensors must
+equal those of a run left alone, to the last bit. Every process seen below the run must be gone 20 s after it, and no
+socket may listen beyond loopback. Exit status: 0 all right, 1 something not. --json keeps the outcomes and goes on.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tests.runs.test_combinations import SIZES, draw, refusals  # noqa: E402
+from tests.support.runs import Run, lines  # noqa: E402
+
+SMALL = ["--steps", "4", "--prompts", "8", "--samples", "4", "--eval.problems", "16", "--eval-every", "2",
+         "--checkpoint-every", "2", "--mini-batches", "2"]  # fmt: skip
+RUNS = {
+    "default": "",
+    "w8a8, LoRA": "--scheme w8a8 --learner.lora.name lora",
+    "fp8, mixture": "--scheme fp8 --model tiny-qwen3-moe",
+    "two processes": "--processes 2 --learner.zero_stage 2",
+    "a server": "--rollout.servers 1",
+    "two servers": "--rollout.servers 2 --rollout.server_seconds 60",
+}
+KINDS = ("kills", "disks", "servers", "combinations")
+
+
+@dataclass
+class Outcome:
+    """kind, number: which trial of the seed. faults: what was wrong, empty where all held."""
+
+    kind: str
+    number: int
+    run: str
+    broken: str = ""
+    ended: str = ""
+    resumed: str = ""
+    faults: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Watch:
+    """The processes below a run, seen five times a second, and every second what listens beyond loopback."""
+
+    def __init__(self, pid: int) -> None:
+        self.seen: dict[tuple[int, float], psutil.Process] = {}
+        self.listening = set[str]()
+        self._root, self._over = psutil.Process(pid), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        looks = 0
+        while not self._over.wait(0.2):
+            alive, looks = self.alive(), looks + 1
+            for process in alive if looks % 5 == 0 else ():
+                with suppress(psutil.Error):
+                    for socket in process.net_connections("inet"):
+                        if socket.status == psutil.CONN_LISTEN and socket.laddr.ip not in ("127.0.0.1", "::1"):
+                            self.listening.add(f"{socket.laddr.ip} of {' '.join(process.cmdline())[:80]}")
+
+    def alive(self) -> list[psutil.Process]:
+        """Those of the tree now, the run itself first."""
+        with suppress(psutil.Error):
+            for process in [self._root, *self._root.children(recursive=True)]:
+                self.seen.setdefault((process.pid, process.create_time()), process)
+        return [process for process in list(self.seen.values()) if _lives(process)]
+
+    def end(self) -> list[str]:
+        """Faults: processes still there after 20 s, and sockets."""
+        self._over.set()
+        self._thread.join()
+        deadline = time.monotonic() + 20
+        while (left := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        faults = [f"left: {' '.join(process.cmdline())[:120]}" for process in left]
+        for process in left:
+            process.kill()
+        return [*faults, *(f"listens at {name}" for name in sorted(self.listening))]
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def result(run: Path) -> dict[str, Any]:
+    """What two equal runs share: metrics without times, and the exported tensors' SHA-256."""
+    files = sorted((run / "export").glob("*.safetensors"))
+    return {
+        "metrics": lines(run),
+        "export": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+    }
+
+
+def broken(outcome: Outcome, arguments: list[str], breaks: Callable[[Watch], str]) -> int:
+    """One command, broken by `breaks` in a thread of its own; its exit status."""
+    run = Run(*arguments)
+    watch = Watch(run.pid)
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(breaks(watch)), daemon=True)
+    thread.start()
+    status, text = _ended(run, outcome)
+    thread.join()
+    outcome.broken, outcome.ended = said[0], f"status {status}: {text}"
+    outcome.faults += watch.end()
+    return status
+
+
+def _ended(run: Run, outcome: Outcome) -> tuple[int, str]:
+    late = threading.Timer(400, lambda: _kill_late(run, outcome))
+    late.start()
+    done = run.wait()
+    late.cancel()
+    if "Traceback" in done.stdout + done.stderr:
+        outcome.faults.append(f"traceback: {(done.stdout + done.stderr)[-3000:]}")
+    last = (done.stderr or done.stdout).strip().splitlines()[-1:] or [""]
+    return done.returncode, last[0][:200]
+
+
+def _kill_late(run: Run, outcome: Outcome) -> None:
+    outcome.faults.append("did not end in 400 s")
+    for process in [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def resumed(outcome: Outcome, run: Path, arguments: list[str], sound: dict[str, Any]) -> None:
+    """To the run's end, from its newest checkpoint or, where it has none, anew; and compared."""
+    begun = list(run.glob("checkpoints/step-*/manifest.json"))
+    if not begun:
+        shutil.rmtree(run, ignore_errors=True)
+    command = Run("train", "--resume", run) if begun else Run(*arguments)
+    watch = Watch(command.pid)
+    status, text = _ended(command, outcome)
+    outcome.faults += watch.end()
+    outcome.resumed = f"{'resumed' if begun else 'anew'}, status {status}"
+    if status:
+        outcome.faults.append(f"{outcome.resumed}: {text}")
+    else:
+        compared(outcome, run, sound)
+
+
+def compared(outcome: Outcome, run: Path, sound: dict[str, Any]) -> None:
+    """With the run left alone."""
+    mine = result(run)
+    outcome.faults += [f"{name} differ from those of a run left alone" for name in sound if mine[name] != sound[name]]
+    if not mine["export"]:
+        outcome.faults.append("nothing exported")
+
+
+class Trials:
+    """folder: where runs go. sound: by the name of a run, what it ends with when left alone, and its seconds."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._seed = folder, seed
+        self._sound: dict[str, tuple[dict[str, Any], float]] = {}
+
+    def _alone(self, name: str) -> tuple[dict[str, Any], float]:
+        if name not in self._sound:
+            run, began = self._folder / "alone", time.monotonic()
+            done = Run("train", *SMALL, *RUNS[name].split(), "--output", run).wait()
+            if done.returncode:
+                raise RuntimeError(f"{name}, left alone, ended with status {done.returncode}:\n{done.stderr}")
+            self._sound[name] = result(run), time.monotonic() - began
+            shutil.rmtree(run)
+        return self._sound[name]
+
+    def run(self, kind: str, number: int) -> Outcome:
+        """One trial, drawn from seed, kind and number."""
+        began, run, rng = time.monotonic(), self._folder / "run", random.Random(f"{self._seed} {kind} {number}")
+        outcome = getattr(self, f"_{kind}")(number, run, rng)
+        outcome.seconds = round(time.monotonic() - began, 1)
+        shutil.rmtree(run, ignore_errors=True)
+        return outcome
+
+    def _kills(self, number: int, run: Path, rng: random.Random) -> Outcome:
+        name = rng.choice([name for name in RUNS if name != "two servers"])
+        return self._killed(Outcome("kills", number, name), run, rng, root=rng.random() < 0.5)
+
+    def _servers(self, number: int, run: Path, rng: random.Random) -> Outcome:
+        return self._killed(Outcome("servers", number, "two servers"), run, rng, root=False)
+
+    def _killed(self, outcome: Outcome, run: Path, rng: random.Random, root: bool) -> Outcome:
+        sound, seconds = self._alone(outcome.run)
+        moment, pick = rng.uniform(0, seconds), rng.random()
+
+        def kill(watch: Watch) -> str:
+            time.sleep(moment)
+            tree = watch.alive()
+            others = [process for process in tree[1:] if outcome.kind != "servers" or _serves(process)]
+            victim = tree[0] if root or not others else others[int(pick * len(others))]
+            with suppress(psutil.Error):
+                name = " ".join(victim.cmdline())[:80]
+                victim.kill()
+                return f"{'the run' if victim is tree[0] else name} at {moment:.1f} of {seconds:.1f} s"
+            return "it had ended"
+
+        arguments = ["train", *SMALL, *RUNS[outcome.run].split(), "--output", str(run)]
+        if broken(outcome, arguments, kill) == 0:
+            compared(outcome, run, sound)
+        else:
+            resumed(outcome, run, arguments, sound)
+        return outcome
+
+    def _disks(self, number: int, run: Path, rng: random.Random) -> Outcome:
+        name = rng.choice([name for name in RUNS if name != "two servers"])
+        sound, seconds = self._alone(name)
+        outcome, moment, spare = Outcome("disks", number, name), rng.uniform(0, seconds), rng.choice([0, 4096, 100_000])
+        place = self._folder / "disk"
+        place.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", place], check=True)
+        ballast = place / "ballast"
+
+        def fill(_watch: Watch) -> str:
+            time.sleep(moment)
+            with suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            os.truncate(ballast, max(0, ballast.stat().st_size - spare))
+            return f"full but for {spare} bytes at {moment:.1f} of {seconds:.1f} s"
+
+        arguments = ["train", *SMALL, *RUNS[name].split(), "--output", str(place / "run")]
+        try:
+            status = broken(outcome, arguments, fill)
+            ballast.unlink()
+            if status == 0:
+                compared(outcome, place / "run", sound)
+            else:
+                resumed(outcome, place / "run", arguments, sound)
+        finally:
+            subprocess.run(["umount", "-l", place], check=True)
+        return outcome
+
+    def _combinations(self, number: int, run: Path, rng: random.Random) -> Outcome:
+        combination = draw(rng.randrange(10**9))
+        outcome, reasons = Outcome("combinations", number, str(combination)), refusals(combination)
+        arguments = ["train", *combination.arguments(), *SIZES, "--steps", "2", "--output", str(run)]
+        moment = rng.uniform(0, 8) if number % 3 == 0 else None
+
+        def kill(watch: Watch) -> str:
+            if moment is None:
+                return "nothing"
+            time.sleep(moment)
+            with suppress(psutil.Error):
+                psutil.Process(watch.alive()[0].pid).kill()
+            return f"the run at {moment:.1f} s"
+
+        status = broken(outcome, arguments, kill)
+        if status == 2:
+            if not any(reason in outcome.ended for reason in reasons) and not reasons:
+                outcome.faults.append(f"refused without a reason known: {outcome.ended}")
+        elif status:
+            again = Run("train", "--resume", run) if list(run.glob("checkpoints/*/manifest.json")) else None
+            if again is None:
+                shutil.rmtree(run, ignore_errors=True)
+                again = Run(*arguments)
+            status, outcome.resumed = _ended(again, outcome)
+            if status and not reasons:
+                outcome.faults.append(f"resumed, status {status}: {outcome.resumed}")
+        if status == 0 and ([line["step"] for line in lines(run)] != [1, 2] or not (run / "export").is_dir()):
+            outcome.faults.append("two steps and an export expected")
+        return outcome
+
+
+def _serves(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any("vllm" in part.lower() or "serve" in part for part in process.cmdline())
+    return False
+
+
+def main() -> int:
+    """Run the trials; print each, then what was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", type=int, default=0, metavar="COUNT")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
+    options = parser.parse_args()
+    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        trials = Trials(Path(folder), options.seed)
+        counts = {kind: getattr(options, kind) for kind in KINDS}
+        planned = [(number / count, kind, number) for kind, count in counts.items() for number in range(count)]
+        for _, kind, number in sorted(planned):  # kinds in turn, so that what is cut short is of all
+            if any((row["kind"], row["number"]) == (kind, number) for row in kept):
+                continue
+            kept.append(asdict(trials.run(kind, number)))
+            print(json.dumps(kept[-1]), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    wrong = [row for row in kept if row["faults"]]
+    print(f"{len(kept)} trials, {len(wrong)} with faults", *(json.dumps(row, indent=1) for row in wrong), sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
