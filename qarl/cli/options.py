@@ -34,7 +34,8 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
         if not equals:
             value = next(items, None)
             if value is None or value.startswith("--"):
-                raise ConfigError(f"option --{name} needs a value{_misspelt(name)}")
+                unknown = f"unknown option --{name}{nearest_option(name)}"
+                raise ConfigError(f"option --{name} needs a value" if _exists(name) else unknown)
         if name == "config" and vars(known).get(name, "") is None:
             known.config = value
             continue
@@ -48,11 +49,11 @@ def dotted_overrides(known: argparse.Namespace, rest: list[str]) -> dict[str, st
     return overrides
 
 
-def _misspelt(name: str) -> str:
-    """What an option that does not exist might have meant; "" for one that does."""
+def _exists(name: str) -> bool:
     known = field_paths()
-    free_form = any(name.startswith(path + ".") and known[path].annotation == dict[str, Any] for path in known)
-    return "" if name in known or free_form else f", and there is none of that name{nearest_option(name)}"
+    return name in known or any(
+        name.startswith(path + ".") and known[path].annotation == dict[str, Any] for path in known
+    )
 
 
 def refuse_rest(rest: list[str]) -> None:

@@ -57,6 +57,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (`{self.prog} --help` lists what it takes)")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string and action.nargs != argparse.PARSER:
+            self.error(f"{_name(action)} is empty; give it a value or leave it out")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:

@@ -158,9 +158,9 @@ class LowBitModel(nn.Module):
         for layer in (*self.low_bit_layers(), *self._layers.stacks.values()):
             layer.release_product()
 
-    def logits(self, tokens: torch.Tensor, wanted: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Next-token logits at chosen positions, compute dtype [n, V]; arguments and order of rows as of `hidden`."""
-        return self.head(self.hidden(tokens, wanted, experts))
+        return self.head(self.hidden(tokens, wanted))
 
     @property
     def head(self) -> Callable[[torch.Tensor], torch.Tensor]:

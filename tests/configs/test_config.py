@@ -251,11 +251,9 @@ def test_bytes_of_weights_are_those_counted_by_hand():
 
 
 def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A module that is missing is told from one whose own import is; a file's neighbours can be imported."""
     kind = FunctionKind("reward", "takes nothing", ConfigError)
-    (tmp_path / "mine_1.py").write_text("import mine_2\ndef reward(): return mine_2.VALUE\ndef own(): import nowhere\n")
-    (tmp_path / "mine_2.py").write_text("VALUE = 7\n")
-    (tmp_path / "mine_3.py").write_text("import nowhere\n")
+    for number, text in enumerate(("", "from mine_2 import reward\n", "def reward(): return 7\n", "import nowhere\n")):
+        (tmp_path / f"mine_{number}.py").write_text(text)
     assert load_function(kind, f"{tmp_path}/mine_1.py:reward")() == 7
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"importing it raised Mod.*mine_3\.py, line 1, in <module>\)$"):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 import struct
 import subprocess
@@ -48,7 +49,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> str:
     """The message; everything else of the contract is checked here."""
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*") if "__pycache__" not in path.parts}
-    assert main(arguments.split()) == 2
+    assert main(shlex.split(arguments)) == 2
     message = capsys.readouterr().err
     assert message.count("\n") <= 4 and "Traceback" not in message and "validation error" not in message, message
     after = {path: path.stat().st_mtime_ns for path in place.rglob("*") if "__pycache__" not in path.parts}
@@ -63,6 +64,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("mismatched", "did you mean 'mismatch'?"),
         ("train --lr .inf", "(--lr) inf must be a finite number"),
         ("train --aligned", "option --aligned needs a value"),
+        ("train --stepz", "unknown option --stepz; did you mean --steps?"),
         ("train run.yaml", "options read --name VALUE; a configuration is --config run.yaml"),
         ("check --config nope.yaml", "no configuration file 'nope.yaml'"),
         ("plan --processes 0", "--processes '0' must be a whole number from 1 up"),
@@ -120,6 +122,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("eval taken --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
         ("eval taken --json no/such/x.json", "--json no/such/x.json: 'no/such' is no folder that can be written to"),
         ("eval taken --task.options 5", "task.options 5 must be a valid mapping"),
+        ("eval ''", "TARGET is empty"),
         ("eval ./nope", "there is no folder './nope' here"),
         ("eval runs/nope", "there is no folder 'runs/nope' here; give a run's"),
         ("eval taken", "'taken' has no config.json"),
