@@ -44,7 +44,7 @@ RUNS = {
     "fp8, mixture": "--scheme fp8 --model tiny-qwen3-moe",
     "two processes": "--processes 2 --learner.zero_stage 2",
     "a server": "--rollout.servers 1",
-    "two servers": "--rollout.servers 2 --rollout.server_seconds 60",
+    "two servers": "--rollout.servers 2",
 }
 KINDS = ("kills", "disks", "servers", "combinations")
 
