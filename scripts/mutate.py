@@ -5,8 +5,8 @@
 
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
 tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
-run the changed function go first, the fastest in front, then those that run others of its file; where none does (it
-runs in other processes, or at import), all. Files whose tests share a fixture, such as an engine, keep their order.
+run the changed function go first, the fastest in front, then those that run others of its file; where none runs it (it
+is of other processes, or read at import), all. Files whose tests share a fixture, such as an engine, keep their order.
 What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names others than the
 room's: `--tests tests/learner tests/engine`.
 
@@ -136,7 +136,7 @@ def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]]) -> Ou
     sound = file.read_bytes()
     file.write_bytes(mutation.planted(sound))
     try:
-        caught = failing(in_turn([*near, *mates] or fastest, tests), clone, tests)
+        caught = failing(in_turn([*near, *mates, *([] if near else fastest)], tests), clone, tests)
     finally:
         file.write_bytes(sound)
     return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
