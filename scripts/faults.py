@@ -56,6 +56,7 @@ class Outcome:
     kind: str
     number: int
     run: str
+    seed: int = 0
     broken: str = ""
     ended: str = ""
     resumed: str = ""
@@ -139,8 +140,7 @@ def _ended(run: Run, outcome: Outcome) -> tuple[int, str]:
     late.cancel()
     if "Traceback" in done.stdout + done.stderr:
         outcome.faults.append(f"traceback: {(done.stdout + done.stderr)[-3000:]}")
-    last = (done.stderr or done.stdout).strip().splitlines()[-1:] or [""]
-    return done.returncode, last[0][:200]
+    return done.returncode, " ".join((done.stderr or done.stdout).split())[-400:]
 
 
 def _kill_late(run: Run, outcome: Outcome) -> None:
@@ -150,8 +150,8 @@ def _kill_late(run: Run, outcome: Outcome) -> None:
             process.kill()
 
 
-def resumed(outcome: Outcome, run: Path, arguments: list[str], sound: dict[str, Any]) -> None:
-    """To the run's end, from its newest checkpoint or, where it has none, anew; and compared."""
+def resumed(outcome: Outcome, run: Path, arguments: list[str]) -> int:
+    """To the run's end, from its newest checkpoint or, where it has none, anew; its exit status."""
     begun = list(run.glob("checkpoints/step-*/manifest.json"))
     if not begun:
         shutil.rmtree(run, ignore_errors=True)
@@ -162,8 +162,7 @@ def resumed(outcome: Outcome, run: Path, arguments: list[str], sound: dict[str, 
     outcome.resumed = f"{'resumed' if begun else 'anew'}, status {status}"
     if status:
         outcome.faults.append(f"{outcome.resumed}: {text}")
-    else:
-        compared(outcome, run, sound)
+    return status
 
 
 def compared(outcome: Outcome, run: Path, sound: dict[str, Any]) -> None:
@@ -195,6 +194,7 @@ class Trials:
         """One trial, drawn from seed, kind and number."""
         began, run, rng = time.monotonic(), self._folder / "run", random.Random(f"{self._seed} {kind} {number}")
         outcome = getattr(self, f"_{kind}")(number, run, rng)
+        outcome.seed = self._seed
         outcome.seconds = round(time.monotonic() - began, 1)
         shutil.rmtree(run, ignore_errors=True)
         return outcome
@@ -222,10 +222,8 @@ class Trials:
             return "it had ended"
 
         arguments = ["train", *SMALL, *RUNS[outcome.run].split(), "--output", str(run)]
-        if broken(outcome, arguments, kill) == 0:
+        if broken(outcome, arguments, kill) == 0 or resumed(outcome, run, arguments) == 0:
             compared(outcome, run, sound)
-        else:
-            resumed(outcome, run, arguments, sound)
         return outcome
 
     def _disks(self, number: int, run: Path, rng: random.Random) -> Outcome:
@@ -249,10 +247,8 @@ class Trials:
         try:
             status = broken(outcome, arguments, fill)
             ballast.unlink()
-            if status == 0:
+            if status == 0 or resumed(outcome, place / "run", arguments) == 0:
                 compared(outcome, place / "run", sound)
-            else:
-                resumed(outcome, place / "run", arguments, sound)
         finally:
             subprocess.run(["umount", "-l", place], check=True)
         return outcome
@@ -273,16 +269,13 @@ class Trials:
 
         status = broken(outcome, arguments, kill)
         if status == 2:
-            if not any(reason in outcome.ended for reason in reasons) and not reasons:
+            if not any(reason in outcome.ended for reason in reasons):
                 outcome.faults.append(f"refused without a reason known: {outcome.ended}")
-        elif status:
-            again = Run("train", "--resume", run) if list(run.glob("checkpoints/*/manifest.json")) else None
-            if again is None:
-                shutil.rmtree(run, ignore_errors=True)
-                again = Run(*arguments)
-            status, outcome.resumed = _ended(again, outcome)
-            if status and not reasons:
-                outcome.faults.append(f"resumed, status {status}: {outcome.resumed}")
+            return outcome
+        if status:
+            status = resumed(outcome, run, arguments)
+        if status == 0 and reasons:
+            outcome.faults.append(f"not refused: {reasons}")
         if status == 0 and ([line["step"] for line in lines(run)] != [1, 2] or not (run / "export").is_dir()):
             outcome.faults.append("two steps and an export expected")
         return outcome
@@ -290,7 +283,7 @@ class Trials:
 
 def _serves(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return any("vllm" in part.lower() or "serve" in part for part in process.cmdline())
+        return any("vllm" in part.lower() for part in process.cmdline())
     return False
 
 
@@ -303,6 +296,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
     options = parser.parse_args()
     kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    if any(row["seed"] != options.seed for row in kept):
+        parser.error(f"{options.json} holds outcomes of another seed; name another file")
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         trials = Trials(Path(folder), options.seed)
         counts = {kind: getattr(options, kind) for kind in KINDS}
