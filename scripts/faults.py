@@ -4,6 +4,7 @@
     scripts/faults.py --kills 25 --disks 10 --servers 10 --combinations 110 --seed S [--json FILE]
 
 kills: SIGKILL at a random moment of a run, half of the time to the process started, else to any other of its tree.
+Of kills, disks and servers every second trial is broken after its first checkpoint, so that it resumes from one.
 disks: the run's folder on a file system of its own that is full from a random moment on (needs `unshare -rm`).
 servers: SIGKILL to any process of a run's two servers. combinations: random options, of `tests.runs.test_combinations`.
 
@@ -152,7 +153,7 @@ def _kill_late(run: Run, outcome: Outcome) -> None:
 
 def resumed(outcome: Outcome, run: Path, arguments: list[str]) -> int:
     """To the run's end, from its newest checkpoint or, where it has none, anew; its exit status."""
-    begun = list(run.glob("checkpoints/step-*/manifest.json"))
+    begun = checkpoints(run)
     if not begun:
         shutil.rmtree(run, ignore_errors=True)
     command = Run("train", "--resume", run) if begun else Run(*arguments)
@@ -173,20 +174,61 @@ def compared(outcome: Outcome, run: Path, sound: dict[str, Any]) -> None:
         outcome.faults.append("nothing exported")
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A run that nothing breaks. seconds: to its end. checkpointed: to its first checkpoint."""
+
+    result: dict[str, Any]
+    seconds: float
+    checkpointed: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a run is broken: `seconds` after its start or, `resumable`, after its first checkpoint."""
+
+    resumable: bool
+    seconds: float
+    alone: Alone
+
+    @classmethod
+    def drawn(cls, rng: random.Random, number: int, alone: Alone) -> "Moment":
+        """Every second trial's is after the first checkpoint."""
+        resumable = number % 2 == 1
+        return cls(resumable, rng.uniform(0, alone.seconds - alone.checkpointed * resumable), alone)
+
+    def wait(self, run: Path, watch: Watch) -> None:
+        """Until then, or until the run has ended."""
+        while self.resumable and not checkpoints(run) and watch.alive():
+            time.sleep(0.02)
+        time.sleep(self.seconds)
+
+    def __str__(self) -> str:
+        after = " after the first checkpoint" if self.resumable else ""
+        return f"at {self.seconds:.1f} s{after} of {self.alone.seconds:.1f} s"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Those that are whole."""
+    return list(run.glob("checkpoints/step-*/manifest.json"))
+
+
 class Trials:
-    """folder: where runs go. sound: by the name of a run, what it ends with when left alone, and its seconds."""
+    """folder: where runs go."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
-        self._sound: dict[str, tuple[dict[str, Any], float]] = {}
+        self._sound: dict[str, Alone] = {}
+        Run("--version").wait()  # starts the fork server, whose seconds are no run's
 
-    def _alone(self, name: str) -> tuple[dict[str, Any], float]:
+    def _alone(self, name: str) -> Alone:
         if name not in self._sound:
-            run, began = self._folder / "alone", time.monotonic()
+            run, began = self._folder / "alone", time.time()
             done = Run("train", *SMALL, *RUNS[name].split(), "--output", run).wait()
             if done.returncode:
                 raise RuntimeError(f"{name}, left alone, ended with status {done.returncode}:\n{done.stderr}")
-            self._sound[name] = result(run), time.monotonic() - began
+            first = min(manifest.stat().st_mtime for manifest in checkpoints(run))
+            self._sound[name] = Alone(result(run), time.time() - began, first - began)
             shutil.rmtree(run)
         return self._sound[name]
 
@@ -207,48 +249,49 @@ class Trials:
         return self._killed(Outcome("servers", number, "two servers"), run, rng, root=False)
 
     def _killed(self, outcome: Outcome, run: Path, rng: random.Random, root: bool) -> Outcome:
-        sound, seconds = self._alone(outcome.run)
-        moment, pick = rng.uniform(0, seconds), rng.random()
+        alone = self._alone(outcome.run)
+        moment, pick = Moment.drawn(rng, outcome.number, alone), rng.random()
 
         def kill(watch: Watch) -> str:
-            time.sleep(moment)
+            moment.wait(run, watch)
             tree = watch.alive()
             others = [process for process in tree[1:] if outcome.kind != "servers" or _serves(process)]
             victim = tree[0] if root or not others else others[int(pick * len(others))]
             with suppress(psutil.Error):
                 name = " ".join(victim.cmdline())[:80]
                 victim.kill()
-                return f"{'the run' if victim is tree[0] else name} at {moment:.1f} of {seconds:.1f} s"
+                return f"{'the run' if victim is tree[0] else name} {moment}"
             return "it had ended"
 
         arguments = ["train", *SMALL, *RUNS[outcome.run].split(), "--output", str(run)]
         if broken(outcome, arguments, kill) == 0 or resumed(outcome, run, arguments) == 0:
-            compared(outcome, run, sound)
+            compared(outcome, run, alone.result)
         return outcome
 
     def _disks(self, number: int, run: Path, rng: random.Random) -> Outcome:
         name = rng.choice([name for name in RUNS if name != "two servers"])
-        sound, seconds = self._alone(name)
-        outcome, moment, spare = Outcome("disks", number, name), rng.uniform(0, seconds), rng.choice([0, 4096, 100_000])
+        alone = self._alone(name)
+        moment, spare = Moment.drawn(rng, number, alone), rng.choice([0, 4096, 100_000])
+        outcome = Outcome("disks", number, name)
         place = self._folder / "disk"
         place.mkdir(exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", place], check=True)
         ballast = place / "ballast"
 
-        def fill(_watch: Watch) -> str:
-            time.sleep(moment)
+        def fill(watch: Watch) -> str:
+            moment.wait(place / "run", watch)
             with suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
             os.truncate(ballast, max(0, ballast.stat().st_size - spare))
-            return f"full but for {spare} bytes at {moment:.1f} of {seconds:.1f} s"
+            return f"full but for {spare} bytes {moment}"
 
         arguments = ["train", *SMALL, *RUNS[name].split(), "--output", str(place / "run")]
         try:
             status = broken(outcome, arguments, fill)
             ballast.unlink()
             if status == 0 or resumed(outcome, place / "run", arguments) == 0:
-                compared(outcome, place / "run", sound)
+                compared(outcome, place / "run", alone.result)
         finally:
             subprocess.run(["umount", "-l", place], check=True)
         return outcome
