@@ -29,9 +29,8 @@ from benchmarks.process import WorkerError
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
-from qarl.learner.optim.sharded import shard_masters
+from qarl.learner.optim.sharded import share_of
 from qarl.learner.processes import Processes, join_processes, leave_processes
-from qarl.learner.zero_loading import partitioned_loading
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -184,8 +183,7 @@ def _learner(folder: Path, job: dict[str, Any], processes: Processes, tokens: in
         }
     )
     scheme = get_scheme(job["scheme"])
-    masters = load_masters(folder, torch.float32, reading=partitioned_loading(config))
-    shard_masters(masters, config, processes, [scheme])
+    masters = load_masters(folder, torch.float32, share=share_of(config, processes, [scheme]))
     return Learner(LowBitModel(masters, scheme, LayerContext(torch.bfloat16, "reference")), config, processes=processes)
 
 

@@ -116,10 +116,9 @@ def launched() -> bool:
 
 def join_processes(alone: bool = False) -> Processes:
     """This process's place among those a launcher started, with torch's process group open; the only one without a
-    launcher. alone: open a group of one then as well, which DeepSpeed needs."""
+    launcher. alone: open a group of one then as well, for the collectives of ZeRO's stages."""
     if not launched():
         if alone and not dist.is_initialized():
-            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
         return Processes()
     place = Processes(

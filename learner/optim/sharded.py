@@ -15,8 +15,7 @@ a step is
     Muon        an update's rows to the process that orthogonalizes the matrix, and back, in bfloat16
 
 Every optimizer, master dtype and rounding works at every stage. What has no shard at stage 3 (an adapter's factors) is
-whole in every process, as at stage 0. Files are read under DeepSpeed's partitioning, so that no process ever holds a
-whole model.
+whole in every process, as at stage 0. No process ever holds a whole model (`quant.checkpoint.read_rows`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.optim.master_step import on_host
@@ -33,15 +31,15 @@ from qarl.learner.optim.muon import MOMENTUM
 from qarl.learner.optim.optimizer import MasterOptimizer, Step, matrices_of, muon_masters
 from qarl.learner.processes import Processes
 from qarl.quant.model.low_bit_model import LowBitModel
-from qarl.quant.runtime.shards import fill, rows_of, shard_of, shard_parameters, whole_value
+from qarl.quant.runtime.shards import Share, fill, rows_of, shard_of, whole_value
 from qarl.quant.schemes import MASTER_DTYPES, Scheme
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedOptimizer:
-    """Steps the masters of one model: at stage 3 of parameters that `shard_masters` has cut. All processes call every
-    method together, in the same order."""
+    """Steps the masters of one model, at stage 3 those rows of them that this process has read (`share_of`). All
+    processes call every method together, in the same order."""
 
     def __init__(self, model: LowBitModel, config: LearnerConfig, processes: Processes):
         self._model = model
@@ -147,11 +145,9 @@ class ShardedOptimizer:
         return [{**counts, **{key: tensor[index].clone() for key, tensor in own.items()}} for index in indices]
 
 
-def shard_masters(
-    model: PreTrainedModel, config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]
-) -> None:
-    """Leave this process its rows, where `learner.zero_stage` is 3. schemes: of the model's layers; rows that share a
-    block of one stay together."""
-    if config.zero_stage == 3:
-        unit = max((scheme.block[0] for scheme in schemes if scheme.block), default=1)
-        shard_parameters(model, processes.rank, processes.world, unit, MASTER_DTYPES[config.master_dtype])
+def share_of(config: LearnerConfig, processes: Processes, schemes: Sequence[Scheme]) -> Share | None:
+    """What this process reads of the masters, where `learner.zero_stage` is 3; None where all of them. schemes: of the
+    model's layers; rows that share a block of one stay together."""
+    if config.zero_stage != 3:
+        return None
+    return Share(processes.rank, processes.world, max((s.block[0] for s in schemes if s.block), default=1))

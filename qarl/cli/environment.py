@@ -8,6 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from qarl.quant.runtime.libraries import ON_CPU
+
 _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -40,7 +42,7 @@ def quiet_libraries(compiles: bool = False) -> None:
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns at every import that it found no GPU
+        os.environ.setdefault(ON_CPU, "1")
         if not compiles:
             # On CPUs vLLM's sampler compiles one tiny function at the first generate: 10 s and a C++ compiler for
             # nothing measurable. torch reads this when the function is decorated, so before vLLM is imported.

@@ -19,10 +19,9 @@ from qarl.learner.gradients import require_compiler
 from qarl.learner.learner import Learner
 from qarl.learner.mismatch import Mismatch
 from qarl.learner.objectives import find_objective
-from qarl.learner.optim.sharded import shard_masters
+from qarl.learner.optim.sharded import share_of
 from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
-from qarl.learner.zero_loading import partitioned_loading
 from qarl.quant.checkpoint.folder import check_folder
 from qarl.quant.checkpoint.load import load_masters, matrices_on_host, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
@@ -152,12 +151,10 @@ class Policy:
 
 def load_model(config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes) -> LowBitModel:
     """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes share them."""
-    reading = partitioned_loading(learning)
-    waits, dtype = on_host(config), MASTER_DTYPES[learning.master_dtype]
-    masters = load_masters(folder, dtype, None if waits else processes.device, reading)
-    masters = matrices_on_host(masters, processes.device) if waits else masters
     schemes = [get_scheme(config.scheme), *(get_scheme(rule.scheme) for rule in config.layers)]
-    shard_masters(masters, learning, processes, schemes)
+    waits, share = on_host(config), share_of(learning, processes, schemes)
+    masters = load_masters(folder, MASTER_DTYPES[learning.master_dtype], None if waits else processes.device, share)
+    masters = matrices_on_host(masters, processes.device) if waits else masters
     return wrap_masters(masters, config, processes.device if waits else None)
 
 
@@ -182,7 +179,7 @@ def wrap_masters(masters: PreTrainedModel, config: RunConfig, device: torch.devi
 
 def open_policy(config: RunConfig, processes: Processes | None = None) -> Policy:
     """Load masters and wrap them in the run's schemes. processes: all that were launched, which open theirs together;
-    None opens the policy in this process, without DeepSpeed and to learn nothing."""
+    None opens the policy in this process, to learn nothing."""
     enable_batch_invariance(config)
     folder = model_folder(config.model)
     prompter = open_prompter(folder, config.rollout, config.task)

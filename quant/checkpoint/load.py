@@ -1,7 +1,7 @@
 """A transformers model folder or hub id → a causal LM whose parameters are the masters."""
 
 import re
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
 from qarl.quant.checkpoint.families import fused_experts
 from qarl.quant.checkpoint.folder import check_model, local_folder, not_in_hub, tensor_shapes, weight_files
+from qarl.quant.checkpoint.read_rows import reading_rows
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
+from qarl.quant.runtime.shards import Share, shard_parameters
 
 
 def resolve_model(name: str) -> Path:
@@ -122,19 +124,19 @@ def load_masters(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device | None = None,
-    reading: AbstractContextManager[None] | None = None,
+    share: Share | None = None,
 ) -> PreTrainedModel:
     """The model in `folder`, every parameter in the master dtype (fp32 or bf16), ready for `LowBitModel`.
 
-    device: where the masters live and the learner computes; None is the CPU. reading: entered while the weights are
-    read, for a backend that partitions them as they come.
+    device: where the masters live and the learner computes; None is the CPU. share: the rows of each that this process
+    keeps, every parameter with its `shard`; None: all.
 
     Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, and for those that hold NaN
-    or infinity; of parameters that `reading` partitions, what this process has of them is looked at.
+    or infinity, among this process's rows.
     """
     model_skeleton(folder)
     try:
-        with reading or nullcontext():
+        with reading_rows(share) if share else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded
     except Exception as error:
@@ -144,6 +146,8 @@ def load_masters(
         raise ModelError(
             f"model {str(folder)!r} lacks {len(missing)} tensors, the first being {missing[0]!r}; copy it again"
         )
+    if share is not None:
+        shard_parameters(model, share)
     check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)
 

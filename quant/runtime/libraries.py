@@ -39,5 +39,7 @@ def untested_vllm() -> str | None:
 
 RECEIVED = "QARL_RECEIVED"
 """Variable of the environment of a replica's processes: its own folder of versions that it is sent, one at a time."""
+ON_CPU = "QARL_ON_CPU"
+"""Variable of the environment: "1" in processes of a machine without GPUs, asked for without importing torch."""
 SETTLED = "QARL_SETTLES_VLLM"
 """Variable of the environment, set in processes whose vLLM a learner has to follow (`quant.kernels.vllm_gpu`)."""

@@ -8,6 +8,7 @@ all of this untouched.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,14 @@ def whole_value(
     return fill(room, rows, shard_of(parameter))
 
 
+class Share(NamedTuple):
+    """Which process of how many. unit: rows that stay together, the height of a scheme's blocks."""
+
+    rank: int
+    world: int
+    unit: int = 1
+
+
 def cut_rows(shape: torch.Size, rank: int, world: int, unit: int, turn: int) -> Shard:
     """The shard of a tensor of that shape. Matrices and stacks are cut evenly, at multiples of `unit` rows where they
     are matrices; vectors, which are small, are wholly one process's, `turn` saying whose."""
@@ -130,31 +139,19 @@ def rows_of(parameters: Mapping[str, nn.Parameter], rank: int, world: int) -> di
     return {name: _kept(shards[name].rows(p.detach()), shards[name], True) for name, p in parameters.items()}
 
 
-def shard_parameters(model: nn.Module, rank: int, world: int, unit: int = 1, dtype: torch.dtype | None = None) -> None:
-    """Leave this process its rows of every parameter, one that DeepSpeed has partitioned while it was loaded included.
-
-    unit: rows that stay together, the height of a scheme's blocks. dtype: to cast to; DeepSpeed loads in fp32 alone.
-    """
-    cut = {id(p): _cut(p, rank, world, unit, turn, dtype) for turn, p in enumerate(model.parameters())}
+def shard_parameters(model: nn.Module, share: Share) -> None:
+    """Leave a process its rows of every parameter. Those that have a shard already are left alone."""
+    parts = {id(p): cut(p, share, turn) if shard_of(p) is None else p for turn, p in enumerate(model.parameters())}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[key] = cut[id(parameter)]
+                module._parameters[key] = parts[id(parameter)]
 
 
-@torch.no_grad()
-def _cut(
-    parameter: nn.Parameter, rank: int, world: int, unit: int, turn: int, dtype: torch.dtype | None
-) -> nn.Parameter:
-    shard = cut_rows(getattr(parameter, "ds_shape", parameter.shape), rank, world, unit, turn)
-    if hasattr(parameter, "ds_id"):
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([parameter]):
-            mine = shard.rows(parameter.detach()).to(dtype, copy=True)
-    else:
-        mine = shard.rows(parameter.detach()).to(dtype, copy=True)
-    return _kept(mine, shard, parameter.requires_grad)
+def cut(parameter: nn.Parameter, share: Share, turn: int) -> nn.Parameter:
+    """A copy of a process's rows of a whole parameter. turn: see `cut_rows`."""
+    shard = cut_rows(parameter.shape, *share, turn)
+    return _kept(shard.rows(parameter.detach()).clone(), shard, parameter.requires_grad)
 
 
 def _kept(rows: torch.Tensor, shard: Shard, requires_grad: bool) -> nn.Parameter:

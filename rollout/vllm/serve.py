@@ -7,6 +7,7 @@ once ("No package metadata was found for vllm"), so the server's module is start
 import os
 import sys
 
+from qarl.quant.runtime.libraries import ON_CPU
 from qarl.rollout.types import ServerSpec
 from qarl.rollout.vllm.options import prepare_environment
 
@@ -26,7 +27,7 @@ def server_command(served: ServerSpec, host: str, port: int, more: list[str]) ->
 
 def _cpu_arguments(served: ServerSpec) -> list[str]:
     """Where there is no GPU, as the run's engine had them. vLLM's compiled mode stops where torch.compile is off, as it
-    is there; DeepSpeed's variable says that there is none without importing torch."""
-    if os.environ.get("DS_ACCELERATOR") != "cpu":
+    is there."""
+    if ON_CPU not in os.environ:
         return []
     return ["--enforce-eager", "--kv-cache-memory-bytes", str(served.kv_cache_gib * 2**30)]

@@ -105,7 +105,7 @@ def test_a_run_and_its_resumption(tmp_path: Path, scheme: str):
     ids=lambda options: options[0],
 )
 def test_options_whose_paths_are_other_ones_on_a_gpu(tmp_path: Path, options: list[str]):
-    """One process of ZeRO-3 is DeepSpeed's CUDA path and NCCL's of one."""
+    """One process of ZeRO-3 is NCCL's of one."""
     completed(qarl_alone("train", *SMALL, "--steps", "2", *options, "--output", tmp_path / "run"))
 
 

@@ -27,7 +27,7 @@ from qarl.learner.reserve import reserved, step_bytes
 from qarl.quant.layers.context import Forward
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
-from qarl.quant.runtime.shards import shard_parameters
+from qarl.quant.runtime.shards import Share, shard_parameters
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.learners import (
     SAMPLES,
@@ -442,7 +442,7 @@ def test_shares_and_offload():
     assert held(4, zero_stage=1) == whole + 2 * whole // 4
     assert held(4, zero_stage=2) == 3 * whole // 4
     assert held(1, optimizer=OptimizerConfig(name="adamw", offload="cpu")) == whole
-    shard_parameters(learner.model.module, 0, 4)
+    shard_parameters(learner.model.module, Share(0, 4))
     learner.model.train_only(dict(learner.model.module.named_parameters()), ())
     assert held(4, zero_stage=3) == pytest.approx(3 * whole / 4, rel=0.02)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, Qwen3NextConfig
+from transformers import GptOssConfig, Qwen3NextConfig, core_model_loading
 
 from qarl.cli.schemes import checkpoint_bytes
 from qarl.quant.checkpoint.families import Family, family_of
@@ -16,6 +16,7 @@ from qarl.quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.materialize import materialize
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.shards import Share, whole_shape
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from tests.support.engines import make_model
 from tests.support.models import qwen3
@@ -213,3 +214,26 @@ def test_rotations_that_depend_on_other_sequences_are_refused(tmp_path: Path, se
         check_rotary(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}))
     check_rotary(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, "tied"])
+def test_a_process_reads_its_rows_and_one_whole_parameter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Contract: the rows of three processes end to end are the model, in its dtype; beside its rows and what stays
+    whole a process never has more than one whole matrix or stack."""
+    model = qwen3() if kind == "tied" else random_moe(CONFIGS[kind])
+    model.save_pretrained(tmp_path)
+    whole = load_masters(tmp_path, torch.bfloat16)
+    heads = ("model.embed_tokens.weight", "lm_head.weight")
+    cut = {name: p.numel() for name, p in whole.named_parameters() if p.ndim > 1 and name not in heads}
+    read, most = core_model_loading.set_param_for_module, [0]
+
+    def counted(model: Any, *others: Any) -> None:
+        read(model, *others)
+        most[0] = max(most[0], sum(p.numel() for n, p in model.named_parameters() if n in cut and not p.is_meta))
+
+    monkeypatch.setattr(core_model_loading, "set_param_for_module", counted)
+    parts = [dict(load_masters(tmp_path, torch.bfloat16, share=Share(n, 3)).named_parameters()) for n in range(3)]
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(torch.cat([part[name] for part in parts]), parameter)
+        assert all(whole_shape(part[name]) == parameter.shape for part in parts)
+    assert most[0] <= max(sum(part[name].numel() for name in cut) for part in parts) + max(cut.values())

@@ -23,6 +23,7 @@ from qarl.configs.load import load_config
 from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.runtime import libraries
+from qarl.quant.runtime.libraries import ON_CPU
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine
@@ -202,11 +203,11 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path,
     assert environment["GLOO_SOCKET_IFNAME"] == "lo" and environment["VLLM_HOST_IP"] == "127.0.0.1"
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == "k"
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    for device in ("cpu", ""):
-        monkeypatch.setenv("DS_ACCELERATOR", device)
-        assert ("trim_threshold" in replica_environment(None, tmp_path).get("GLIBC_TUNABLES", "")) == (device == "cpu")
+    monkeypatch.delenv(ON_CPU, raising=False)
+    assert "GLIBC_TUNABLES" not in replica_environment(None, tmp_path)
+    monkeypatch.setenv(ON_CPU, "1")
+    assert "trim_threshold" in replica_environment(None, tmp_path)["GLIBC_TUNABLES"]
     monkeypatch.setenv("GLIBC_TUNABLES", "a.b=1")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert replica_environment(None, tmp_path)["GLIBC_TUNABLES"] == "a.b=1"
 
 
@@ -234,7 +235,7 @@ def test_replicas_have_devices_of_their_own():
     cuda = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert visible_devices(1, 2, cuda) == {"CUDA_VISIBLE_DEVICES": "6,7"}
     assert visible_devices(1, 2, {}) == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert visible_devices(1, 2, {"DS_ACCELERATOR": "cpu"}) == {}
+    assert visible_devices(1, 2, {ON_CPU: "1"}) == {}
     with pytest.raises(EngineError, match="start fewer"):
         visible_devices(2, 2, cuda)
 

@@ -48,7 +48,7 @@ def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: floa
 def test_two_processes_train_interrupt_and_go_on_in_one(tmp_path: Path):
     """Contract: with ZeRO-3 and one engine a process the first batch is that of one process (the same prompts and
     seeds, wherever they are sampled), learner and sampler agree, an interrupt ends the step in hand with a checkpoint,
-    and one process without DeepSpeed goes on from it."""
+    and one process without ZeRO goes on from it."""
     two, one = tmp_path / "two", tmp_path / "one"
     steady = ("--learner.optimizer.decay_steps", "0")  # a rate that does not depend on the number of steps
     adamw = ("--optimizer", "adamw", *SHORT, *steady, "--checkpoint-every", "1", "--record", "all")

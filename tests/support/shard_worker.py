@@ -16,7 +16,7 @@ from qarl.quant.checkpoint.families import ExpertLayout
 from qarl.quant.layers.gradients import Gradients
 from qarl.quant.materialize import materialize
 from qarl.quant.materialize.experts import materialize_experts
-from qarl.quant.runtime.shards import cut_rows, shard_of, shard_parameters, whole_value
+from qarl.quant.runtime.shards import Share, cut_rows, shard_of, shard_parameters, whole_value
 from qarl.quant.schemes import SCHEMES, Scheme, is_integer
 from qarl.run.checkpoint import merge_states
 from tests.support.tensors import normal, same_bits
@@ -43,7 +43,7 @@ def row_steps(name: str, processes: Processes | None = None) -> tuple[dict[str, 
     masters = {key: torch.nn.Parameter(gradient_of(key, 0).to(getattr(torch, dtype or "float32"))) for key in SHAPES}
     holder = torch.nn.ParameterDict({str(n): master for n, master in enumerate(masters.values())})
     if processes is not None:
-        shard_parameters(holder, processes.rank, processes.world)
+        shard_parameters(holder, Share(processes.rank, processes.world))
         masters = dict(zip(SHAPES, holder.values(), strict=True))
 
     def learner() -> ShardedOptimizer:

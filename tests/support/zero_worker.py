@@ -15,9 +15,8 @@ from benchmarks.communication import Sent
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.learner import Learner
-from qarl.learner.optim.sharded import shard_masters
+from qarl.learner.optim.sharded import share_of
 from qarl.learner.processes import Processes, join_processes, leave_processes
-from qarl.learner.zero_loading import partitioned_loading
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import add_adapters
@@ -36,10 +35,9 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     dtype: torch.dtype = getattr(torch, job["dtype"])
 
     def initial_model() -> LowBitModel:
-        reading = partitioned_loading(config)
-        masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], reading=reading)
         scheme, context = get_scheme(job["scheme"]), LayerContext(dtype, "reference", config.aligned)
-        shard_masters(masters, config, processes, [scheme])
+        share = share_of(config, processes, [scheme])
+        masters = load_masters(Path(job["folder"]), MASTER_DTYPES[config.master_dtype], share=share)
         return LowBitModel(masters, scheme, context)
 
     model = initial_model()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qarl.quant.runtime.libraries import RECEIVED, SERVES_FROM, vllm_release
+from qarl.quant.runtime.libraries import ON_CPU, RECEIVED, SERVES_FROM, vllm_release
 from qarl.quant.runtime.parent import end_with_the_parent
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import ServerSpec
@@ -67,7 +67,7 @@ def replica_environment(key: str | None, received: Path) -> dict[str, str]:
     versions that it is sent. What a replica's processes say to each other stays on this machine, and none of it is read
     by pickle that need not be. On CPUs they keep memory for the next version, unless GLIBC_TUNABLES are set already."""
     keyed = {} if key is None else {"VLLM_API_KEY": key}
-    memory = {"GLIBC_TUNABLES": _KEEPS_MEMORY} if os.environ.get("DS_ACCELERATOR") == "cpu" else {}
+    memory = {"GLIBC_TUNABLES": _KEEPS_MEMORY} if ON_CPU in os.environ else {}
     own = {"VLLM_SERVER_DEV_MODE": "1", RECEIVED: str(received.absolute())}
     return {**memory, **os.environ, **own, **_ALONE, **keyed}
 
@@ -123,7 +123,7 @@ def visible_devices(number: int, devices: int, environment: Mapping[str, str]) -
     """What leaves replica `number` so many GPUs of its own, of those the environment names, or of all; nothing where
     there are none."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
-    if environment.get("DS_ACCELERATOR") == "cpu":
+    if ON_CPU in environment:
         return {}
     own = range(number * devices, (number + 1) * devices)
     names = named.split(",") if named is not None else [str(device) for device in range(own.stop)]
