@@ -19,7 +19,7 @@ from qarl.planning.shapes import Shapes, schemes_of, targeted
 
 GIB = 2**30
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FP32, _STORED = 4, 2
+_FP32 = 4
 
 LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
 """Code and tables of torch, vLLM and transformers, measured; CUDA's context and cuBLAS's buffers, assumed."""
@@ -403,13 +403,15 @@ class _Count:
 
     def host(self) -> int:
         """The larger of loading and of offloaded moments with a checkpoint's share beside them. Loading: a model in the
-        masters' dtype; at stage 3, where files are mapped, what stacks a mixture's experts, as they are stored."""
+        masters' dtype; at stage 3 a process's rows of it, whole embeddings and one module three times: its tensors as
+        read, stacked, and put together."""
         if self.device == "cpu":
             return 0
-        masters = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
-        stacked = self.shapes.parameters * _STORED if self.shapes.experts else 0
-        offloaded = self.moments(offloaded=True)
+        size = ITEMSIZE[self.config.learner.master_dtype]
+        masters, offloaded = self.shapes.parameters * size, self.moments(offloaded=True)
+        whole = (2 * self.shapes.head + 3 * self.largest_module) * size
+        loading = masters // self.processes + whole if self.stage == 3 else masters
         if self.stage is None or self.adapters:
-            return max(masters, offloaded)
+            return max(loading, offloaded)
         saved = (masters + self.moments() * self.shares) // self.processes + offloaded
-        return max(stacked if self.stage == 3 else masters, offloaded + saved)
+        return max(loading, offloaded + saved)
