@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -178,10 +179,17 @@ def intact_checkpoint(folder: Path) -> Path | None:
 
 def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
     manifest = _manifest(checkpoint)
-    parts = [torch.load(checkpoint / name, weights_only=True, mmap=True) for name in sorted(manifest["sha256"])]
+    try:
+        step = int(manifest["step"])
+        parts = [torch.load(checkpoint / name, weights_only=True, mmap=True) for name in sorted(manifest["sha256"])]
+    except (pickle.UnpicklingError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} was not written by a run, though its SHA-256 is right: {type(error).__name__}; take "
+            "another copy of it"
+        ) from error
     if len(parts) == 1:
-        return manifest["step"], parts[0]
-    return manifest["step"], {**parts[0], "learner": merge_states([part["learner"] for part in parts])}
+        return step, parts[0]
+    return step, {**parts[0], "learner": merge_states([part["learner"] for part in parts])}
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:

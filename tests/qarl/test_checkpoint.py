@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,21 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
     (tmp_path / "step-000001" / "state-00000.pt").write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"is damaged.*no other one is left"):
         load_checkpoint(tmp_path, step_over=said.append)
+
+
+@pytest.mark.parametrize("what", ["pickle", "text", "step"])
+def test_what_no_run_has_written_is_refused_by_name(tmp_path: Path, what: str):
+    """Files of other makers with the right SHA-256: nothing of theirs is executed, and a line says so."""
+    folder = save_checkpoint(tmp_path, 2, {"x": torch.ones(3)}, keep=1)
+    if what == "pickle":
+        torch.save({"x": Path("x")}, folder / "state-00000.pt")
+    elif what == "text":
+        (folder / "state-00000.pt").write_text("no archive")
+    digests = {"state-00000.pt": sha256((folder / "state-00000.pt").read_bytes()).hexdigest()}
+    step = {} if what == "step" else {"step": 2}
+    (folder / "manifest.json").write_text(json.dumps({**step, "sha256": digests}))
+    with pytest.raises(CheckpointError, match=r"step-000002' was not written by a run.*take another copy"):
+        load_checkpoint(tmp_path)
 
 
 def test_nothing_to_resume_from(tmp_path: Path):

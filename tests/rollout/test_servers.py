@@ -118,18 +118,24 @@ def test_log_probs_are_of_the_tokens_asked_for():
             read_logprobs(one, sequence, "http://a", PUBLISHED)
 
 
-def asked(path: str, headers: list[tuple[bytes, bytes]], kind: str = "http") -> list[dict[str, Any]]:
-    """What a guarded application sends back; it answers "inside"."""
+def asked(
+    path: str, headers: list[tuple[bytes, bytes]], kind: str = "http", body: bytes = b'{"method": "qarl_state"}'
+) -> list[dict[str, Any]]:
+    """What a guarded application sends back; it answers "inside", where it reads this body."""
     sent: list[dict[str, Any]] = []
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
+    async def application(scope: Any, again: Any, send: Any) -> None:
+        assert (await again())["body"] == body
         await send({"type": "inside"})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
     scope = {"type": kind, "path": path, "headers": headers}
-    asyncio.run(RequireKey(application)(scope, None, send))
+    asyncio.run(RequireKey(application)(scope, receive, send))
     return sent
 
 
@@ -143,6 +149,16 @@ def test_nothing_but_health_is_answered_without_the_key(monkeypatch: pytest.Monk
         assert asked(path, right) == [{"type": "inside"}]
     assert asked("/v1/realtime", [], "websocket") == [{"type": "websocket.close", "code": 1008}]
     assert asked("/health", []) == [{"type": "inside"}]
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"method": "__class__"}', b'{"method": "sleep"}', b'{"method": 1}', b"[]", b"", b"{"]
+)
+def test_calls_into_the_workers_are_of_our_methods_alone(body: bytes, monkeypatch: pytest.MonkeyPatch):
+    """With the key, and where there is none: `__class__` ends the thread that answers, and a server hangs for good."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert asked("/collective_rpc", [], body=body)[0]["status"] == 403
+    assert asked("/collective_rpc", []) == asked("/pause", [], body=body) == [{"type": "inside"}]
 
 
 def test_a_key_is_read_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,10 +1,11 @@
-"""Who may ask a server: the key on the run's side, and its check inside the server, of all but its health.
+"""Who may ask a server for what: the key on the run's side, and its check inside the server, of all but its health.
 
 vLLM's own check of `VLLM_API_KEY` covers paths under /v1, /v2 and /inference alone; the ones that pause a server, load
 weights or call into its workers are open in version 0.32 (its help of --api-key says so).
 """
 
 import hmac
+import json
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from qarl.configs.errors import InputError
 
 KEY_VARIABLE = "QARL_SERVER_KEY"
 _OPEN = ("/health",)
+_CALLS = "/collective_rpc"
 
 
 def server_key(file: str | None) -> str | None:
@@ -33,7 +35,9 @@ def server_key(file: str | None) -> str | None:
 
 
 class RequireKey:
-    """ASGI middleware: 401 for whatever does not carry `Authorization: Bearer` and the key in `VLLM_API_KEY`."""
+    """ASGI middleware: 401 without `Authorization: Bearer` and the key in `VLLM_API_KEY`; 403 for a call of another
+    method of the workers than QaRL's. Some of vLLM's or Python's own (`__class__`) end the thread that answers, and the
+    server hangs."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         self._app = app
@@ -45,10 +49,30 @@ class RequireKey:
         credentials = dict(scope.get("headers", ())).get(b"authorization", b"")
         open_to_all = scope["type"] == "lifespan" or self._expected is None or scope["path"] in _OPEN
         if open_to_all or hmac.compare_digest(credentials, self._expected or b""):
-            await self._app(scope, receive, send)
+            await (self._call if scope["path"] == _CALLS else self._app)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "no or another key"}'})
+
+    async def _call(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Pass a call on, its body read, where its method is QaRL's."""
+        from starlette.requests import Request  # vLLM's, which a run that asks servers may lack
+        from starlette.responses import PlainTextResponse
+
+        body = await Request(scope, receive).body()
+        try:
+            own = json.loads(body)["method"].startswith("qarl_")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            own = False
+        if own:
+            messages = iter([{"type": "http.request", "body": body}])
+
+            async def again() -> Any:
+                return next(messages, None) or await receive()
+
+            await self._app(scope, again, send)
+        else:
+            await PlainTextResponse("calls are of QaRL's methods alone", 403)(scope, receive, send)
