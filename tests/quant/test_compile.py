@@ -1,9 +1,8 @@
 """torch.compile of passes over tensors: any number of kinds in a process. By the eager backend, without a compiler."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -73,27 +72,6 @@ def test_codes_are_dequantized_in_one_pass(eager_backend: None):
         low_bit = by_operators(weight, get_scheme(name), torch.bfloat16, "layer")
         assert torch.equal(*(low_bit.dequantized(dtype, compiles) for compiles in (True, False))), name
     assert graphs() <= 4 * len(names)
-
-
-def test_every_kind_is_compiled_apart_and_once(monkeypatch: pytest.MonkeyPatch):
-    """Contract: every scheme in every dtype of masters, two shapes each; torch.compile is asked once a kind, and told
-    to keep each kind's compilations apart, so that its limit never adds up."""
-    asked: list[dict[str, Any]] = []
-
-    def compile_(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-        asked.append(how)
-        return function
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    runtime.compiled.cache_clear()
-    try:
-        for (scheme, master), rows in product(KINDS, (128, 256)):
-            made(scheme, master, (rows, 256), compiles=True)
-    finally:
-        runtime.compiled.cache_clear()
-    kinds = {(s.weights.num_bits, s.weights.type, s.group_size, s.block, s.packs_integers, m) for s, m in KINDS}  # type: ignore[union-attr]
-    assert len(asked) == len(kinds) > LIMIT
-    assert all(how["isolate_recompiles"] and how["fullgraph"] for how in asked)
 
 
 def test_a_backward_compiles_for_every_number_of_tokens_at_once(eager_backend: None):
