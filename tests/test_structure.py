@@ -5,8 +5,9 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -29,17 +30,23 @@ FILES = {
 }
 
 
+Node = TypeVar("Node", bound=ast.AST)
+
+
+def nodes(kind: type[Node] | tuple[type[Node], ...], files: Iterable[Path] = ()) -> Iterator[tuple[Path, Node]]:
+    """Every node of a kind in these files, or in all of ours, with its file."""
+    for file in files or FILES.values():
+        yield from ((file, node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kind))
+
+
 def imports(file: Path) -> set[str]:
     """Modules of ours that a file imports, wherever in it; `from folder import module` is the module's import."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{file}: relative import"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in FILES else node.module for name in names}
-    return found & FILES.keys()
+    modules = {alias.name for _, node in nodes(ast.Import, [file]) for alias in node.names}
+    for _, node in nodes(ast.ImportFrom, [file]):
+        assert node.module and node.level == 0, f"{file}: relative import"
+        names = {f"{node.module}.{alias.name}" for alias in node.names}
+        modules |= {name if name in FILES else node.module for name in names}
+    return modules & FILES.keys()
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -112,20 +119,18 @@ def dataclasses_of(file: Path) -> set[str]:
 def test_records_are_built_by_name():
     """A record of five fields or more is filled by their names: one more in the middle moves no value to another."""
     records = {name for file in FILES.values() for name in dataclasses_of(file)}
-    for file in FILES.values():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in records:
-                starred = any(isinstance(argument, ast.Starred) for argument in node.args)
-                assert len(node.args) < 5 or starred, f"{file}:{node.lineno} {node.func.id}"
+    for file, node in nodes(ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id in records:
+            starred = any(isinstance(argument, ast.Starred) for argument in node.args)
+            assert len(node.args) < 5 or starred, f"{file}:{node.lineno} {node.func.id}"
 
 
 def test_the_loop_fits_a_page():
     """All of it, with its imports, is read at one sitting; no function of it needs scrolling."""
-    text = (ROOT / "qarl" / "loop.py").read_text()
-    assert len(text.splitlines()) <= 100
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno is not None and node.end_lineno - node.lineno < 40, node.name
+    loop = ROOT / "qarl" / "loop.py"
+    assert len(loop.read_text().splitlines()) <= 100
+    for _, node in nodes(ast.FunctionDef, [loop]):
+        assert node.end_lineno is not None and node.end_lineno - node.lineno < 40, node.name
 
 
 @pytest.mark.parametrize("module", ["configs.load", "rollout.open", "quant.types"])
@@ -144,19 +149,16 @@ SCHEME_FIELDS = {"num_bits", "bits", "group_size", "block"}
 
 def test_only_schemes_state_bits_and_ranges():
     """Outside quant/ no code states a rounding range, nor decides by a bit width or a group size: schemes are asked."""
-    for name, file in FILES.items():
-        if name.startswith(("qarl.quant", "qarl.configs", "qarl.ptq")):  # the baseline has its methods' own conditions
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-                if name == "qarl.run.evaluation_plan" and node.value == 448:
-                    continue  # tokens
-                assert node.value not in RANGES, f"{file}:{node.lineno} states {node.value}"
-            if isinstance(node, ast.Compare):
-                sides = [node.left, *node.comparators]
-                asked = {side.attr for side in sides if isinstance(side, ast.Attribute)} & SCHEME_FIELDS
-                stated = [side.value for side in sides if isinstance(side, ast.Constant) and side.value is not None]
-                assert not (asked and stated), f"{file}:{node.lineno} compares {asked} with {stated}"
+    apart = ("qarl.quant", "qarl.configs", "qarl.ptq")  # the baseline has its methods' own conditions
+    files = [file for name, file in FILES.items() if not name.startswith(apart)]
+    for file, node in nodes(ast.Constant, files):
+        tokens = file == FILES["qarl.run.evaluation_plan"] and node.value == 448
+        assert tokens or node.value not in RANGES, f"{file}:{node.lineno} states {node.value}"
+    for file, node in nodes(ast.Compare, files):
+        sides = [node.left, *node.comparators]
+        fields = {side.attr for side in sides if isinstance(side, ast.Attribute)} & SCHEME_FIELDS
+        stated = [side.value for side in sides if isinstance(side, ast.Constant) and side.value is not None]
+        assert not (fields and stated), f"{file}:{node.lineno} compares {fields} with {stated}"
 
 
 def test_one_door_leads_to_engines():
@@ -172,24 +174,18 @@ def test_one_door_leads_to_engines():
 
 def test_no_test_imports_a_test():
     """What tests share is in tests/support, which imports none of them either."""
-    for file in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            for name in names:
-                assert not any(part.startswith("test_") for part in name.split(".")), f"{file} imports {name}"
+    for file, node in nodes((ast.Import, ast.ImportFrom), (ROOT / "tests").rglob("*.py")):
+        for name in (f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names):
+            assert not any(part.startswith("test_") for part in name.split(".")), f"{file} imports {name}"
 
 
 def test_locals_are_named_for_what_they_hold():
     """No local, parameter or field is called `found`, `given` and the like: the name says what it is."""
     vague = {"found", "given", "made", "told", "asked", "wide", "held"}
-    for file in FILES.values():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                assert node.id not in vague, f"{file}:{node.lineno}: {node.id}"
-            if isinstance(node, ast.arg):
-                assert node.arg not in vague, f"{file}:{node.lineno}: {node.arg}"
+    for file, node in nodes(ast.Name):
+        assert not isinstance(node.ctx, ast.Store) or node.id not in vague, f"{file}:{node.lineno}: {node.id}"
+    for file, node in nodes(ast.arg):
+        assert node.arg not in vague, f"{file}:{node.lineno}: {node.arg}"
 
 
 def test_product_and_tests_stay_within_their_ceilings():
@@ -202,8 +198,7 @@ def test_product_and_tests_stay_within_their_ceilings():
 
 def dataclass_fields(file: Path) -> set[str]:
     """Names of the fields that the classes of a file declare."""
-    classes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]
-    lines = [line for each in classes for line in each.body if isinstance(line, ast.AnnAssign)]
+    lines = [line for _, each in nodes(ast.ClassDef, [file]) for line in each.body if isinstance(line, ast.AnnAssign)]
     return {ast.unparse(line.target) for line in lines}
 
 
@@ -215,8 +210,7 @@ def test_no_mode_is_set_by_writing_into_another_object():
     `lr` is a property, `qkv` and `gate_up` submodules; the others are torch's and transformers'."""
     for room in ("learner", "sync", "quant/layers", "quant/model"):
         for file in (ROOT / room).rglob("*.py"):
-            stored = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
-            stored = [node for node in stored if isinstance(node.ctx, ast.Store)]
+            stored = [node for _, node in nodes(ast.Attribute, [file]) if isinstance(node.ctx, ast.Store)]
             own = {node.attr for node in stored if ast.unparse(node.value) in ("self", "cls", "ctx")}
             own |= dataclass_fields(file)
             for node in stored:
