@@ -74,17 +74,17 @@ def cast_to(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return cast(copy.deepcopy(model), dtype)
 
 
-def watched(learner: Learner) -> list[dict[str, torch.Tensor]]:
-    """A list that is given the masters before every update."""
-    seen: list[dict[str, torch.Tensor]] = []
-    step = learner.sharded.step
+def updates_of(learner: Learner) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """A list that is given the masters before every update, and its rows."""
+    updates: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
+    update = learner._update
 
-    def record(diagnose: bool = False) -> Any:
-        seen.append(masters_of(learner))
-        return step(diagnose)
+    def record(learning: Learning, *arguments: Any) -> object:
+        updates.append((masters_of(learner), learning.trained[arguments[-1]]))
+        return update(learning, *arguments)
 
-    learner.sharded.step = record  # type: ignore[method-assign]
-    return seen
+    learner._update = record  # type: ignore[method-assign]
+    return updates
 
 
 @pytest.mark.parametrize("planted", [*PARTS, "all"])
@@ -102,14 +102,14 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     signs = torch.randint(0, 2, sampler.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     noise = NOISE * signs * batch.response_mask * (every or planted == "kernel")
     batch = dataclasses.replace(batch, sampler_logprobs=sampler + noise)
-    seen, updated = watched(learner), updated_rows(learner)
+    updates = updates_of(learner)
     found = learner.learn(batch, 0).records["log_ratio"]
-    rows = updated[-1]
+    masters, rows = updates[-1]
     assert torch.equal(sample_rows(batch, rows), rows), "all rows of the last mini-batch fit the sample"
     stepped = random_model(tied=False)
-    stepped.load_state_dict(seen[-1])
+    stepped.load_state_dict(masters)
     own = scored(cast_to(stepped, compute or torch.bfloat16), batch, rows)
-    cast, codes = (scored(m, batch, rows) for m in (cast_to(stepped, torch.bfloat16), of_codes(seen[-1], scheme)))
+    cast, codes = (scored(m, batch, rows) for m in (cast_to(stepped, torch.bfloat16), of_codes(masters, scheme)))
     true = {"dtype": own - cast, "scheme": cast - codes, "staleness": codes - sampler, "kernel": -noise}
     true |= {"alpha": codes - sampler - noise, "beta": own - codes}
     mask = batch.response_mask[rows]
@@ -186,19 +186,6 @@ def test_the_sample_stays_within_its_budget():
     assert sample_rows(dataclasses.replace(batch, length=batch.length + SAMPLE_TOKENS), rows[4:]).tolist() == [4]
 
 
-def updated_rows(learner: Learner) -> list[torch.Tensor]:
-    """A list that is given the rows of every update."""
-    rows: list[torch.Tensor] = []
-    update = learner._update
-
-    def record(learning: Learning, *arguments: Any) -> object:
-        rows.append(learning.trained[arguments[-1]])
-        return update(learning, *arguments)
-
-    learner._update = record  # type: ignore[method-assign]
-    return rows
-
-
 def stale_batch(learner: Learner) -> Batch:
     """Half of its groups sampled by the codes of before a batch that was learned, but for their last tokens, the others
     by the present ones."""
@@ -219,10 +206,10 @@ def test_planted_staleness_is_recovered_at_its_age():
     batch = stale_batch(learner)
     behind = batch.versions_behind
     assert behind is not None
-    masters, rows, log = watched(learner), updated_rows(learner), TokenLog(batch)
+    updates, log = updates_of(learner), TokenLog(batch)
     found = learner.learn(batch, 1, log=log).records["ages"]
     true: dict[int, list[torch.Tensor]] = {}
-    for update, (weights, index) in enumerate(zip(masters, rows, strict=True)):
+    for update, (weights, index) in enumerate(updates):
         stepped = random_model(tied=False)
         stepped.load_state_dict(weights)
         apart = (scored(of_codes(weights, "w4a16"), batch, index) - batch.sampler_logprobs).abs()
@@ -232,7 +219,7 @@ def test_planted_staleness_is_recovered_at_its_age():
                 true.setdefault(update + MINI_BATCHES * versions, []).append(apart[row][tokens])
             assert log.age[row] == update + MINI_BATCHES * int(behind[row].max())
     assert list(found.age) == sorted(true)
-    assert sum(found.tokens) == sum(int(batch.response_mask[index].sum()) for index in rows)
+    assert sum(found.tokens) == sum(int(batch.response_mask[index].sum()) for _, index in updates)
     by_age = dict(zip(found.age, found.mean_abs, strict=True))
     largest = max(by_age.values())
     for age, parts in true.items():
