@@ -21,11 +21,11 @@ from qarl.quant.runtime.shards import Shard
 from qarl.quant.schemes import SCHEMES
 from tests.support.layers import (
     dequantized_activation,
-    dequantized_weight,
     experts_fake_quant_gradients,
     make_experts,
     make_linear,
     routed,
+    unpacked,
 )
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of, random_model
 from tests.support.models import low_bit, same_stream, stream_bytes
@@ -147,7 +147,7 @@ def test_factor_gradients_are_autograds_through_the_merged_weight(scheme: str):
     wide = x.detach().double().requires_grad_()
     used = wide + (dequantized_activation(x.detach(), linear) - wide).detach()
     delta = 3.0 * b @ a
-    (used @ (dequantized_weight(linear) + delta - delta.detach()).t()).backward(dy.double())
+    (used @ (unpacked(linear.codes()) + delta - delta.detach()).t()).backward(dy.double())
     for ours, theirs in ((x, wide), (adapter.lora_A, a), (adapter.lora_B, b)):
         assert ours.grad is not None and theirs.grad is not None
         assert relative_error(ours.grad, theirs.grad) < 1e-5

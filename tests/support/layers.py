@@ -38,11 +38,6 @@ def make_linear(
     return linear
 
 
-def dequantized_weight(linear: LowBitLinear) -> torch.Tensor:
-    """codes · scale of the published tensors, float64 [O, I]."""
-    return unpacked(linear.codes())
-
-
 def dequantized_activation(x: torch.Tensor, layer: LowBitLinear | RoutedLowBitExperts) -> torch.Tensor:
     """code · scale of an input, float64; the input itself where the scheme does not quantize it."""
     if layer.scheme.activations is None:
