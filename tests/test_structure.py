@@ -111,14 +111,10 @@ def test_no_module_and_no_room_imports_in_a_circle():
     assert circle({name: used - {name} for name, used in arrows.items()}) == []
 
 
-def dataclasses_of(file: Path) -> set[str]:
-    classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
-    return {c.name for c in classes if any("dataclass" in ast.unparse(d) for d in c.decorator_list)}
-
-
 def test_records_are_built_by_name():
     """A record of five fields or more is filled by their names: one more in the middle moves no value to another."""
-    records = {name for file in FILES.values() for name in dataclasses_of(file)}
+    classes = [node for _, node in nodes(ast.ClassDef)]
+    records = {c.name for c in classes if any("dataclass" in ast.unparse(d) for d in c.decorator_list)}
     for file, node in nodes(ast.Call):
         if isinstance(node.func, ast.Name) and node.func.id in records:
             starred = any(isinstance(argument, ast.Starred) for argument in node.args)
@@ -196,12 +192,6 @@ def test_product_and_tests_stay_within_their_ceilings():
     assert lines((ROOT / "tests").rglob("*.py")) <= 21_000
 
 
-def dataclass_fields(file: Path) -> set[str]:
-    """Names of the fields that the classes of a file declare."""
-    lines = [line for _, each in nodes(ast.ClassDef, [file]) for line in each.body if isinstance(line, ast.AnnAssign)]
-    return {ast.unparse(line.target) for line in lines}
-
-
 OF_LIBRARIES = {"grad", "data", "grad_dtype", "training", "lr", "qkv", "gate_up"}
 
 
@@ -212,7 +202,8 @@ def test_no_mode_is_set_by_writing_into_another_object():
         for file in (ROOT / room).rglob("*.py"):
             stored = [node for _, node in nodes(ast.Attribute, [file]) if isinstance(node.ctx, ast.Store)]
             own = {node.attr for node in stored if ast.unparse(node.value) in ("self", "cls", "ctx")}
-            own |= dataclass_fields(file)
+            declared = [line for _, each in nodes(ast.ClassDef, [file]) for line in each.body]
+            own |= {ast.unparse(line.target) for line in declared if isinstance(line, ast.AnnAssign)}
             for node in stored:
                 assert node.attr in own | OF_LIBRARIES, f"{file}:{node.lineno}: {ast.unparse(node)}"
 
