@@ -135,6 +135,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("tasks countdwon", "did you mean countdown"),
         ("runs nope", "there is no run in 'nope'"),
         ("train --resume nope", "there is no folder 'nope'"),
+        ("train --from-rollouts nope", "there is no folder 'nope'"),
         ("train --resume taken", "'taken' is no run folder"),
     ],
 )
