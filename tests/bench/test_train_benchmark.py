@@ -1,7 +1,6 @@
 """`python -m benchmarks train`: its arithmetic by hand, and what each trainer is to do.
 
-Blind spot: that TRL's trainer does what it is asked to; it has an environment of its own (the last test, where it is).
-"""
+Blind spot: that TRL's trainer does what it is asked to; it has an environment of its own."""
 
 import json
 import time
