@@ -134,8 +134,9 @@ def test_chunks_change_no_log_prob(scheme: str, dtype: torch.dtype, chunk: int):
 
 @pytest.mark.parametrize("temperature", [1.0, 1.1])
 def test_log_probs_and_gradients_are_autograds(temperature: float):
-    """By plain autograd through `log_softmax` of the model's own logits / T, without chunks or a backward of ours; the
-    entropy is that of the same distribution."""
+    """By plain autograd through `log_softmax` of the model's own logits / T at position t, read at token t + 1, without
+    chunks or a backward of ours; the entropy is that of the same distribution, in nats; zero outside the response. That
+    those logits are transformers': tests/quant/test_model.py."""
     model, batch = policy(dtype=torch.float32), batch_of()
     ours, found = logprob_gradients(model, batch, chunk_tokens=5, temperature=temperature)
     mask = batch.response_mask
@@ -151,6 +152,7 @@ def test_log_probs_and_gradients_are_autograds(temperature: float):
     with torch.no_grad():
         _, entropy = token_logprobs(model, batch.tokens, mask, temperature=temperature)
     torch.testing.assert_close(entropy[mask], -(logp.exp() * logp).sum(-1))
+    assert ours.dtype == torch.float32 and not ours[~mask].any() and not entropy[~mask].any()
 
 
 @pytest.mark.parametrize("operators", ["engine", "transformers"])

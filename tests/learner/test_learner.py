@@ -28,58 +28,17 @@ from qarl.quant.layers.context import Forward
 from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.runtime.shards import Share, shard_parameters
-from qarl.quant.schemes import SCHEMES, get_scheme
+from qarl.quant.schemes import SCHEMES
 from tests.support.learners import (
     SAMPLES,
-    VOCABULARY,
     all_equal,
     batch_of,
     make_groups,
     make_learner,
     masters_of,
     poison,
-    random_model,
 )
-from tests.support.models import cast, low_bit, same_stream, stream_bytes
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.0)])
-def test_token_logprobs_are_a_full_softmax_of_transformers_logits(tied: bool, dtype: torch.dtype, tolerance: float):
-    """Contract: log_softmax over the vocabulary of transformers' logits at position t, read at token t + 1; zero
-    outside the response; entropy -Σ p log p of the same distribution, in nats. In bfloat16 bit for bit with
-    transformers' operators and nothing quantized: same logits, then fp32."""
-    plain = cast(random_model(tied), dtype)
-    model = low_bit(random_model(tied), "bf16", dtype, operators="transformers")
-    batch = batch_of()
-    with torch.no_grad():
-        full = plain(input_ids=batch.tokens).logits.float().log_softmax(-1)[:, :-1]
-        ours, entropy = token_logprobs(model, batch.tokens, batch.response_mask)
-    expected = full.gather(-1, batch.tokens[:, 1:, None])[..., 0] * batch.response_mask
-    expected_entropy = -(full.exp() * full).sum(-1) * batch.response_mask
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(entropy, expected_entropy, rtol=0, atol=max(tolerance, 1e-5))
-    assert (ours[batch.response_mask] < 0).all() and entropy[batch.response_mask].max() < math.log(VOCABULARY)
-
-
-@pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_log_probs_do_not_depend_on_padding_or_company(scheme: str):
-    """Contract: a sequence's log-probs are those it has alone, unpadded. In float32, with weights quantized; 8-bit
-    activations may flip a code where sums run in another order, hence their wider tolerance."""
-    learner = make_learner(scheme, torch.float32)
-    batch = batch_of()
-    together, _ = learner.logprobs(batch)
-    tolerance = 1e-4 if get_scheme(scheme).activations is None else 0.05
-    for row in range(0, len(batch.tokens), 5):
-        alone = batch.rows(torch.tensor([row]))
-        single, _ = learner.logprobs(alone)
-        torch.testing.assert_close(single[0], together[row, : single.shape[1]], rtol=0, atol=tolerance)
-    changed = dataclasses.replace(batch, tokens=batch.tokens.clone())
-    positions = torch.arange(batch.tokens.shape[1])[None] >= batch.length[:, None]
-    changed.tokens[positions] = 3
-    assert positions.any()
-    torch.testing.assert_close(learner.logprobs(changed)[0], together, rtol=0, atol=tolerance)
+from tests.support.models import same_stream, stream_bytes
 
 
 def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], Any]:
