@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from qarl.configs.schema.quantization import ScaleRule
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.materialize import by_operators, materialize
 from qarl.quant.materialize.code_changes import quantized_weights
@@ -153,35 +152,37 @@ def test_codes_that_masters_cannot_hold_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("rule", "scheme", "message"),
+    ("scheme", "message"),
     [
-        ("kept", "bf16", "'kept' with scheme 'bf16', which has no scales"),
-        ("kept", "fp8", "'kept' is for integer weights, and scheme 'fp8' of layer"),
-        ("kept", "nvfp4a16", "scheme 'nvfp4a16' of layer"),
-        ("kept", "fp8-block", "scheme 'fp8-block' of layer"),
+        ("bf16", "'kept' with scheme 'bf16', which has no scales"),
+        ("fp8", "'kept' is for integer weights, and scheme 'fp8' of layer"),
+        ("nvfp4a16", "scheme 'nvfp4a16' of layer"),
+        ("fp8-block", "scheme 'fp8-block' of layer"),
     ],
 )
-def test_rules_are_refused_where_they_have_no_scale(rule: ScaleRule, scheme: str, message: str):
+def test_scales_are_kept_of_integers_alone(scheme: str, message: str):
     plan = plan_layers(random_model(), get_scheme(scheme))
     with pytest.raises(SchemeError, match=message):
-        check_scale_rule(rule, plan)
+        check_scale_rule("kept", plan)
     check_scale_rule("minmax", plan)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4"])
-@pytest.mark.parametrize("kept", [False, True])
-def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, kind: str, kept: bool):
+@pytest.mark.parametrize("way", ["codes alone", "kernels too", "scales are kept"])
+def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, kind: str, way: str):
     """Contract: logits, gradients and streams of each version are those of a model that keeps its codes; between uses
-    no code has a value. With scales kept from version to version too."""
-    if kept and scheme == "nvfp4":
+    no code has a value. With kernels made at each use, and with scales kept from version to version, too."""
+    if way == "scales are kept" and scheme == "nvfp4":
         pytest.skip("its scales are not kept")
     build = qwen3 if kind == "dense" else lambda: random_moe(CONFIGS["qwen3_moe"])
     models = [low_bit(build(), scheme) for _ in range(2)]
-    if kept:
+    if way == "scales are kept":
         for model in models:
             keep_scales(model)
     models[1].release_codes()
+    if way == "kernels too":
+        models[1].drop_products()
     tokens = some_tokens()
     for _ in range(2):
         streams, grads = [], []
@@ -191,6 +192,11 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
             loss_of(all_logits(model, tokens), tokens).backward()
             grads.append({name: master.grad for name, master in model.masters.items()})
             streams.append(stream_bytes(model))
+            stacks = list(model._layers.stacks.values())
+            if model is models[0]:
+                assert all(stack._kernel for stack in stacks)
+            elif way == "kernels too":
+                assert not any(layer._kernel for layer in (*stacks, *model.low_bit_layers()))
             with torch.no_grad():
                 for master in model.masters.values():
                     assert master.grad is not None
