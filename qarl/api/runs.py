@@ -12,7 +12,7 @@ from rich.console import Console
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import chosen_config, load_config
 from qarl.configs.schema.run import RunConfig
-from qarl.planning.machine import Machine, parse_machine, this_machine
+from qarl.planning.machine import Machine, planned_machine, this_machine
 from qarl.planning.plan import MemoryPlanError, Plan, make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import one_line, remedies, table, verdict
@@ -41,7 +41,7 @@ def plan(config: RunConfig, gpus: str | None = None, processes: int | None = Non
     decided; no weight is loaded. gpus: "8xH100" or "8x80GB", without it this machine. processes: by default one a GPU
     of `gpus`, else one. Raises `SchemeError`, `ModelError`, and `ConfigError` for more processes than GPUs."""
     check_schemes(config)
-    machine = this_machine() if gpus is None else parse_machine(gpus)
+    machine = planned_machine(gpus)
     return make_plan(config, *sizes_of(config.model), machine, processes or (machine.count if gpus else 1))
 
 

@@ -13,7 +13,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config, config_file
 from qarl.configs.yaml_file import read_yaml
 from qarl.planning.choice import choose
-from qarl.planning.machine import Machine, parse_machine, this_machine
+from qarl.planning.machine import Machine, planned_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.remedies import option, smallest_fit
 from qarl.planning.shapes import sizes_of
@@ -45,10 +45,7 @@ def _init(known: argparse.Namespace, console: Console) -> int:
     check_new_folder(folder, "folder", "DIR")
     if known.gpus is not None and known.model is None:
         raise ConfigError(f"--gpus {known.gpus} goes with --model, the model that is to fit them")
-    written = None
-    if known.model is not None:
-        written = _fitted(known.model, this_machine() if known.gpus is None else parse_machine(known.gpus))
-    write_starter(folder, written)
+    write_starter(folder, _fitted(known.model, planned_machine(known.gpus)) if known.model is not None else None)
     say(console, f"wrote {', '.join(FILES)} to {folder}")
     say(console, f"cd {shlex.quote(str(folder))}")
     say(console, "qarl check run.yaml && qarl train --config run.yaml")

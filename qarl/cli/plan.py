@@ -9,7 +9,7 @@ from qarl.cli.help import add_flags
 from qarl.cli.options import json_file, say, whole, write_json
 from qarl.configs.load import chosen_config
 from qarl.planning.choice import choose
-from qarl.planning.machine import parse_machine, this_machine
+from qarl.planning.machine import planned_machine
 from qarl.planning.plan import make_plan
 from qarl.planning.shapes import sizes_of
 from qarl.planning.words import as_data, remedies, table
@@ -41,7 +41,7 @@ def add_plan(commands: Any) -> None:
 def _plan(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
     check_schemes(config)
-    machine = this_machine() if known.gpus is None else parse_machine(known.gpus)
+    machine = planned_machine(known.gpus)
     choice = choose(config, known.overrides, known.config, known.processes, machine)
     overrides = choice.overrides(known.overrides)
     planned = chosen_config(choice.file, overrides)

@@ -67,6 +67,11 @@ def parse_machine(text: str) -> Machine:
     return Machine(f"{named[1]} × {named[2].upper()}", "cuda", int(named[1]), GPUS[named[2]] * 10**9)
 
 
+def planned_machine(gpus: str | None) -> Machine:
+    """That of `--gpus`, else this one. Raises `ConfigError`."""
+    return this_machine() if gpus is None else parse_machine(gpus)
+
+
 def this_machine() -> Machine:
     """GPUs that torch would use, the smallest one's memory; else the CPU. Raises `ConfigError` where there are GPUs and
     CUDA_VISIBLE_DEVICES names none of them."""
