@@ -136,6 +136,11 @@ class RolloutConfig(Section):
             raise ValueError("rollout.router_replay true needs an engine in process; leave rollout.servers out")
         return self
 
+    @property
+    def longest(self) -> int:
+        """Tokens a prompt and its completion may have together."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
 
 class SyncConfig(Section):
     """Publishing and its proofs."""
@@ -352,11 +357,11 @@ class RunConfig(Section):
                     "quantizes a model in one scheme; leave one of them out"
                 )
             refuse_calibrated_start(init, self.learner)
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
-        if self.learner.micro_batch_tokens < longest:
+        if self.learner.micro_batch_tokens < self.rollout.longest:
             raise ValueError(
                 f"learner.micro_batch_tokens {self.learner.micro_batch_tokens} is less than one longest sequence, "
-                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise the first or lower the others"
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {self.rollout.longest}; raise the first or "
+                "lower the others"
             )
         return self
 

@@ -47,10 +47,9 @@ def preview(config: RunConfig, task: Task, folder: Path) -> Iterator[Finding]:
 
 
 def _model(config: RunConfig, folder: Path) -> Finding:
-    tree = read_config(folder)
-    needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    tree, longest = read_config(folder), config.rollout.longest
     positions = tree.get("max_position_embeddings")
-    room = f"; {needed} of its {positions} positions are asked for" if isinstance(positions, int) else ""
+    room = f"; {longest} of its {positions} positions are asked for" if isinstance(positions, int) else ""
     parameters = f"{parameters_of(folder):,} parameters"
     return Finding("note", "model", f"{config.model}: {tree.get('model_type')}, {parameters}{room}")
 

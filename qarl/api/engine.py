@@ -156,6 +156,6 @@ def engine(
 
 def _canary(vocabulary: int, settings: RunConfig) -> list[list[int]]:
     """Token sequences that are the same in every run."""
-    longest = min(_CANARY_TOKENS, settings.rollout.max_prompt_tokens + settings.rollout.max_new_tokens - 1)
+    longest = min(_CANARY_TOKENS, settings.rollout.longest - 1)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary, (_CANARY_SEQUENCES, max(2, longest)), generator=generator).tolist()

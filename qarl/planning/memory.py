@@ -282,8 +282,7 @@ class _Count:
     def tokens(self) -> int:
         """N: of a micro-batch, at most all of a mini-batch."""
         rollout, learner = self.config.rollout, self.config.learner
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        mini_batch = -(-rollout.prompts // learner.mini_batches) * rollout.samples * longest
+        mini_batch = -(-rollout.prompts // learner.mini_batches) * rollout.samples * rollout.longest
         return min(learner.micro_batch_tokens, mini_batch)
 
     @cached_property

@@ -109,8 +109,7 @@ def _filled(config: RunConfig, shapes: Shapes, device: str, processes: int, ther
     """The cache: room for one longest sequence, and on GPUs, of what is left free, as much as the sequences sampled at
     once can fill. Checkpointing: on GPUs, unless all of that fits without."""
     setting, rollout = config.learner.gradient_checkpointing, config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    a_sequence = longest * shapes.key_value_bytes(cache_itemsize(config))
+    a_sequence = rollout.longest * shapes.key_value_bytes(cache_itemsize(config))
     least = rollout.kv_cache_gib or -(-a_sequence // GIB)
     sequences = min(rollout.max_num_seqs, -(-rollout.prompts // processes) * rollout.samples)
     useful = rollout.kv_cache_gib or -(-sequences * a_sequence // GIB)

@@ -43,7 +43,7 @@ def option(field: tuple[str, object]) -> str:
 def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change]:
     """What could be changed, from the least to the most that it asks of a person."""
     learner, rollout = config.learner, config.rollout
-    longest, short = (rollout.max_prompt_tokens + answer for answer in (rollout.max_new_tokens, _SHORT_ANSWERS))
+    longest, short = rollout.longest, rollout.max_prompt_tokens + _SHORT_ANSWERS
     shorter: dict[str, object] = {"rollout.max_new_tokens": _SHORT_ANSWERS, "learner.micro_batch_tokens": short}
     on_host: dict[str, object] = {"learner.lora.name": "lora", "learner.lora.base": "host"}
     on_gpus, spreads = machine.device == "cuda", processes < machine.count

@@ -121,8 +121,7 @@ def start_from_ptq(policy: Policy, config: RunConfig) -> None:
     method = config.quantization.init
     assert method is not None
     dtype = COMPUTE_DTYPES[config.dtype]
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    count = max(1, min(CALIBRATION, MAX_CALIBRATION_TOKENS // longest))
+    count = max(1, min(CALIBRATION, MAX_CALIBRATION_TOKENS // config.rollout.longest))
     model = LowBitModel(load_masters(policy.folder, dtype), get_scheme("bf16"), LayerContext(dtype, "reference"))
     with tempfile.TemporaryDirectory(prefix="qarl-init-") as work:
         source = sample_source(policy, model, config, Path(work), config.scheme, count)

@@ -73,7 +73,7 @@ def calibration_count(name: str, requested: int | None, config: RunConfig) -> in
     count = CALIBRATION if requested is None else requested
     if count < 1:
         raise ConfigError(f"--calibration {count}: an empty set calibrates nothing; give at least 1, or --ptq rtn")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.rollout.longest
     if count * longest > MAX_CALIBRATION_TOKENS:
         raise ConfigError(
             f"--calibration {count}: sequences of up to {longest} tokens (the run's rollout.max_prompt_tokens + "

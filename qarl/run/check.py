@@ -112,4 +112,4 @@ def _check_model(config: RunConfig, dry: bool) -> None:
     if folder is None and not dry:
         hub_file(config.model)  # before a task is loaded, and before torch is imported
     elif folder is not None:
-        check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+        check_folder(folder, config.rollout.longest)

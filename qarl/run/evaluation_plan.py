@@ -90,7 +90,7 @@ def plan_evaluation(
     limits: dict[str, Any] = {key: note[key] for key in LIMITS if key in note} or (_SUITE_LIMITS if suite else _LIMITS)
     rollout = RolloutConfig(**{**limits, **own_limits})
     checkpoint = checkpoint or _model_folder(target)
-    check_context(checkpoint, rollout.max_prompt_tokens + rollout.max_new_tokens)
+    check_context(checkpoint, rollout.longest)
     task = noted_task(note, checkpoint).model_dump(mode="json") if note else {}
     asking = note.get("eval", {})
     problems = _ALL if suite else asking.get("problems") or _PROBLEMS  # a run may have had no evaluation
@@ -123,7 +123,7 @@ def plan_same(plan: Plan, target: str, dtype: str | None = None) -> Plan:
     """Of another target what `plan` asks of its own, in the compute dtype of the other. Raises as `plan_evaluation`."""
     checkpoint, note = _export_of(target, dtype)
     checkpoint = checkpoint or _model_folder(target)
-    check_context(checkpoint, plan.rollout.max_prompt_tokens + plan.rollout.max_new_tokens)
+    check_context(checkpoint, plan.rollout.longest)
     dtype = dtype or note.get("dtype") or _own_dtype(checkpoint)
     return replace(plan, target=target, checkpoint=checkpoint, dtype=dtype)
 

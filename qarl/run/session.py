@@ -125,7 +125,7 @@ def check_prompts(config: RunConfig) -> str | None:
     long, `TaskError` where no question is short enough.
     """
     folder = model_folder(config.model)
-    check_folder(folder, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    check_folder(folder, config.rollout.longest)
     prompter = open_prompter(folder, config.rollout, config.task)
     own = {"reward": None, "correct": None}  # `check_files` tries those
     problems_alone = config.task.model_copy(update=own)
@@ -354,9 +354,8 @@ def canary_sequences(policy: Policy, config: RunConfig) -> list[list[int]]:
     """Fixed token sequences: prompts with their reference answers, held-out ones where there are."""
     split = "heldout" if config.eval.problems else "train"  # a task may have no held-out problems then
     problems = policy.task.problems(split, 0, _CANARY_SEQUENCES, config.seed)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens - 1
     sequences = []
     for problem in problems:
         answer = policy.prompter.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-        sequences.append([*policy.prompter.prompt(problem).token_ids, *answer][:longest])
+        sequences.append([*policy.prompter.prompt(problem).token_ids, *answer][: config.rollout.longest - 1])
     return sequences

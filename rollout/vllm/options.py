@@ -24,11 +24,6 @@ class VllmOptions:
     multi_process: bool = False
 
     @property
-    def max_model_len(self) -> int:
-        """Prompt and completion tokens."""
-        return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
-
-    @property
     def logprobs_mode(self) -> str:
         """Of sampled tokens at the temperature they are sampled at. Of the prompt's tokens (the canary's) log-probs are
         of temperature 1 either way."""
@@ -73,7 +68,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         **_graph_arguments(rollout),
         # The attention whose kernel the learner calls too, with which vLLM keeps its mode, and kernels that do.
         **({"attention_backend": "FLASH_ATTN", "kernel_config": kernel_arguments()} if batch_invariant() else {}),
-        "max_model_len": options.max_model_len,
+        "max_model_len": rollout.longest,
         "max_num_seqs": rollout.max_num_seqs,
         # Bytes, not a share of the device, which the learner needs too: the share is only compared with what is free.
         "kv_cache_memory_bytes": (rollout.kv_cache_gib or 1) * 2**30,
@@ -85,7 +80,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "enable_return_routed_experts": rollout.router_replay,
         "logprobs_mode": options.logprobs_mode,
-        **_cpu_arguments(options.max_model_len),
+        **_cpu_arguments(rollout.longest),
     }
 
 

@@ -49,7 +49,7 @@ class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
                 "qarl.engine(policy, urls=[URL, ...], max_staleness=2)"
             )
         if args.token_budget is None:  # TRL would ask its server
-            args.token_budget = rollout.max_prompt_tokens + rollout.max_new_tokens
+            args.token_budget = rollout.longest
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
         rewarding = {"reward_funcs": functions, **{n: trl[n] for n in ("tools", "environment_factory") if n in trl}}
         trl |= dict.fromkeys(("rollout_worker", "weight_transfer"), _Rollouts(self, args, rewarding))

@@ -128,8 +128,9 @@ def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> 
             f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs {mode}; start it with "
             f"--logprobs-mode {mode}"
         )
-    if state["max_model_len"] < options.max_model_len:
+    longest = options.rollout.longest
+    if state["max_model_len"] < longest:
         raise EngineError(
             f"the server at {url} takes {state['max_model_len']} tokens, and rollout.max_prompt_tokens + "
-            f"rollout.max_new_tokens are {options.max_model_len}; start it with --max-model-len {options.max_model_len}"
+            f"rollout.max_new_tokens are {longest}; start it with --max-model-len {longest}"
         )
