@@ -44,7 +44,8 @@ def _cells(folder: RunFolder) -> tuple[str, str, str, str]:
     """State, step, scheme, accuracy. A run that cannot be read has its reason for a state."""
     try:
         config = folder.config()
-        metrics = _complete_lines(folder.metrics)
+        lines = folder.metrics.read_text(encoding="utf-8").split("\n") if folder.metrics.is_file() else [""]
+        metrics = [json.loads(line) for line in lines[:-1]]  # the last may be cut short, of a run that goes on
         start, note = read_start(folder), read_note(folder.export)
     except (QarlError, ValueError) as error:
         return f"unreadable: {' '.join(str(error).split())[:80]}", "", "", ""
@@ -66,12 +67,6 @@ def _state(folder: RunFolder, steps: int, planned: int) -> str:
     if steps < planned:
         return "stopped" if folder.steps() else "stopped, no checkpoint"
     return "exported" if folder.export.is_dir() else "finished"
-
-
-def _complete_lines(metrics: Path) -> list[dict[str, Any]]:
-    """Steps done. A last line may be cut short, by a run that is going on or was killed."""
-    lines = metrics.read_text(encoding="utf-8").split("\n")[:-1] if metrics.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 def _written(run: Path) -> float:

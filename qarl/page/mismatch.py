@@ -132,8 +132,5 @@ def _layer_figures(layers: Sequence[LayerDeviation]) -> list[dict[str, Any]]:
 
 def _table(learners: Sequence[ScoredLearner]) -> list[list[Any]]:
     names = [field for field in learners[0].measured if any(each.measured[field] is not None for each in learners)]
-    rounded = [[each.measured[name] for each in learners] for name in names]
-    return [
-        [name, *(None if value is None else digits(value) for value in values)]
-        for name, values in zip(names, rounded, strict=True)
-    ]
+    rows = [(name, [each.measured[name] for each in learners]) for name in names]
+    return [[name, *(None if value is None else digits(value) for value in values)] for name, values in rows]

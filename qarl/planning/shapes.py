@@ -12,7 +12,7 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN, check_model, hub_file, local_folder, read_config
+from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN, check_model, hub_config, local_folder, read_config
 from qarl.quant.checkpoint.patterns import matching
 
 Matrix = tuple[int, int]
@@ -210,7 +210,7 @@ def sizes_of(model: str) -> tuple[Shapes, str]:
         check_model(folder)
         return shapes_of(read_config(folder), model), "its config.json"
     published = _published(model)
-    return published or (shapes_of(read_config(hub_file(model).parent), model), "its config.json on the hub")
+    return published or (shapes_of(read_config(hub_config(model).parent), model), "its config.json on the hub")
 
 
 def _published(model: str) -> tuple[Shapes, str] | None:

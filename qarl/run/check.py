@@ -8,7 +8,7 @@ from qarl.configs.load import is_embedded, shipped_names
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import check_scheme_name
 from qarl.configs.words import did_you_mean, quoted
-from qarl.quant.checkpoint.folder import check_folder, hub_file, local_folder
+from qarl.quant.checkpoint.folder import check_folder, hub_config, local_folder
 from qarl.report.loggers import require_logger
 from qarl.report.run_folder import new_path
 from qarl.run.replay import check_rollouts
@@ -110,6 +110,6 @@ def _check_model(config: RunConfig, dry: bool) -> None:
         hub = f"; a hub id has its owner before it, as in Qwen/{name}" if sized else ""
         raise type(error)(f"{error}{near or hub}") from error
     if folder is None and not dry:
-        hub_file(config.model)  # before a task is loaded, and before torch is imported
+        hub_config(config.model)  # before a task is loaded, and before torch is imported
     elif folder is not None:
         check_folder(folder, config.rollout.longest)

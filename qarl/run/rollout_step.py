@@ -44,7 +44,7 @@ def sample_step(
     Raises:
         RewardError: the reward gave no signal for any completion.
     """
-    extra, wanted = config.rollout.dynamic_sampling, config.rollout.prompts
+    policy, extra, wanted = session.policy, config.rollout.dynamic_sampling, config.rollout.prompts
     if config.from_rollouts is not None:
         with watch("sample"):
             recorded = read_groups(step_files(RunFolder(Path(config.from_rollouts)).tokens)[step + 1])
@@ -52,14 +52,19 @@ def sample_step(
     sampled: list[Group] = []
     kept: list[Group] = []
     for attempt in range(1 + (extra or 0)):
-        groups = _round(session, config, step, attempt, watch, None if attempt else first)
+        with watch("sample"):
+            request = make_request(session, config, step, attempt)
+            prompts, completions = first() if first and attempt == 0 else request.answered(session)
+        with watch("score"):  # each process its share; all get all groups
+            scored = score_groups(policy.task, request.problems, prompts, completions)
+            groups = policy.processes.concatenated(scored)
         sampled += groups
         kept += _to_learn_from(groups, extra)
         if len(kept) >= wanted:
             break
     if not any(group.completions for group in sampled):
         raise RewardError(
-            f"the reward of task {session.policy.task.name!r} gave None (no signal) for all "
+            f"the reward of task {policy.task.name!r} gave None (no signal) for all "
             f"{sum(group.unscored for group in sampled)} completions of step {step + 1}; give a number where a "
             "completion can be judged"
         )
@@ -83,20 +88,3 @@ def make_request(session: Session, config: RunConfig, step: int, attempt: int = 
     prompts = [policy.prompter.prompt(problem) for problem in problems]
     speaker = policy.prompter.speaker(policy.task.rollout, policy.task.time_limit)
     return SampleRequest(problems=problems, prompts=prompts, sampling=sampling, speaker=speaker)
-
-
-def _round(
-    session: Session,
-    config: RunConfig,
-    step: int,
-    attempt: int,
-    watch: Stopwatch,
-    answer: Callable[[], Sampled] | None,
-) -> list[Group]:
-    """Each process samples and scores its share; all get all groups."""
-    policy = session.policy
-    with watch("sample"):
-        request = make_request(session, config, step, attempt)
-        prompts, completions = answer() if answer else request.answered(session)
-    with watch("score"):
-        return policy.processes.concatenated(score_groups(policy.task, request.problems, prompts, completions))

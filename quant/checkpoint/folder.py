@@ -37,13 +37,13 @@ def local_folder(name: str) -> Path | None:
     return None
 
 
-def hub_file(name: str, file: str = "config.json") -> Path:
-    """A file of a hub id's, downloaded if it is not in the cache. Raises `ModelError` where it cannot be had."""
+def hub_config(name: str) -> Path:
+    """The config.json of a hub id, downloaded if it is not in the cache. Raises `ModelError` where it cannot be had."""
     from huggingface_hub import hf_hub_download
 
     try:
         with hub_or_cache():
-            return Path(hf_hub_download(name, file))
+            return Path(hf_hub_download(name, "config.json"))
     except Exception as error:
         raise not_in_hub(name, error) from error
 
@@ -168,16 +168,12 @@ def tensor_shapes(folder: Path) -> dict[str, list[int]]:
         )
     shapes: dict[str, list[int]] = {}
     for file in files:
-        shapes |= _header(file)
+        try:
+            with safe_open(file, "numpy") as tensors:
+                shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ModelError(f"{str(file)!r} is no safetensors file, or cut short: {error}; copy it again") from error
     return shapes
-
-
-def _header(file: Path) -> dict[str, list[int]]:
-    try:
-        with safe_open(file, "numpy") as tensors:
-            return {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ModelError(f"{str(file)!r} is no safetensors file, or cut short: {error}; copy it again") from error
 
 
 def _read_object(file: Path) -> dict[str, Any]:
