@@ -1,7 +1,8 @@
 """What every objective takes and gives. Axes: B sequences, T tokens, of which T-1 are predicted."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,9 +29,6 @@ class ObjectiveResult:
     clipped: torch.Tensor
 
 
-class Objective(Protocol):
-    """A loss over tokens or sequences, weighted by `inputs.weight`."""
-
-    def __call__(self, inputs: ObjectiveInput, config: Any) -> ObjectiveResult:
-        """Losses to be minimized. config: the objective's own section."""
-        ...
+Objective = Callable[[ObjectiveInput, Any], ObjectiveResult]
+"""Losses to be minimized, of tokens or sequences, weighted by `ObjectiveInput.weight`. Also takes the objective's own
+section of the configuration."""

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.help import add_flags
+from qarl.cli.help import add_config, add_flags
 from qarl.cli.mismatch import investigated, show
 from qarl.cli.options import json_file, say, write_json
 from qarl.configs.errors import ConfigError
@@ -27,12 +27,7 @@ def add_check(commands: Any) -> None:
         description="Look at everything a run needs, without an engine or training. CONFIG is a YAML file, or the "
         "name of a shipped one; options are those of `qarl train`. Exit status 1 where something looks wrong.",
     )
-    check.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="YAML file, or a shipped name; default: as `qarl train`",
-    )
+    add_config(check)
     check.add_argument(
         "--sample",
         action="store_true",

@@ -37,6 +37,12 @@ _FEW = 4
 """Values an option may have to be listed in place of a metavariable."""
 
 
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """CONFIG of a command that begins with it."""
+    text = "YAML file, or a shipped name; default: as `qarl train`"
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help=text)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Make every field of the configuration an option of a command: short flags by group, and `--help-all`."""
     parser.set_defaults(fields=True)

@@ -84,21 +84,11 @@ def _parser() -> Parser:
     what = "versions of QaRL and of what it computes with"
     parser.add_argument("-V", "--version", action=PrintAndExit, text=describe_version, help=what)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_train(commands)
-    add_check(commands)
-    add_init(commands)
-    _add_export(commands)
-    add_eval(commands)
-    add_report(commands)
-    add_mismatch(commands)
-    add_serve(commands)
-    add_serve_rollouts(commands)
-    add_sample(commands)
-    add_runs(commands)
-    add_compare(commands)
-    add_plan(commands)
-    add_schemes(commands)
-    add_tasks(commands)
+    for add in (
+        _add_train, add_check, add_init, _add_export, add_eval, add_report, add_mismatch, add_serve,
+        add_serve_rollouts, add_sample, add_runs, add_compare, add_plan, add_schemes, add_tasks,
+    ):  # fmt: skip
+        add(commands)
     return parser
 
 

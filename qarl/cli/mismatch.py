@@ -10,7 +10,7 @@ from rich.console import Console
 
 from qarl.advice.finding import Finding
 from qarl.cli.environment import quiet_libraries
-from qarl.cli.help import add_flags
+from qarl.cli.help import add_config, add_flags
 from qarl.cli.options import json_file, say, write_json
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
@@ -28,9 +28,7 @@ def add_mismatch(commands: Any) -> None:
         "codes dequantized, aligned), compare every layer's output, and write what parts them as a page. Nothing is "
         "trained. CONFIG is a YAML file, or the name of a shipped one; options are those of `qarl train`.",
     )
-    mismatch.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped name; default: as `qarl train`"
-    )
+    add_config(mismatch)
     mismatch.add_argument("--page", default="mismatch.html", metavar="FILE", help="page to write")
     mismatch.add_argument("--json", type=json_file, metavar="FILE", help="write the figures as JSON too")
     add_flags(mismatch)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -43,7 +42,7 @@ class Dashboard:
     def __enter__(self) -> "Dashboard":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *error: object) -> None:
         self.finished()
 
     def finished(self) -> None:
