@@ -161,6 +161,11 @@ class LearnerConfig(Section):
         default=65536.0, gt=0, description="initial, for float16 gradients; grows and backs off by itself"
     )
 
+    @property
+    def base_on_host(self) -> bool:
+        """Whether LoRA's frozen matrices wait in the host's memory."""
+        return isinstance(self.lora, LoraConfig) and self.lora.base == "host"
+
     @model_validator(mode="before")
     @classmethod
     def _objective_defaults(cls, data: Any) -> Any:
@@ -203,7 +208,7 @@ def refuse_incompatible(learner: LearnerConfig) -> None:
         )
     if learner.ratio_fix == "shadow_forward" and not learner.objective.uses_ratio:
         raise ValueError(f"learner.ratio_fix 'shadow_forward' is for objectives with a ratio; {name!r} has none")
-    if isinstance(learner.lora, LoraConfig) and learner.lora.base == "host" and learner.zero_stage == 3:
+    if learner.base_on_host and learner.zero_stage == 3:
         raise ValueError(
             "learner.lora.base 'host' with learner.zero_stage 3, which shares the frozen matrices out over GPUs "
             "already; leave one of them out"

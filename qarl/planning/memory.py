@@ -155,8 +155,7 @@ class _Count:
     @property
     def waits_on_host(self) -> bool:
         """Whether frozen matrices are in the host's memory, and one at a time here."""
-        lora = self.config.learner.lora
-        return self.device == "cuda" and isinstance(lora, LoraConfig) and lora.base == "host"
+        return self.device == "cuda" and self.config.learner.base_on_host
 
     def masters(self) -> int:
         here = self.shapes.head + self.largest_module if self.waits_on_host else self.shapes.parameters

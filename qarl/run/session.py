@@ -152,16 +152,10 @@ class Policy:
 def load_model(config: RunConfig, folder: Path, learning: LearnerConfig, processes: Processes) -> LowBitModel:
     """A folder's masters in the run's schemes. learning: whose `zero_stage` says how processes share them."""
     schemes = [get_scheme(config.scheme), *(get_scheme(rule.scheme) for rule in config.layers)]
-    waits, share = on_host(config), share_of(learning, processes, schemes)
+    waits, share = config.learner.base_on_host, share_of(learning, processes, schemes)
     masters = load_masters(folder, MASTER_DTYPES[learning.master_dtype], None if waits else processes.device, share)
     masters = matrices_on_host(masters, processes.device) if waits else masters
     return wrap_masters(masters, config, processes.device if waits else None)
-
-
-def on_host(config: RunConfig) -> bool:
-    """Whether frozen matrices wait in the host's memory."""
-    lora = config.learner.lora
-    return isinstance(lora, LoraConfig) and lora.base == "host"
 
 
 def wrap_masters(masters: PreTrainedModel, config: RunConfig, device: torch.device | None = None) -> LowBitModel:

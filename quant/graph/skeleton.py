@@ -65,7 +65,11 @@ def build_skeleton(
     load_plugins()
     try:
         with quiet(), tempfile.TemporaryDirectory() as folder:
-            _write_config(Path(folder), config, architecture, quantization)
+            written = copy.deepcopy(config)
+            written.architectures = [architecture]
+            if quantization is not None:
+                written.quantization_config = quantization
+            written.save_pretrained(folder)  # config.json, as an export of this model has it
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
         raise GraphError(
@@ -108,17 +112,6 @@ def _inspect_here(architecture: str) -> None:
             ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
         if name == architecture and entry is not None:
             return
-
-
-def _write_config(
-    folder: Path, config: PretrainedConfig, architecture: str, quantization: dict[str, Any] | None
-) -> None:
-    """config.json as an export of this model has it."""
-    written = copy.deepcopy(config)
-    written.architectures = [architecture]
-    if quantization is not None:
-        written.quantization_config = quantization
-    written.save_pretrained(folder)
 
 
 class _LargeOnMeta(TorchFunctionMode):
