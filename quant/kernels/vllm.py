@@ -70,7 +70,10 @@ class VllmFactory:
         self._dtype = dtype
         compilation = CompilationConfig(mode=CompilationMode.NONE)
         self._config = VllmConfig(compilation_config=compilation, kernel_config=KernelConfig(**kernel_arguments()))
-        self._config.model_config = _model_config(dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        # FP8 layers ask for the dtype, DeepGEMM and MoE kernels for the type of model, MXFP4 experts for quantization.
+        model = PretrainedConfig()
+        asked_for = SimpleNamespace(dtype=dtype, hf_config=model, hf_text_config=model, quantization_config=None)
+        self._config.model_config = asked_for  # pyright: ignore[reportAttributeAccessIssue]
         self._schemes: dict[str, QuantizationConfig] = {}
 
     def linear(
@@ -134,13 +137,6 @@ class VllmFactory:
             config_class = get_quantization_config("compressed-tensors")
             self._schemes[scheme.name] = config_class.from_config(written)
         return self._schemes[scheme.name]
-
-
-def _model_config(dtype: torch.dtype) -> SimpleNamespace:
-    """What vLLM's layers and kernels ask the engine's model config for: FP8 layers for the dtype, DeepGEMM and MoE
-    kernels for the model's type, MXFP4 experts for its quantization."""
-    config = PretrainedConfig()
-    return SimpleNamespace(dtype=dtype, hf_config=config, hf_text_config=config, quantization_config=None)
 
 
 @contextlib.contextmanager
