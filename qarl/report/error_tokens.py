@@ -11,7 +11,6 @@ What an environment wrote is neither, and is not counted. Axes: T tokens, of all
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,21 +24,12 @@ LONGEST_PERIOD = 8
 REPEATS = 4
 
 
-@dataclass(frozen=True)
-class ErrorTokenCounts:
-    """Shares of a step's response tokens, in [0, 1]. error_tokens: improbable or repeated. error_tokens_negative and
-    _positive: among completions with less and with more reward than their group's mean, which are those of negative and
-    positive advantage; None where there are none."""
+def count_error_tokens(groups: Sequence[Group]) -> dict[str, float | None]:
+    """Shares in [0, 1] of the groups' response tokens, one at least, by their names in `StepMetrics`.
 
-    error_tokens: float
-    improbable_tokens: float
-    repeated_tokens: float
-    error_tokens_negative: float | None
-    error_tokens_positive: float | None
-
-
-def count_error_tokens(groups: Sequence[Group]) -> ErrorTokenCounts:
-    """Over all completions of the groups, of which one at least has a token."""
+    error_tokens: improbable or repeated. error_tokens_negative and _positive: among completions with less and with more
+    reward than their group's mean, which are those of negative and positive advantage; None where there are none.
+    """
     completions = [c for g in groups for c in g.completions]
     sampled = np.concatenate([np.asarray(c.sampled, dtype=bool) for c in completions])
     sign = np.repeat([s for g in groups for s in _signs(g.rewards)], [len(c.token_ids) for c in completions])[sampled]
@@ -50,13 +40,13 @@ def count_error_tokens(groups: Sequence[Group]) -> ErrorTokenCounts:
     def share(of: np.ndarray) -> float | None:
         return float(error[of].mean()) if of.any() else None
 
-    return ErrorTokenCounts(
-        error_tokens=float(error.mean()),
-        improbable_tokens=float(improbable.mean()),
-        repeated_tokens=float(repeated.mean()),
-        error_tokens_negative=share(sign < 0),
-        error_tokens_positive=share(sign > 0),
-    )
+    return {
+        "error_tokens": float(error.mean()),
+        "improbable_tokens": float(improbable.mean()),
+        "repeated_tokens": float(repeated.mean()),
+        "error_tokens_negative": share(sign < 0),
+        "error_tokens_positive": share(sign > 0),
+    }
 
 
 def _signs(rewards: Sequence[float]) -> list[int]:

@@ -78,7 +78,7 @@ def batch_metrics(groups: list[Group]) -> dict[str, Any]:
         "truncated": sum(c.truncated for c in completions) / len(completions),
         "mixed_reward_groups": sum(len(set(g.rewards)) > 1 for g in groups) / len(groups),
         "conversation": _mean_events(completions),
-        **dataclasses.asdict(count_error_tokens(groups)),
+        **count_error_tokens(groups),
     }
 
 

@@ -47,18 +47,18 @@ def test_shares_and_their_split_by_advantage():
     """Eight tokens: a loop of four in the worse answer, one of them improbable too; one improbable in the better. Equal
     rewards have no sign: 0.1 three times has a mean that is not 0.1 in floating point."""
     worse, better = completion([5, 5, 5, 5], (1,)), completion([1, 2, 3, 4], (0,))
-    found = count_error_tokens([group((worse, 0.0), (better, 1.0))])
-    assert (found.improbable_tokens, found.repeated_tokens, found.error_tokens) == (2 / 8, 4 / 8, 5 / 8)
-    assert (found.error_tokens_negative, found.error_tokens_positive) == (1.0, 1 / 4)
-
-    found = count_error_tokens([group(*[(completion([1, 2]), 0.1)] * 3)])
-    assert found.error_tokens == 0.0
-    assert found.error_tokens_negative is None and found.error_tokens_positive is None
+    assert count_error_tokens([group((worse, 0.0), (better, 1.0))]) == {
+        "error_tokens": 5 / 8, "improbable_tokens": 2 / 8, "repeated_tokens": 4 / 8, "error_tokens_negative": 1.0,
+        "error_tokens_positive": 1 / 4,
+    }  # fmt: skip
+    even = count_error_tokens([group(*[(completion([1, 2]), 0.1)] * 3)])
+    assert even["error_tokens"] == 0.0
+    assert even["error_tokens_negative"] is None and even["error_tokens_positive"] is None
 
 
 def test_a_token_of_exactly_the_bound_is_probable():
     bound = Completion((1, 2), (math.log(IMPROBABLE), math.log(IMPROBABLE) - 1e-9), "", 0, "stop")
-    assert count_error_tokens([group((bound, 0.0), (bound, 1.0))]).improbable_tokens == 0.5
+    assert count_error_tokens([group((bound, 0.0), (bound, 1.0))])["improbable_tokens"] == 0.5
 
 
 def by_definition(tokens: list[int]) -> list[bool]:
