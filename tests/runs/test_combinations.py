@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from qarl.learner.objectives import OBJECTIVES
-from tests.support.kernels import CPU_SCHEMES
+from tests.support.kernels import AVX512, CPU_SCHEMES
 from tests.support.profiles import thorough
 from tests.support.runs import Run, lines, qarl, qarl_alone
 
@@ -79,11 +79,18 @@ def refusals(combination: Combination) -> list[str]:
     if o.get("learner.lora.name") == "lora" and "learner.optimizer.rounding" in o:
         reasons.append("LoRA steps fp32 adapters")
     schemes = {o["scheme"], *(["w4a16"] if "=w4a16" in o.get("layers", "") else [])}
-    if o.get("dtype") == "float32" and any(s.startswith("w4a16") for s in schemes):
+    if AVX512 and o.get("dtype") == "float32" and any(s.startswith("w4a16") for s in schemes):
         reasons.append("cannot run in the engine on this machine")
     if "down_proj=w8a8" in o.get("layers", "") and o.get("model") == "tiny-qwen3-moe" and o["scheme"] != "w8a8":
         reasons.append("as one, so its")  # an expert's three matrices are one module of the engine's
     return reasons
+
+
+def gate_may_refuse(combination: Combination) -> bool:
+    """Whether the first batch, some 50 tokens, may lie beyond the gate's bound: where a mixture is multiplied by other
+    kernels than the engine's, one token that goes to another expert is enough."""
+    o = combination.options
+    return o.get("model") == "tiny-qwen3-moe" and o.get("learner.kernel") == "reference"
 
 
 def test_the_command_itself_is_what_a_fork_runs(tmp_path: Path):
@@ -124,6 +131,8 @@ def test_a_combination_runs_or_says_why_not(seed: int, tmp_path: Path):
             f"{combination}\n{done.stderr}"
         )
         assert not run.exists()
+        return
+    if gate_may_refuse(combination) and "step-0 gate: k3-KL" in done.stderr:
         return
     assert done.returncode == 0, f"{combination}\n{done.stdout}{done.stderr}"
     assert [line["step"] for line in lines(run)] == [1, 2]
