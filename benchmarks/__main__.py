@@ -14,6 +14,7 @@ from benchmarks.options import (
     publish,
     soak,
     speed,
+    step_time,
     train,
 )
 from qarl.cli.main import run_command
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = parser.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     for benchmark in (communication, delivery, delta, learner, mismatch, precision, publish, soak, speed):
         runs(benchmark.add_options(names), benchmark.measure)
-    for benchmark in (memory, train):
+    for benchmark in (memory, step_time, train):
         runs(benchmark.add_options(names), benchmark.measure, fields=True)
     return run_command(parser, sys.argv[1:] if arguments is None else arguments)
 

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import delivery, delta, names, publish, soak
+from benchmarks import delivery, delta, names, publish, soak, step_time
 from benchmarks.learner.trl_worker import SETTINGS
 from benchmarks.memory import planned
 from benchmarks.models import MODELS
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.rounded_policy import rounded_policy
+from qarl.configs.load import config_file, load_config
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.planning.machine import parse_machine
+from qarl.planning.plan import make_plan
+from qarl.planning.shapes import NAMED
 from qarl.quant.checkpoint.load import empty_model, load_masters
 from tests.support.learners import random_model
 from tests.support.models import low_bit
@@ -92,10 +96,27 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(monkeypatch: pytest.Mon
         assert abs(plan / row["measured"] - 1) <= 0.1, row
 
 
+def test_a_step_on_gpus_is_what_a_hand_counts():
+    """Qwen3-8B in bf16 by eight H100: 1,024 steps for each of the 8 waves of 32 sequences, of 768 tokens on average,
+    which read all weights, keys and values at three quarters of 3.35 TB/s; 40 µs a layer; prompts once a group."""
+    plan = make_plan(
+        load_config(config_file("recipes/qwen3-8b-8x80gb"), {}), NAMED["qwen3-8b"], "", parse_machine("8xh100"), 8
+    )
+    bf16, plain, qarl = step_time.measure(plan, ("w4a16",), step_time.Lengths(256, 1024, 32), "h100")
+    read = (
+        2 * 36 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+        + 2 * 151936 * 4096
+        + 32 * 768 * 36 * 2 * 8 * 128 * 2
+    )
+    assert bf16.parts["sampling"] == pytest.approx(8 * 1024 * (read / (0.75 * 3.35e12) + 36 * 40e-6) + 0.23, abs=0.1)
+    assert plain.parts["sampling"] == qarl.parts["sampling"] < bf16.parts["sampling"] and bf16.at_once == 32
+
+
 def test_names_are_those_of_what_is_measured():
     assert tuple(SETTINGS) == names.TRL_SETTINGS
     assert tuple(MODELS) == names.LEARNER_MODELS
     assert tuple(delta.SHAPES) == names.DELTA_SHAPES
+    assert tuple(step_time.GPUS) == names.STEP_TIME_GPUS
 
 
 def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):

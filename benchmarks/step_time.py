@@ -1,0 +1,230 @@
+"""`python -m benchmarks step-time`: seconds of a training step on GPUs by arithmetic, per scheme. No GPU is asked.
+
+Rates are data sheets', times the share of them that kernels reach; launches, copies and calls cost what is assumed
+below. Three learners: bf16 everywhere; "plain", which learns in bf16 and publishes low-bit tensors; and QaRL's. Passes
+of a micro-batch and sums between GPUs overlap; nothing else does. Left out: rewards, evaluation, checkpoints, prompts
+that several completions share, and old log-probs that a first update does not bring along.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qarl.configs.errors import ConfigError
+from qarl.configs.schemes import SCHEME_SPECS
+from qarl.planning.memory import GIB, cache_itemsize
+from qarl.planning.plan import Plan, changed_config, make_plan
+from qarl.report.tables import PlainTable
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one GPU, by its data sheet. memory, link: bytes/s, of its own memory and to other GPUs, one way. flops: bf16
+    products, dense. int8, fp8: how many times faster those are; 1 where there are none."""
+
+    memory: float
+    link: float
+    flops: float
+    int8: float = 2.0
+    fp8: float = 2.0
+
+
+GPUS = {
+    "a100": Rates(2.04e12, 300e9, 312e12, fp8=1.0),
+    "l40s": Rates(0.86e12, 32e9, 362e12),
+    "h100": Rates(3.35e12, 450e9, 989e12),
+    "h200": Rates(4.8e12, 450e9, 989e12),
+    "b200": Rates(8.0e12, 900e9, 2250e12),
+}
+READING, MULTIPLYING, SENDING = 0.75, 0.5, 0.7
+"""Shares of those rates that large kernels and collectives reach."""
+LAYER_SECONDS = {"eager": (400e-6, 560e-6), "graphs": (40e-6, 80e-6)}
+"""Least of a decoder layer's step of the engine, dense and of experts: its launches, without and with CUDA graphs."""
+MICRO_BATCH_LAYER_SECONDS = 2.5e-3
+"""The same of a learner's micro-batch, forward and backward."""
+DEQUANTIZING = 20.0
+"""Bytes of traffic for each weight that a backward dequantizes, by torch's operators one after another."""
+HOST_LINK, PAGEABLE = 20e9, 8e9
+"""Bytes/s to pinned memory of the host, and to other."""
+A_CALL, A_COPY = 20e-6, 15e-6
+"""Seconds of a publish for each tensor: vLLM's loader, and a copy to the host for the digest."""
+ITERATIONS = 5
+"""Of Muon's orthogonalization."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens, on average. at_once: sequences sampled together, whatever room the plan leaves for their cache; None: as
+    many as it leaves."""
+
+    prompt: int
+    answer: int
+    at_once: int | None = None
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step by part. learner: "bf16", "plain" or "QaRL". at_once: sequences that the cache and the engine
+    let be sampled together."""
+
+    scheme: str
+    learner: str
+    at_once: int
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+
+def measure(plan: Plan, schemes: Sequence[str], lengths: Lengths, gpu: str) -> list[StepTime]:
+    """bf16 first, then each scheme's plain learner and QaRL's, each with the cache and checkpointing of its own plan.
+    Raises `ConfigError` for answers that are longer than allowed."""
+    rollout = plan.requested.rollout
+    for name, mean, most in (
+        ("prompt", lengths.prompt, rollout.max_prompt_tokens),
+        ("answer", lengths.answer, rollout.max_new_tokens),
+    ):
+        if mean > most:
+            raise ConfigError(f"--{name}-tokens {mean}: above what the configuration allows, {most}")
+    kinds = [
+        ("bf16", "bf16"),
+        *((scheme, kind) for scheme in schemes for kind in ("plain", "QaRL") if scheme != "bf16"),
+    ]
+    return [_step(plan, scheme, kind, lengths, GPUS[gpu]) for scheme, kind in kinds]
+
+
+def _step(plan: Plan, scheme: str, kind: str, lengths: Lengths, rates: Rates) -> StepTime:
+    changes = {"scheme": scheme, "learner.aligned": kind == "QaRL", "layers": ()}
+    config = changed_config(plan.requested, changes if kind != "bf16" else {**changes, "learner.aligned": True})
+    own = make_plan(config, plan.shapes, plan.source, plan.machine, plan.processes)
+    count = _Count(own, lengths, rates)
+    parts = {"sampling": count.sampling(), "learner": count.learner(), "optimizer": count.optimizer()}
+    return StepTime(scheme, kind, count.at_once, {**parts, "publish": count.publish()})
+
+
+class _Count:
+    """Of one process."""
+
+    def __init__(self, plan: Plan, lengths: Lengths, rates: Rates):
+        self.plan, self.config, self.shapes, self.lengths = plan, plan.config, plan.shapes, lengths
+        self.reads, self.flops = rates.memory * READING, rates.flops * MULTIPLYING
+        self.sends, self.rates = rates.link * SENDING, rates
+        self.spec = SCHEME_SPECS[self.config.scheme]
+        self.processes = plan.processes
+        self.sequences = -(-self.config.rollout.prompts // self.processes) * self.config.rollout.samples
+        s = self.shapes
+        expert = sum(rows * columns for rows, columns in s.mlp_matrices) * s.layers
+        self.attention = sum(rows * columns for rows, columns in s.attention_matrices) * s.layers
+        self.active = self.attention + expert * max(s.experts_a_token, 1)
+        self.stage = self.config.learner.zero_stage or 0
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than bf16 the scheme's products are, where they are bound by arithmetic."""
+        inputs = self.spec.activations
+        if inputs is None or inputs.bits < 8:  # 4-bit inputs are not counted as faster than 8-bit ones
+            return 1.0 if inputs is None else self.rates.fp8
+        return self.rates.int8 if inputs.kind == "int" else self.rates.fp8
+
+    @property
+    def at_once(self) -> int:
+        """Sequences sampled together, whose answers are half there on average."""
+        if self.lengths.at_once is not None:
+            return min(self.lengths.at_once, self.sequences)
+        held = self.lengths.prompt + self.lengths.answer // 2
+        cache = (
+            (self.config.rollout.kv_cache_gib or 1) * GIB // self.shapes.key_value_bytes(cache_itemsize(self.config))
+        )
+        return max(1, min(self.config.rollout.max_num_seqs, self.sequences, cache // held))
+
+    def sampling(self) -> float:
+        """Decoding wave after wave, each step the larger of what it reads, multiplies and launches; and prefill."""
+        s, batch = self.shapes, self.at_once
+        touched = 1.0
+        if s.experts:
+            touched = 1 - (1 - s.experts_a_token / s.experts) ** batch
+        stored = s.quantized_bytes(self.config.scheme, 2) / s.quantized
+        read = stored * (self.attention + (s.quantized - self.attention) * touched) + 2 * s.head
+        held = self.lengths.prompt + self.lengths.answer // 2
+        read += batch * held * s.key_value_bytes(cache_itemsize(self.config))
+        products = 2 * batch * (self.active / self.gain + s.head)
+        graphs = "eager" if self.config.rollout.enforce_eager else "graphs"
+        launches = s.layers * LAYER_SECONDS[graphs][bool(s.experts)]
+        decode = max(read / self.reads, products / self.flops) + launches
+        prefill = 2 * self.sequences / self.config.rollout.samples * self.lengths.prompt * self.active / self.flops
+        return self.sequences / batch * self.lengths.answer * decode + prefill
+
+    def learner(self) -> float:
+        """Forward, twice where layers are computed again, and backward; under ZeRO what is sent meanwhile, if longer.
+        With `learner.keep_codes false` the weights come three times a micro-batch, a plain learner's in bf16."""
+        s, learner = self.shapes, self.config.learner
+        length = self.lengths.prompt + self.lengths.answer
+        tokens = self.sequences * length
+        forwards = 2 if learner.gradient_checkpointing is True else 1
+        gain = self.gain if learner.aligned else 1.0
+        scores = 2 * tokens * length * s.layers * s.heads * s.head_dim  # causal: half of 4
+        products = 2 * tokens * (forwards * self.active / gain + 2 * self.active + 3 * s.head)
+        work = (products + scores * (forwards + 2.5)) / self.flops
+        micro = math.ceil(tokens / learner.micro_batch_tokens)
+        if learner.aligned and self.config.scheme != "bf16":
+            work += micro * DEQUANTIZING * s.quantized / self.reads
+        work = max(work, micro * s.layers * MICRO_BATCH_LAYER_SECONDS * (2 if s.experts else 1))
+        sent = 0.0
+        if self.processes > 1:
+            times = micro if self.stage >= 2 else learner.mini_batches
+            sent = times * (2 if learner.reduce_dtype == "bfloat16" else 4) * s.parameters
+            stored = s.quantized_bytes(self.config.scheme if learner.aligned else "bf16", 2)
+            sent += 0 if learner.keep_codes else 3 * micro * stored
+        return max(work, sent * (1 - 1 / self.processes) / self.sends)
+
+    def optimizer(self) -> float:
+        """Steps of a process's share of the masters, and the low-bit tensors made of them."""
+        s, learner = self.shapes, self.config.learner
+        share = s.parameters / (self.processes if self.stage else 1)
+        master = 2 if learner.master_dtype == "bfloat16" else 4
+        muon = learner.optimizer.name == "muon"
+        moments = 4 * (1 if muon else 2)
+        seconds = share * (2 * master + 4 + 2 * moments + master + 2) / self.reads
+        if learner.optimizer.offload == "cpu":
+            seconds += 2 * share * moments / HOST_LINK
+        if muon:
+            matrices = [*s.attention_matrices, *s.mlp_matrices * max(s.experts, 1)]
+            short = [(min(shape), max(shape)) for shape in matrices]
+            flops = ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in short) * s.layers
+            seconds += flops / (self.processes if self.stage else 1) / self.flops
+        if self.stage and self.processes > 1:
+            sent = s.quantized_bytes(self.config.scheme, 2) if self.stage == 3 else master * s.parameters
+            seconds += sent * (1 - 1 / self.processes) / self.sends
+        return seconds * learner.mini_batches
+
+    def publish(self) -> float:
+        """Every update's tensors into the engine, and a digest of them."""
+        s = self.shapes
+        kinds = 1 if self.spec.weights is None else 2 + (self.spec.format == "pack-quantized")
+        matrices = s.layers * (len(s.attention_matrices) + len(s.mlp_matrices) * max(s.experts, 1))
+        stored = s.quantized_bytes(self.config.scheme, 2) + 4 * s.head
+        copies = matrices * min(kinds, 2) * A_COPY + stored / PAGEABLE  # shapes lie on the host
+        return (matrices * kinds * A_CALL + copies + 2 * stored / self.reads) * self.config.learner.mini_batches
+
+
+def table(rows: list[StepTime], title: str) -> PlainTable:
+    """Seconds of each part, and the whole against bf16 and against the plain learner of the same scheme."""
+    columns = ("at once", *rows[0].parts, "step, s", "of bf16", "of plain")
+    shown = PlainTable("learner", *columns, figures=columns, title=title)
+    whole = {(row.scheme, row.learner): row.total for row in rows}
+    for row in rows:
+        plain = whole.get((row.scheme, "plain")) if row.learner == "QaRL" else None
+        shown.add_row(
+            row.scheme if row.learner == "bf16" else f"{row.scheme} {row.learner}", str(row.at_once),
+            *(f"{seconds:,.1f}" for seconds in row.parts.values()), f"{row.total:,.0f}",
+            f"{row.total / rows[0].total:.2f}", f"{row.total / plain:.2f}" if plain else "-",
+        )  # fmt: skip
+    return shown
+
+
+def as_data(rows: list[StepTime]) -> list[dict[str, Any]]:
+    """JSON-ready."""
+    return [{**asdict(row), "seconds": row.total} for row in rows]
