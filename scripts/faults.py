@@ -256,8 +256,8 @@ class Trials:
             moment.wait(run, watch)
             tree = watch.alive()
             others = [process for process in tree[1:] if outcome.kind != "servers" or _serves(process)]
-            victim = tree[0] if root or not others else others[int(pick * len(others))]
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, IndexError):  # no process is left
+                victim = tree[0] if root or not others else others[int(pick * len(others))]
                 name = " ".join(victim.cmdline())[:80]
                 victim.kill()
                 return f"{'the run' if victim is tree[0] else name} {moment}"
@@ -306,9 +306,10 @@ class Trials:
             if moment is None:
                 return "nothing"
             time.sleep(moment)
-            with suppress(psutil.Error):
-                psutil.Process(watch.alive()[0].pid).kill()
-            return f"the run at {moment:.1f} s"
+            with suppress(psutil.Error, IndexError):
+                watch.alive()[0].kill()
+                return f"the run at {moment:.1f} s"
+            return "it had ended"
 
         status = broken(outcome, arguments, kill)
         if gate_may_refuse(combination) and "step-0 gate: k3-KL" in outcome.ended:

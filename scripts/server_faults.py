@@ -45,6 +45,7 @@ from tests.support.fault_proxy import ANSWERS, NETWORK, PHASES, SENDING, Fault  
 from tests.support.learner_faults import VARIABLE  # noqa: E402
 from tests.support.runs import SMALL, Run, lines  # noqa: E402
 
+PLANTED = {"planted_by": "scripts.publish_faults"}
 SECONDS = 8.0
 """`rollout.server_seconds`: hangs are noticed sooner than by its default, and in the same way."""
 DYING = 24
@@ -115,7 +116,7 @@ class Trial:
     def run(self, whole: list[dict[str, Any]]) -> Outcome:
         """whole: metrics of the run without a fault."""
         begun = time.monotonic()
-        os.environ[VARIABLE] = json.dumps({"log": str(self._log), **self._learners_fault()})
+        os.environ[VARIABLE] = json.dumps({**PLANTED, "log": str(self._log), **self._learners_fault()})
         if self._case.kind in (*NETWORK, *ANSWERS, *SERVER_FAULTS, SENDING):
             self._farm.proxies[self._case.server].reset(self._servers_fault())
         done = self._made("train", *self._options, "--output", str(self._folder))
@@ -277,7 +278,8 @@ def set_up(
             whole, counts = {}, {}
             for staleness in (0, 1):
                 output, count = folder / f"whole-{staleness}", folder / "count"
-                os.environ[VARIABLE] = json.dumps({"log": str(folder / "log"), "version": 2, "count": str(count)})
+                planted = {**PLANTED, "log": str(folder / "log"), "version": 2, "count": str(count)}
+                os.environ[VARIABLE] = json.dumps(planted)
                 options_alone = options_of(Case(0, "", "", 0, 0, staleness), 120.0)  # the first requests compile
                 done = Run("train", *options_alone, "--output", str(output)).wait()
                 assert done.returncode == 0, done.stderr

@@ -1,25 +1,18 @@
 """What goes wrong in a learner, planted in a process of `tests.support.fork_server` before its command.
 
-`QARL_TEST_FAULT` is JSON: {"log": file for what is warned of, with times; "die_at": line of a publish at which the
-process is killed, "count": file for how many lines a publish has, "full_disk": weight version whose files have no room;
-"version": which publish, by the weight version it makes; "engine_dies_at": which call of the engine's `generate`}."""
+`QARL_TEST_FAULT` is JSON: {"log": file for what is warned of, with times; "engine_dies_at": which call of the engine's
+`generate`; "planted_by": a module whose `plant` gets all of this}."""
 
+import importlib
 import itertools
 import json
 import logging
 import os
-import resource
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 VARIABLE = "QARL_TEST_FAULT"
-_PUBLISH = ("sync/publisher.py", "rollout/servers/")
-"""Files whose lines are a publish's."""
 
 
 def plant() -> None:
@@ -28,12 +21,10 @@ def plant() -> None:
         return
     fault = json.loads(os.environ[VARIABLE])
     _note_warnings(Path(fault["log"]))
-    if "full_disk" in fault:
-        _fill_disk(fault["full_disk"], Path(fault["log"]))
     if "engine_dies_at" in fault:
         _break_engine(fault["engine_dies_at"])
-    if "die_at" in fault or "count" in fault:
-        _trace(fault["version"], fault.get("die_at"), fault.get("count"), Path(fault["log"]))
+    if "planted_by" in fault:
+        importlib.import_module(fault["planted_by"]).plant(fault)
 
 
 def _note_warnings(log: Path) -> None:
@@ -52,26 +43,6 @@ def note(log: Path, message: str) -> None:
         file.write(json.dumps({"time": time.time(), "message": message}) + "\n")
 
 
-def _fill_disk(version: int, log: Path) -> None:
-    """No file may be larger than 512 bytes while this version is written."""
-    from qarl.rollout.servers import versions
-
-    write = versions._write
-
-    def without_room(parent: Path, number: int, make: Any) -> Any:
-        if number != version:
-            return write(parent, number, make)
-        note(log, "PLANTED")
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
-        try:
-            return write(parent, number, make)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-
-    versions._write = without_room  # type: ignore[assignment]
-
-
 def _break_engine(call: int) -> None:
     """Its model runner raises from that call of `generate` on."""
     from qarl.rollout.vllm.engine import VllmEngine
@@ -87,35 +58,3 @@ def _break_engine(call: int) -> None:
         return generate(self, *arguments)
 
     VllmEngine.generate = broken  # type: ignore[method-assign]
-
-
-def _trace(version: int, die_at: int | None, count: str | None, log: Path) -> None:
-    """Count the lines run in `Publisher.publish` of `version`, on all threads, and die at one of them."""
-    from qarl.sync.publisher import Publisher
-
-    publish, lines, within = Publisher.publish, [0], [False]
-
-    def on_line(frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == "line" and within[0]:
-            lines[0] += 1
-            if lines[0] == die_at:
-                note(log, f"PLANTED at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-                os.kill(os.getpid(), signal.SIGKILL)
-        return on_line
-
-    def on_call(frame: FrameType, _event: str, _argument: Any) -> Any:
-        return on_line if any(part in frame.f_code.co_filename for part in _PUBLISH) else None
-
-    def traced(self: Publisher, number: int) -> Any:
-        within[0] = number == version
-        sys.settrace(on_call)
-        try:
-            return publish(self, number)
-        finally:
-            sys.settrace(None)
-            if within[0] and count:
-                Path(count).write_text(str(lines[0]))
-            within[0] = False
-
-    Publisher.publish = traced  # type: ignore[method-assign]
-    threading.settrace(on_call)  # of the thread whose loop speaks to servers, which begins after this
