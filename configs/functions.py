@@ -54,7 +54,8 @@ def in_words(error: BaseException) -> str:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else said
     size, _ = resource.getrlimit(resource.RLIMIT_DATA)
     short = size > 0 and (isinstance(error, MemoryError) or "allocate memory" in str(error))
     return said + where + (f"; raise task.memory_limit {size / 2**30:g} GiB, or bound the function" if short else "")

@@ -252,14 +252,19 @@ def test_bytes_of_weights_are_those_counted_by_hand():
 
 def test_functions_say_where_they_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kind = FunctionKind("reward", "takes nothing", ConfigError)
-    for number, text in enumerate(("", "from mine_2 import reward\n", "def reward(): return 7\n", "import nowhere\n")):
+    for number, text in enumerate(
+        ("", "from mine_2 import reward\n", "def reward(): return 7\n", "import nowhere\n", "1 / 0", "assert 0")
+    ):
         (tmp_path / f"mine_{number}.py").write_text(text)
     assert load_function(kind, f"{tmp_path}/mine_1.py:reward")() == 7
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"importing it raised Mod.*mine_3\.py, line 1, in <module>\)$"):
         load_function(kind, "mine_3:reward")
-    with pytest.raises(ConfigError, match="there is no module 'mine_4'"):
-        load_function(kind, "mine_4:reward")
+    for name, said in (("mine_4", r"raised ZeroDivisionError: div.*zero \("), ("mine_5", r"raised AssertionError \(/")):
+        with pytest.raises(ConfigError, match=said):
+            load_function(kind, f"{name}:reward")
+    with pytest.raises(ConfigError, match="there is no module 'mine_6'"):
+        load_function(kind, "mine_6:reward")
 
 
 def test_what_dies_while_it_is_written_leaves_nothing(tmp_path: Path):
