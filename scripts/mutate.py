@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Draw small faults at random from a room's code, plant them one at a time, and see whether its tests catch them.
 
-    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--tests PATH …]
+    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--seconds S] [--tests PATH …]
 
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
 tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
 run the changed function go first, the fastest in front, then those that run others of its file; where none runs it (it
 is of other processes, or read at import), all. Files whose tests share a fixture, such as an engine, keep their order.
-What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names others than the
-room's: `--tests tests/learner tests/engine`.
+With --seconds the first ones alone that take so long together: a survivor is then one of those, and the score a bound
+from below. What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names
+others than the room's: `--tests tests/learner tests/engine`.
 
 A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests over the time limit
 count as a catch, listed apart. --json keeps the outcomes, of any seeds; the same command goes on from there.
@@ -18,7 +19,9 @@ Exit status: 0 all caught, 1 some not.
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -127,8 +130,8 @@ def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
     return tests
 
 
-def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]]) -> Outcome:
-    """Plant, test, take out again."""
+def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], seconds: float) -> Outcome:
+    """Plant, test, take out again. seconds: of the tests tried, as recorded, together."""
     file, started, key = clone / mutation.file, time.monotonic(), f"{mutation.file}:{mutation.function}"
     fastest = sorted(tests, key=lambda name: tests[name]["seconds"])
     near = [name for name in fastest if key in tests[name]["functions"]]
@@ -136,7 +139,10 @@ def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]]) -> Ou
     sound = file.read_bytes()
     file.write_bytes(mutation.planted(sound))
     try:
-        caught = failing(in_turn([*near, *mates, *([] if near else fastest)], tests), clone, tests)
+        chosen = in_turn([*near, *mates, *([] if near else fastest)], tests)
+        ends = itertools.accumulate(tests[name]["seconds"] for name in chosen)
+        in_time = [name for name, end in zip(chosen, ends, strict=True) if end <= seconds] or chosen[:1]
+        caught = failing(in_time, clone, tests)
     finally:
         file.write_bytes(sound)
     return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
@@ -210,6 +216,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="keep the outcomes here, and go on from what it holds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of tests tried on a mutation (default: all)")
     parser.add_argument("--tests", nargs="+", help="files or folders instead of tests/ROOM")
     options = parser.parse_args()
     paths = options.tests or [f"tests/{options.room}"]
@@ -231,7 +238,7 @@ def main() -> int:
         drawn = [asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)]
         for mutation in drawn:
             if all(outcome["mutation"] != mutation for outcome in kept["outcomes"]):
-                kept["outcomes"].append(asdict(run(Mutation(**mutation), clone, kept["ran"])))
+                kept["outcomes"].append(asdict(run(Mutation(**mutation), clone, kept["ran"], options.seconds)))
                 print(line(kept["outcomes"][-1]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(kept, indent=1) + "\n")
