@@ -401,13 +401,15 @@ class _Count:
 
     def host(self) -> int:
         """The larger of loading and of offloaded moments with a checkpoint's share beside them. Loading: a model in the
-        masters' dtype; at stage 3 a process's rows of it, whole embeddings and one module three times: its tensors as
-        read, stacked, and put together."""
+        masters' dtype; at stage 3 a process's rows of it, whole embeddings, and a matrix or its experts of a layer
+        three times: as read, stacked, and put together."""
         if self.device == "cpu":
             return 0
         size = ITEMSIZE[self.config.learner.master_dtype]
         masters, offloaded = self.shapes.parameters * size, self.moments(offloaded=True)
-        whole = (2 * self.shapes.head + 3 * self.largest_module) * size
+        s = self.shapes
+        read = max(self.largest_matrix, 3 * s.experts * s.intermediate * s.hidden // self.processes)
+        whole = (2 * s.head + 3 * read) * size
         loading = masters // self.processes + whole if self.stage == 3 else masters
         if self.stage is None or self.adapters:
             return max(loading, offloaded)

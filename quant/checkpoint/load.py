@@ -134,9 +134,10 @@ def load_masters(
     Raises what `model_skeleton` raises, and `ModelError` for truncated or missing tensors, and for those that hold NaN
     or infinity, among this process's rows.
     """
-    model_skeleton(folder)
+    skeleton = model_skeleton(folder)
+    experts = max((len(p) for _, stacks in fused_experts(skeleton) for p in stacks.parameters()), default=0)
     try:
-        with reading_rows(share) if share else nullcontext():
+        with reading_rows(share, experts) if share else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, info = loaded
     except Exception as error:

@@ -1,8 +1,9 @@
 """Reading a checkpoint by a process that keeps some rows alone (`quant.runtime.shards`), and never has all of it.
 
 transformers reads a parameter's tensors (a stack's of experts) when it is that parameter's turn, stacks them and sets
-it; here its rows are cut out as it is set. So the host has a process's rows and one whole parameter at a time, where
-its own partitioning, DeepSpeed's, first reads all files in every process: 438 GiB each of a 235B mixture.
+it; here its rows are cut out as it is set, and other processes' experts are not read. So the host has a process's rows
+and one whole matrix at a time, where transformers' own way of dividing, DeepSpeed's, first reads all files in every
+process: 438 GiB each of a 235B mixture.
 """
 
 import os
@@ -10,37 +11,51 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, core_model_loading
 
-from qarl.quant.runtime.shards import Share, cut
+from qarl.quant.runtime.shards import Share, cut, cut_rows, kept
 
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 """transformers' variable: no threads that read parameters ahead."""
 
 
 @contextmanager
-def reading_rows(share: Share) -> Iterator[None]:
+def reading_rows(share: Share, experts: int) -> Iterator[None]:
     """Within this context `from_pretrained` leaves of each matrix and stack a process's rows, with their `shard`.
-    Whole stay vectors, and what may be tied, for transformers compares the two: embeddings and heads."""
-    set_whole, ahead = core_model_loading.set_param_for_module, os.environ.get(_IN_TURN)
+    Whole stay vectors, and what may be tied, for transformers compares the two: embeddings and heads. experts: of each
+    stack, 0 where there are none."""
+    library = core_model_loading
+    set_whole, read, ahead = library.set_param_for_module, library.spawn_materialize, os.environ.get(_IN_TURN)
+    mine = range(*cut_rows(torch.Size((experts, 1, 1)), *share, turn=0).edges[share.rank :][:2])
 
-    def set_rows(model: PreTrainedModel, name: str, *others: Any) -> None:
-        set_whole(model, name, *others)
+    def read_mine(pool: Any, tensor: Any, *others: Any, tensor_idx: int | None = None, **more: Any) -> Any:
+        if tensor_idx is None or tensor_idx in mine or not mine:
+            return read(pool, tensor, *others, tensor_idx=tensor_idx, **more)
+        return lambda: None  # which is left out of the stack
+
+    def set_rows(model: PreTrainedModel, name: str, value: torch.Tensor, info: Any, quantizer: Any) -> None:
         module, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        parameter, tied = module._parameters.get(key), model.all_tied_weights_keys
+        there, tied = module._parameters.get(key), model.all_tied_weights_keys
         heads = (model.get_input_embeddings(), model.get_output_embeddings())
-        if parameter is None or parameter.is_meta or parameter.ndim < 2 or name in tied or module in heads:
-            return
-        rows = cut(parameter, share, turn=0)  # of vectors alone it says whose they are
+        if there is not None and there.ndim == value.ndim == 3 and len(value) == len(mine) < len(there) == experts:
+            rows = kept(value, cut_rows(there.shape, *share, turn=0), True)
+            info.missing_keys.discard(name)
+        else:
+            set_whole(model, name, value, info, quantizer)
+            whole = module._parameters.get(key)
+            if whole is None or whole.is_meta or whole.ndim < 2 or name in tied or module in heads:
+                return
+            rows = cut(whole, share, turn=0)  # of vectors alone it says whose they are
         rows._is_hf_initialized = True  # type: ignore[attr-defined]  # else it would be, anew
         module._parameters[key] = rows
 
-    core_model_loading.set_param_for_module = set_rows
+    library.set_param_for_module, library.spawn_materialize = set_rows, read_mine
     os.environ[_IN_TURN] = "1"
     try:
         yield
     finally:
-        core_model_loading.set_param_for_module = set_whole
+        library.set_param_for_module, library.spawn_materialize = set_whole, read
         os.environ.pop(_IN_TURN)
         if ahead is not None:
             os.environ[_IN_TURN] = ahead

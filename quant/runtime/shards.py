@@ -136,7 +136,7 @@ def cut_rows(shape: torch.Size, rank: int, world: int, unit: int, turn: int) -> 
 def rows_of(parameters: Mapping[str, nn.Parameter], rank: int, world: int) -> dict[str, nn.Parameter]:
     """A process's rows of whole parameters, in their storage: what is written into either is in both."""
     shards = {name: cut_rows(p.shape, rank, world, 1, turn) for turn, (name, p) in enumerate(parameters.items())}
-    return {name: _kept(shards[name].rows(p.detach()), shards[name], True) for name, p in parameters.items()}
+    return {name: kept(shards[name].rows(p.detach()), shards[name], True) for name, p in parameters.items()}
 
 
 def shard_parameters(model: nn.Module, share: Share) -> None:
@@ -151,13 +151,14 @@ def shard_parameters(model: nn.Module, share: Share) -> None:
 def cut(parameter: nn.Parameter, share: Share, turn: int) -> nn.Parameter:
     """A copy of a process's rows of a whole parameter. turn: see `cut_rows`."""
     shard = cut_rows(parameter.shape, *share, turn)
-    return _kept(shard.rows(parameter.detach()).clone(), shard, parameter.requires_grad)
+    return kept(shard.rows(parameter.detach()).clone(), shard, parameter.requires_grad)
 
 
-def _kept(rows: torch.Tensor, shard: Shard, requires_grad: bool) -> nn.Parameter:
-    kept = nn.Parameter(rows, requires_grad=requires_grad)
-    kept.shard = shard  # type: ignore[attr-defined]
-    return kept
+def kept(rows: torch.Tensor, shard: Shard, requires_grad: bool) -> nn.Parameter:
+    """A parameter of these rows, with their `shard`."""
+    parameter = nn.Parameter(rows, requires_grad=requires_grad)
+    parameter.shard = shard  # type: ignore[attr-defined]
+    return parameter
 
 
 def _wait(work: Sequence[dist.Work | None]) -> None:

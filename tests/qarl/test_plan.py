@@ -124,12 +124,12 @@ def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights(
 
 
 def test_a_process_reads_its_share_into_the_hosts_memory():
-    """An eighth, whole embeddings, and a layer's 128 experts three times. A checkpoint of full training takes more."""
+    """An eighth, whole embeddings, and 16 experts of a layer three times. A checkpoint of full training takes more."""
     base = {"learner__zero_stage": 3, "learner__master_dtype": "bfloat16", "learner__lora__name": "lora"}
-    whole = 2 * 151936 * 4096 + 3 * 128 * 3 * 1536 * 4096
+    whole = 2 * 151936 * 4096 + 3 * 16 * 3 * 1536 * 4096
     shapes = NAMED["qwen3-235b-a22b"]
     read = (shapes.parameters // 8 + whole) * 2
-    assert count_memory(shapes, config(**base), "cuda", 8).host == read == pytest.approx(71 * GIB, 0.01)
+    assert count_memory(shapes, config(**base), "cuda", 8).host == read == pytest.approx(59 * GIB, 0.01)
     assert count_memory(shapes, config(**{**base, "learner__lora__name": "none"}), "cuda", 8).host > read
 
 

@@ -219,7 +219,7 @@ def test_rotations_that_depend_on_other_sequences_are_refused(tmp_path: Path, se
 @pytest.mark.parametrize("kind", [*CONFIGS, "tied"])
 def test_a_process_reads_its_rows_and_one_whole_parameter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Contract: the rows of three processes end to end are the model, in its dtype; beside its rows and what stays
-    whole a process never has more than one whole matrix or stack."""
+    whole a process never has more than one whole matrix or stack. Of experts it reads its own alone."""
     model = qwen3() if kind == "tied" else random_moe(CONFIGS[kind])
     model.save_pretrained(tmp_path)
     whole = load_masters(tmp_path, torch.bfloat16)
