@@ -184,8 +184,7 @@ def _read(checkpoint: Path) -> tuple[int, dict[str, Any]]:
         parts = [torch.load(checkpoint / name, weights_only=True, mmap=True) for name in sorted(manifest["sha256"])]
     except (pickle.UnpicklingError, RuntimeError, LookupError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{str(checkpoint)!r} was not written by a run, though its SHA-256 is right: {type(error).__name__}; take "
-            "another copy of it"
+            f"{str(checkpoint)!r} was not written by a run ({type(error).__name__}); take another copy of it"
         ) from error
     if len(parts) == 1:
         return step, parts[0]

@@ -1,9 +1,7 @@
 """Reading a checkpoint by a process that keeps some rows alone (`quant.runtime.shards`), and never has all of it.
 
-transformers reads a parameter's tensors (a stack's of experts) when it is that parameter's turn, stacks them and sets
-it; here its rows are cut out as it is set, and other processes' experts are not read. So the host has a process's rows
-and one whole matrix at a time, where transformers' own way of dividing, DeepSpeed's, first reads all files in every
-process: 438 GiB each of a 235B mixture.
+A parameter's rows are cut out as transformers sets it, and other processes' experts are not read: the host has one
+whole matrix at a time. Its own way to divide, DeepSpeed's, reads all files in every process: 438 GiB of a 235B mixture.
 """
 
 import os
@@ -16,15 +14,13 @@ from transformers import PreTrainedModel, core_model_loading
 
 from qarl.quant.runtime.shards import Share, cut, cut_rows, kept
 
-_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
-"""transformers' variable: no threads that read parameters ahead."""
+_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"  # else threads read parameters ahead
 
 
 @contextmanager
 def reading_rows(share: Share, experts: int) -> Iterator[None]:
     """Within this context `from_pretrained` leaves of each matrix and stack a process's rows, with their `shard`.
-    Whole stay vectors, and what may be tied, for transformers compares the two: embeddings and heads. experts: of each
-    stack, 0 where there are none."""
+    Vectors stay whole, and embeddings and heads, which transformers compares and ties. experts: of each stack, or 0."""
     library = core_model_loading
     set_whole, read, ahead = library.set_param_for_module, library.spawn_materialize, os.environ.get(_IN_TURN)
     mine = range(*cut_rows(torch.Size((experts, 1, 1)), *share, turn=0).edges[share.rank :][:2])
@@ -56,6 +52,5 @@ def reading_rows(share: Share, experts: int) -> Iterator[None]:
         yield
     finally:
         library.set_param_for_module, library.spawn_materialize = set_whole, read
-        os.environ.pop(_IN_TURN)
-        if ahead is not None:
-            os.environ[_IN_TURN] = ahead
+        del os.environ[_IN_TURN]
+        os.environ |= {} if ahead is None else {_IN_TURN: ahead}

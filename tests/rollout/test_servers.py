@@ -7,12 +7,15 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from starlette.exceptions import HTTPException
@@ -225,6 +228,23 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path,
     assert "trim_threshold" in replica_environment(None, tmp_path)["GLIBC_TUNABLES"]
     monkeypatch.setenv("GLIBC_TUNABLES", "a.b=1")
     assert replica_environment(None, tmp_path)["GLIBC_TUNABLES"] == "a.b=1"
+
+
+def test_a_server_and_what_it_started_end_with_the_run():
+    """Contract: whoever is killed, and whatever either makes of SIGTERM, which a server ignores while its engine
+    starts."""
+    server = (
+        "import signal, subprocess, time; from qarl.quant.runtime.parent import end_group_with_the_parent as ends;"
+        "signal.signal(15, signal.SIG_IGN); ends(); print(subprocess.Popen(['sleep', '60']).pid, flush=True);"
+        "time.sleep(60)"
+    )
+    start = f"subprocess.Popen([sys.executable, '-c', {server!r}], start_new_session=True)"
+    run = f"import subprocess, sys, time; print({start}.pid, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        started = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+        process.kill()
+        assert psutil.wait_procs(started, timeout=10)[1] == []
 
 
 def test_an_engine_that_cannot_begin_leaves_nothing_running(tmp_path: Path):

@@ -9,7 +9,7 @@ import signal
 from multiprocessing import parent_process
 
 from qarl.quant.runtime.libraries import RECEIVED, SETTLED
-from qarl.quant.runtime.parent import end_with_the_parent
+from qarl.quant.runtime.parent import end_group_with_the_parent, end_with_the_parent
 
 
 def register() -> None:
@@ -19,15 +19,16 @@ def register() -> None:
     whatever the checkpoint says. A value the user set is kept; `qarl.rollout.vllm.options` refuses it. Its int4 kernel
     does not ask the operating system for AMX, which ends a process that has not asked before ("illegal instruction").
 
-    On every device, what a server starts ends with it: vLLM's engine goes on for ever where its server is killed.
+    On every device, what a server starts ends with it, and it with the run that started it: vLLM's engine goes on for
+    ever where its server is killed, and a server whose engine starts where it is terminated.
     """
     import torch
     from vllm.platforms import current_platform
 
     from qarl.quant.kernels.vllm_gpu import settle
 
-    if parent_process() is not None and RECEIVED in os.environ:
-        end_with_the_parent(signal.SIGKILL)
+    if RECEIVED in os.environ:
+        end_with_the_parent(signal.SIGKILL) if parent_process() else end_group_with_the_parent()
     _leave_transformers_classes()
     if SETTLED in os.environ:
         settle()

@@ -8,6 +8,7 @@ import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,9 @@ class RequireKey:
         from starlette.responses import PlainTextResponse
 
         body = await Request(scope, receive).body()
-        try:
+        own = False
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
             own = json.loads(body)["method"].startswith("qarl_")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            own = False
         if own:
             messages = iter([{"type": "http.request", "body": body}])
 
