@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from qarl.configs.schema.run import RolloutConfig
-from qarl.embedded.recipe import ensure_tiny
 from qarl.quant.digest import digested
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import LoadReport
@@ -19,6 +18,7 @@ from qarl.rollout.vllm import engine as engines
 from qarl.rollout.vllm import worker
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
+from tests.support import Policies
 from tests.support.imports import import_libraries
 
 import_libraries()
@@ -82,7 +82,7 @@ def load(_model: Any, _config: Any, stream: Iterable[LowBitTensor]) -> LoadRepor
     return LoadReport(digest.hexdigest(), digest.tensors, (), ())
 
 
-def test_no_token_is_of_weights_before_a_publish(monkeypatch: pytest.MonkeyPatch):
+def test_no_token_is_of_weights_before_a_publish(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
     """Contract: a step that was scheduled beyond an answer's end, and computed by the weights before, is given to no
     request of the next call; a publish between two calls is not refused, and every token is of the version that is
     reported for it."""
@@ -98,7 +98,7 @@ def test_no_token_is_of_weights_before_a_publish(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engines, "text_of", lambda *_: "")
     monkeypatch.setattr(worker, "load_stream", load)
     rollout = RolloutConfig(max_prompt_tokens=48, max_new_tokens=16, max_num_seqs=6)
-    engine = VllmEngine(ensure_tiny("tiny-qwen3"), VllmOptions(rollout, "bfloat16"))
+    engine = VllmEngine(random_policy(True), VllmOptions(rollout, "bfloat16"))
     core: Any = engine._llm.llm_engine.engine_core
     assert core.engine_core.batch_queue_size == 2 and type(core.engine_core.scheduler).__name__ == "AsyncScheduler"
     prompts = [Prompt(str(n), "", (n, *range(20, 19 + length))) for n, length in enumerate(PROMPTS)]
