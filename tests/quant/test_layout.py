@@ -11,7 +11,7 @@ from transformers import GptOssConfig, Qwen3NextConfig, core_model_loading
 
 from qarl.cli.schemes import checkpoint_bytes
 from qarl.quant.checkpoint.families import Family, family_of
-from qarl.quant.checkpoint.folder import check_rotary
+from qarl.quant.checkpoint.folder import check_rotary, tensor_shapes
 from qarl.quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.materialize import materialize
@@ -225,10 +225,11 @@ def test_a_process_reads_its_rows_and_one_whole_parameter(kind: str, tmp_path: P
     whole = load_masters(tmp_path, torch.bfloat16)
     heads = ("model.embed_tokens.weight", "lm_head.weight")
     cut = {name: p.numel() for name, p in whole.named_parameters() if p.ndim > 1 and name not in heads}
-    read, most = core_model_loading.set_param_for_module, [0]
+    read, most, stacks = core_model_loading.set_param_for_module, [0], set[str]()
 
-    def counted(model: Any, *others: Any) -> None:
-        read(model, *others)
+    def counted(model: Any, name: str, value: torch.Tensor, *others: Any) -> None:
+        read(model, name, value, *others)
+        stacks.update([name] if value.ndim == 3 else [])
         most[0] = max(most[0], sum(p.numel() for n, p in model.named_parameters() if n in cut and not p.is_meta))
 
     monkeypatch.setattr(core_model_loading, "set_param_for_module", counted)
@@ -237,3 +238,4 @@ def test_a_process_reads_its_rows_and_one_whole_parameter(kind: str, tmp_path: P
         assert torch.equal(torch.cat([part[name] for part in parts]), parameter)
         assert all(whole_shape(part[name]) == parameter.shape for part in parts)
     assert most[0] <= max(sum(part[name].numel() for name in cut) for part in parts) + max(cut.values())
+    assert bool(stacks) == any(len(shape) == 3 for shape in tensor_shapes(tmp_path).values())  # stored as stacks
