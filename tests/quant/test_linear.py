@@ -114,7 +114,7 @@ def test_cpus_without_avx512_multiply_in_fp32(
 def test_fp8_products_in_fp32_are_those_of_e4m3():
     """`quant.kernels.vllm_cpu.fp8` against the product it stands in for: the same values, the sums in another order,
     which does not depend on how many tokens there are: the last to be decoded is alone, and scored with others."""
-    from qarl.quant.kernels.vllm_cpu.fp8 import decoded
+    from qarl.quant.kernels.vllm_cpu.fp8 import decoded, fp32_product
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     torch.testing.assert_close(decoded(every), every.float(), rtol=0, atol=0, equal_nan=True)
@@ -125,12 +125,12 @@ def test_fp8_products_in_fp32_are_those_of_e4m3():
     ours = decoded(x) @ decoded(weight).t()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
     assert torch.equal(decoded(weight.t()), decoded(weight).t()), "not contiguous"
-    linear, tokens = make_linear("fp8", "vllm", torch.float32, (512, 128), bias=False), heavy(48, 128, seed=1)
-    threads = torch.get_num_threads()
+    tokens, weight, threads = heavy(144, 1024, seed=1), heavy(1024, 1024, seed=2), torch.get_num_threads()
     try:
-        for torch_has, count in itertools.product((1, 2), range(1, 14)):  # of two, one may be left a row
+        for torch_has, count in itertools.product((1, 2), (1, 3, 5, 13, 64)):
             torch.set_num_threads(torch_has)
-            assert torch.equal(torch.cat([linear(part) for part in tokens.split(count)]), linear(tokens)), count
+            apart = torch.cat([fp32_product(part, weight) for part in tokens.split(count)])
+            assert torch.equal(apart, fp32_product(tokens, weight)), count
     finally:
         torch.set_num_threads(threads)
 

@@ -18,11 +18,6 @@ _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """fp32 [256], of every e4m3 code; looked up, for torch's own conversion takes ten times as long on CPUs."""
 
 
-_ROWS = 4
-"""Multiplied at once. torch adds up products of fewer in another order, and leaves the rest to one of its threads: the
-last sequences to be decoded would differ, now and then, from what the learner scores."""
-
-
 class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
     """vLLM's kernel with its product of e4m3 values, and nothing else of it, in fp32."""
 
@@ -48,15 +43,17 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
         output_shape: list[Any],
     ) -> torch.Tensor:
         """vLLM's hook. A: e4m3 [N, I]; B: e4m3 values in fp32 [I, O]; As, Bs: fp32 [N, 1] and [O, 1]."""
-        output = fp32_product(decoded(A), B).mul_(As).mul_(Bs.t())
-        if bias is not None:
-            output = output + bias
+        output = fp32_product(decoded(A), B.t()).mul_(As).mul_(Bs.t())
+        output = output if bias is None else output + bias
         return output.to(out_dtype).view(*output_shape)
 
 
 def fp32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x: fp32 [N, I]; weight: fp32 [I, O] → fp32 [N, O], every row the same whatever N is."""
-    return (nn.functional.pad(x, (0, 0, 0, -len(x) % _ROWS)) @ weight)[: len(x)]
+    """x: fp32 [N, I]; weight: fp32 [O, I] → fp32 [N, O], every row the same whatever N is."""
+    # By oneDNN. MKL, which torch takes for `@`, adds up few rows in another order, on some CPUs up to 128: sequences
+    # decoded would differ from what the learner scores. oneDNN has another order for one row alone.
+    rows = x if len(x) > 1 else nn.functional.pad(x, (0, 0, 0, 1))
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")[: len(x)]
 
 
 def decoded(codes: torch.Tensor) -> torch.Tensor:

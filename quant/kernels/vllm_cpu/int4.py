@@ -55,7 +55,7 @@ class CPUWNA16Fp32LinearKernel(CPUWNA16LinearKernel):
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """vLLM's hook. x: compute dtype [..., I] → compute dtype [..., O]."""
-        output = fp32_product(x.flatten(0, -2).float(), getattr(layer, self.w_q_name).t())
+        output = fp32_product(x.flatten(0, -2).float(), getattr(layer, self.w_q_name))
         output = output if bias is None else output + bias
         return output.to(x.dtype).unflatten(0, x.shape[:-1])
 
