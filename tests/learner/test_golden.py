@@ -82,7 +82,7 @@ def test_low_bit_tensors_are_those_recorded(name: str):
 @pytest.mark.parametrize("scheme", TRAJECTORIES)
 def test_a_short_trajectory_is_the_one_recorded(scheme: str):
     recorded = json.loads(GOLDEN.read_text())["trajectories"][scheme]
-    compared = 3 if AVX512 else 2  # by the third, flipped int4 codes have made it another run
+    compared = 3 if AVX512 and scheme != "w4a16" else 2  # by the third, flipped int4 codes have made it another run
     for step, (now, then) in enumerate(zip(trajectory(scheme)[:compared], recorded[:compared], strict=True)):
         relative, absolute = LATER if step else FIRST
         assert now == pytest.approx(then, relative, absolute), f"batch {step}"
