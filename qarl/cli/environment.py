@@ -17,7 +17,6 @@ _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "DS_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",
 }
 
@@ -43,6 +42,7 @@ def quiet_libraries(compiles: bool = False) -> None:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
     else:
         os.environ.setdefault(ON_CPU, "1")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers' save_pretrained imports DeepSpeed, which warns
         if not compiles:
             # On CPUs vLLM's sampler compiles one tiny function at the first generate: 10 s and a C++ compiler for
             # nothing measurable. torch reads this when the function is decorated, so before vLLM is imported.

@@ -79,10 +79,11 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="qarl", description="Reinforcement learning where sampler and learner share one low-bit tensor."
+        prog="qarl",
+        description="Reinforcement learning where sampler and learner share one low-bit tensor.",
+        epilog="Pages named docs/… lie in the folder that `qarl --version` names last.",
     )
-    what = "versions of QaRL and of what it computes with"
-    parser.add_argument("-V", "--version", action=PrintAndExit, text=describe_version, help=what)
+    parser.add_argument("-V", "--version", action=PrintAndExit, text=describe_version, help="what is installed here")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_train, add_check, add_init, _add_export, add_eval, add_report, add_mismatch, add_serve,

