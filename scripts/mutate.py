@@ -5,8 +5,9 @@
 
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is drawn from the syntax
 tree of HEAD: a seed draws the same ones from the same commit. Each is planted alone in a scratch clone. The tests that
-run the changed function go first, the fastest in front, then those that run others of its file; where none runs it (it
-is of other processes, or read at import), all. Files whose tests share a fixture, such as an engine, keep their order.
+run the changed function go first, the quickest in front, then those that run others of its file; where none is seen to
+run it (it is compiled, of other processes, or read at import), those that run files that import it, and then all. Files
+whose tests share a fixture, such as an engine, keep their order.
 With --seconds the first ones alone that take so long together: a survivor is then one of those, and the score a bound
 from below. What runs what is recorded once a commit. Tests that fail on the sound code are left out. --tests names
 others than the room's: `--tests tests/learner tests/engine`.
@@ -24,6 +25,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,13 +135,13 @@ def record(paths: list[str], clone: Path) -> dict[str, dict[str, Any]]:
 def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], seconds: float) -> Outcome:
     """Plant, test, take out again. seconds: of the tests tried, as recorded, together."""
     file, started, key = clone / mutation.file, time.monotonic(), f"{mutation.file}:{mutation.function}"
-    fastest = sorted(tests, key=lambda name: tests[name]["seconds"])
-    near = [name for name in fastest if key in tests[name]["functions"]]
-    mates = [name for name in fastest if any(f.startswith(f"{mutation.file}:") for f in tests[name]["functions"])]
+    near = [name for name in tests if key in tests[name]["functions"]]
+    unseen = [] if near else [running(importers(mutation.file, clone), tests), list(tests)]
+    tiers = [near, *unseen[:1], running([mutation.file], tests), *unseen[1:]]
     sound = file.read_bytes()
     file.write_bytes(mutation.planted(sound))
     try:
-        chosen = in_turn([*near, *mates, *([] if near else fastest)], tests)
+        chosen = in_turn(tiers, tests)
         ends = itertools.accumulate(tests[name]["seconds"] for name in chosen)
         in_time = [name for name, end in zip(chosen, ends, strict=True) if end <= seconds] or chosen[:1]
         caught = failing(in_time, clone, tests)
@@ -148,12 +150,31 @@ def run(mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], secon
     return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
 
 
-def in_turn(names: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
-    """Each once, in this order; but those of a file that stay together where its first is, in the file's own order."""
-    groups = {name: name.partition("::")[0] if tests[name]["together"] else name for name in names}
-    places = {group: place for place, group in enumerate(dict.fromkeys(groups.values()))}
-    recorded = {name: place for place, name in enumerate(tests)}
-    return sorted(groups, key=lambda name: (places[groups[name]], recorded[name]))
+def running(files: list[str], tests: dict[str, dict[str, Any]]) -> list[str]:
+    """The tests that ran a function of these files."""
+    starts = tuple(f"{file}:" for file in files)
+    return [name for name, test in tests.items() if any(ran.startswith(starts) for ran in test["functions"])]
+
+
+def importers(file: str, clone: Path) -> list[str]:
+    """The files of ours that import this one: whose tests run it, where compiled code is not seen running."""
+    package, _, module = f"qarl.{file.removesuffix('.py').removeprefix('qarl/')}".replace("/", ".").rpartition(".")
+    imported = re.compile(rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import [^\n]*\b{module}\b")
+    sources = (path for room in ROOMS for path in (clone / room).rglob("*.py"))
+    return [str(path.relative_to(clone)) for path in sources if imported.search(path.read_text())]
+
+
+def in_turn(tiers: list[list[str]], tests: dict[str, dict[str, Any]]) -> list[str]:
+    """Each once, tier by tier, the quickest first; but those of a file that stay together where their seconds together
+    put them, in the file's own order."""
+    chosen: dict[str, None] = {}
+    for tier in tiers:
+        groups: dict[str, list[str]] = {}
+        for name in tier:
+            groups.setdefault(name.partition("::")[0] if tests[name]["together"] else name, []).append(name)
+        quickest = sorted(groups.values(), key=lambda names: sum(tests[name]["seconds"] for name in names))
+        chosen |= dict.fromkeys(itertools.chain(*quickest))
+    return list(chosen)
 
 
 def failing(names: list[str], clone: Path, tests: dict[str, dict[str, Any]]) -> str:
