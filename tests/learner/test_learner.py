@@ -234,7 +234,7 @@ def test_the_gate_comes_before_any_update():
     before = masters_of(learner)
     with pytest.raises(RuntimeError, match="closed"):
         learner.learn(batch, step=0, gate=gate)
-    assert all_equal(masters_of(learner), before)
+    assert all_equal(masters_of(learner), before) and learner.whole
     difference = (learner.logprobs(batch)[0] - batch.sampler_logprobs)[batch.response_mask]
     assert gate.call_args.args[0].mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-5)
 
@@ -246,7 +246,7 @@ def test_a_batch_without_reward_differences_teaches_nothing():
     learner = make_learner(optimizer={"weight_decay": 0.5}, diagnostics_every=1)
     before = masters_of(learner)
     stats = learner.learn(make_batch(groups, 0), step=0)
-    assert (stats.updates, stats.skipped, stats.loss, stats.grad_norm) == (0, 0, 0.0, 0.0)
+    assert (stats.updates, stats.skipped, stats.loss, stats.grad_norm, stats.update_log_ratio) == (0, 0, 0.0, 0.0, 0.0)
     assert stats.entropy > 0 and all_equal(masters_of(learner), before)
     measured = ("lost_updates", "crossed_bfloat16", "flipped_codes", "kl_from_start")
     assert all(stats.records[name] is None for name in measured)
@@ -496,7 +496,7 @@ def test_a_float16_master_beyond_its_range_is_an_error(how: str):
 
 
 def test_a_master_beyond_its_range_is_not_materialized():
-    """The step raises inside `learn`, and what would be published is still the version before."""
+    """The step raises inside `learn`, what would be published is still the version before, and no step is whole."""
     learner = make_learner("w4a16", optimizer={"name": "adamw"}, master_dtype="float16")
     for master in learner.model.masters.values():
         master.data = master.data.to(torch.float16)
@@ -505,4 +505,5 @@ def test_a_master_beyond_its_range_is_not_materialized():
     stream = [item.tensor.clone() for item in learner.model.low_bit_tensors()]
     with pytest.raises(PrecisionError, match="left the range of float16"):
         fresh.learn(batch_of(), step=0)
+    assert learner.whole and not fresh.whole
     assert all(torch.equal(i.tensor, s) for i, s in zip(learner.model.low_bit_tensors(), stream, strict=True))

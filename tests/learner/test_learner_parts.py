@@ -1,5 +1,6 @@
 """The parts of the learner around its loss: advantages, batching, mismatch, loss scale, schedule."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.batching import Batch, make_batch, micro_batches, mini_batches
+from qarl.learner.clip_reasons import CLIP_REASONS
+from qarl.learner.loss.tokens import clip_reasons, clipped_sides
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.objectives.advantages import group_advantages
 from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.optim.schedule import Schedule, make_schedule
+from qarl.learner.processes import Processes
 from qarl.rollout.types import Completion, Group, Prompt
 
 
@@ -158,6 +162,29 @@ def test_where_a_mismatch_is_by_hand():
     assert found.length_slope == pytest.approx(-0.05, abs=1e-6)
     same = measure_mismatch(sampler, sampler, response_mask, advantages, ended)
     assert same.advantage_correlation is None and (same.position_slope, same.length_slope) == (0.0, 0.0)
+
+
+def test_clip_reasons_by_hand():
+    """Of tokens with a bound each: by the advantage's sign and the side, else corrected; none without advantage or
+    beyond the response. Of sequences: the side of the mean."""
+    log_ratio = torch.tensor([[0.1, -0.1, 0.1, -0.1, 0.1, 0.1, 0.1]])
+    clipped = torch.tensor([[True, True, True, True, True, False, True]])
+    advantages, response = torch.tensor([[1.0, 1, -1, -1, 0, 1, 1]]), torch.arange(7)[None] < 6
+    reasons = clip_reasons(log_ratio, clipped, ~clipped, advantages, response)
+    expected = ["A > 0 above", "A > 0 below", "A < 0 above", "A < 0 below", "none", "corrected", "none"]
+    assert [CLIP_REASONS[place] for place in reasons[0]] == expected
+    assert [side.nonzero()[:, 1].tolist() for side in clipped_sides(reasons)] == [[0], [2], [3]]
+    shared = torch.tensor([[0.3, -0.1], [-0.3, 0.1]]), torch.tensor([[True], [True]]), torch.zeros(2, 1).bool()
+    reasons = clip_reasons(*shared, torch.tensor([[-1.0], [1.0]]).expand(2, 2), torch.ones(2, 2).bool())
+    assert [CLIP_REASONS[place] for place in reasons[:, 1]] == ["sequence, A < 0 above", "sequence, A > 0 below"]
+    assert [int(side.sum()) for side in clipped_sides(reasons)] == [0, 2, 0]
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_processes_share_out_everything(count: int, world: int):
+    shares = [list(Processes(rank, world).span(count)) for rank in range(world)]
+    assert [*itertools.chain(*shares)] == list(range(count)) and len(shares[-1]) - min(map(len, shares)) <= 1
+    assert [Processes(rank, world).share(list(range(count))) for rank in range(world)] == shares
 
 
 def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
