@@ -94,13 +94,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_context(folder: Path, tokens: int) -> None:
     """Raise `ModelError` where prompt and completion together are longer than the model's positions."""
     config = read_config(folder)
-    inner = config.get("text_config")
-    config = inner if isinstance(inner, dict) else config
+    config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int)), None)
     if length is None or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
         return
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    factor = rope.get("factor", 1) if isinstance(rope, dict) else 1
+    scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("linear", "dynamic")
+    factor = rope.get("factor", 1) if scaled else 1  # the positions of other kinds have it in them
     if tokens > length * (factor if isinstance(factor, int | float) else 1):
         raise ModelError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "

@@ -1,0 +1,68 @@
+"""A model's folder before anything is loaded: what its files alone tell against training in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qarl.configs.errors import ModelError
+from qarl.quant.checkpoint.folder import check_context, check_rotary, local_folder, tensor_shapes
+from qarl.quant.checkpoint.load import load_config
+from tests.support.learners import random_model
+
+
+@pytest.mark.parametrize("name", ["a", "a/b/c", "a/", "/b", "./a/b", "~/b", "../a"])
+def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name: str, tmp_path: Path):
+    with pytest.raises(ModelError, match="does not exist; give a transformers folder, or a hub id"):
+        local_folder(name)
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="is a file; give the folder"):
+        local_folder(str(tmp_path / "file"))
+    assert local_folder("owner/name") is None and local_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}}, 128),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4}}, 256),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "llama3", "factor": 8}}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"rope_type": "linear"}}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": "2"}}, 64),
+        ({"max_position_embeddings": None, "n_positions": 16}, 16),
+        ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 32}}, 32),
+        ({}, 10**9),
+    ],
+    ids=str,
+)
+def test_positions_bound_prompt_and_completion(config: dict[str, Any], longest: int, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_context(tmp_path, longest)
+    if config:
+        with pytest.raises(ModelError, match=f"= {longest + 1}, but the model .* positions"):
+            check_context(tmp_path, longest + 1)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "yarn"])
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters", "of layers"])
+def test_rotations_that_depend_on_the_longest_sequence_are_refused(kind: str, place: str, tmp_path: Path):
+    rope = {"type" if place == "rope_scaling" else "rope_type": kind}
+    config = {"rope_parameters": {"full_attention": rope}} if place == "of layers" else {place: rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if kind == "yarn":
+        check_rotary(tmp_path)
+    else:
+        with pytest.raises(ModelError, match=f"rotary embeddings of type '{kind}'"):
+            check_rotary(tmp_path)
+
+
+def test_a_model_is_described_by_its_files(tmp_path: Path):
+    model = random_model(tied=False)
+    model.save_pretrained(tmp_path)
+    assert type(load_config(str(tmp_path))) is type(model.config)
+    assert tensor_shapes(tmp_path) == {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    (tmp_path / "config.json").write_text('{"model_type": "none_such"}')
+    with pytest.raises(ModelError, match=r"its config\.json could not be read: .*none_such"):
+        load_config(str(tmp_path))
