@@ -145,9 +145,7 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
 @pytest.mark.parametrize(
     ("kind", "scheme", "layers"), [("deepseek_v2", "bf16", "[]"), ("deepseek_v3", "w8a8", "*.kv_b_proj=bf16")]
 )
-def test_deepseek_is_published_right_and_refused(
-    random_experts: Policies, tmp_path: Path, kind: str, scheme: str, layers: str
-):
+def test_deepseek_is_published_right_and_refused(random_experts, tmp_path: Path, kind: str, scheme: str, layers: str):
     """Grouped routing with a correction bias, shared experts and latent attention: the engine takes every publish as a
     fresh one takes the export. But vLLM 0.32 on CPUs rotates such queries wrongly (next test), which is another policy,
     and the canary says so. (vLLM cannot load a quantized kv_b_proj there.)"""

@@ -206,9 +206,7 @@ def test_the_canary_sees_an_engine_with_other_weights(running: Running):
     assert publisher.canary(3).mean_abs < 1e-3
 
 
-def test_the_canary_is_of_the_farthest_replica_and_stops_at_what_is_no_number(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_canary_is_of_the_farthest_replica_and_stops_at_what_is_no_number(running: Running, monkeypatch):
     model, engine = running
     scored = engine.logprobs(SEQUENCES)
 
@@ -330,9 +328,7 @@ def test_the_canary_sees_shared_layers_that_hold_other_weights(shared: Shared):
         publisher.canary(2)
 
 
-def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_version_written_by_half_is_not_sampled_from_and_the_next_repairs_it(shared: Shared, monkeypatch):
     model, engine, publisher = shared
     whole = model.low_bit_tensors
 

@@ -285,9 +285,7 @@ def test_a_completions_text_is_the_servers_own(served: Served, tmp_path: Path):
     engine.close()
 
 
-def test_what_is_torn_on_the_way_is_not_loaded(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-):
+def test_what_is_torn_on_the_way_is_not_loaded(served: Served, tmp_path: Path, monkeypatch, caplog: Any):
     """Contract: a server hashes what it read; other bytes are refused before they reach its model. A delta that is
     refused is followed by the whole version, and so is a publish that was given up."""
     model = served.model

@@ -123,7 +123,7 @@ BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
 
 
 @pytest.mark.parametrize(
-    ("body", "arguments", "message"),
+    ("body", "arguments", "said"),
     [
         (None, "", "nothing to compare; give a YAML file, a shipped name (baselines, objectives,"),
         (None, "shemes", "no comparison file 'shemes', and no shipped one of that name"),
@@ -148,15 +148,13 @@ BODY: dict[str, Any] = {"variants": {"a": {"scheme": "bf16"}, "b": {}}}
         ({"variants": {"a": {"ptq": "rtn", "of": "a", "steps": 3}}}, "", "variant 'a' sets steps, but it is quantized"),
     ],
 )
-def test_what_is_refused_before_the_first_run(
-    body: dict[str, Any] | None, arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_refused_before_the_first_run(body: dict[str, Any] | None, arguments: str, said: str, tmp_path, capsys):
     command = ["compare", *arguments.split(), "--output", str(tmp_path / "runs")]
     if body is not None:
         (tmp_path / "mine.yaml").write_text(json.dumps(body))
         command.insert(1, str(tmp_path / "mine.yaml"))
     assert main(command) == 2
-    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert said in capsys.readouterr().err.replace("\n", " ")
     assert not (tmp_path / "runs").exists()
 
 
@@ -214,9 +212,7 @@ def test_the_table():
 
 
 @pytest.mark.slow
-def test_cells_are_trained_once_and_go_on_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_cells_are_trained_once_and_go_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Two schemes, two seeds, two at a time. What a kill before the last checkpoint leaves of one run, and one before
     the first of another, is all that the same command trains again, to the same figures; a run of another configuration
     in a cell's place is refused."""
@@ -251,9 +247,7 @@ def test_cells_are_trained_once_and_go_on_after_a_kill(
     assert "has learner" in capsys.readouterr().err
 
 
-def test_a_cell_that_fails_is_shown_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_cell_that_fails_is_shown_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Whose process ends with the status of its seed."""
     child = tmp_path / "child"
     child.write_text('#!/bin/sh\necho "$@"\nexit "$(sed -n "s/^seed: //p" "$5")"\n')

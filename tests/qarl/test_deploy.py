@@ -54,9 +54,7 @@ def test_a_model_card_says_what_the_note_does(run: RunFolder, tmp_path: Path):
     assert "base_model: Qwen/Qwen3-8B-Base\nlibrary_name" in text and "by gptq after reinforcement" in text
 
 
-def test_answers_for_eyes(
-    run: RunFolder, random_policy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.MonkeyPatch, capsys):
     """What a checkpoint answers, beside another."""
     use_transformers_engine(monkeypatch)
     asked = ["sample", str(run.path), "1 + 1 =", "--max-new-tokens", "3"]

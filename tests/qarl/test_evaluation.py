@@ -125,9 +125,7 @@ def test_an_evaluation_is_read_back(tmp_path: Path):
             read_evaluation(tmp_path / "e.json")
 
 
-def test_a_file_is_asked_each_question_once(
-    random_policy: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_file_is_asked_each_question_once(random_policy: Policies, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     use_transformers_engine(monkeypatch)
     rows = [{"question": f"{k} + 1 =", "answer": str(k + 1), "split": "heldout"} for k in range(3)]

@@ -132,9 +132,7 @@ def test_a_suite_says_which_copies_are_missing_and_how_to_get_them(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("hub_cache")
-def test_eval_asks_a_suite(
-    random_policy: Policies, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_eval_asks_a_suite(random_policy: Policies, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     """The whole command, with an engine that only tests know: two samples, JSON, and what it is not compared with."""
     use_transformers_engine(monkeypatch)
     copies, first = write_copies(tmp_path / "copies"), tmp_path / "first.json"

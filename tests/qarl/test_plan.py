@@ -200,9 +200,7 @@ def test_train_is_refused_before_anything_is_loaded(driver: Callable[..., None],
     assert "fits 1 × NVIDIA H100" in said and "--learner.lora.base host" in said and "fits 4 × H200" in said
 
 
-def test_cpus_refuse_beyond_a_quarter_more_than_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_cpus_refuse_beyond_a_quarter_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     model = folder(tmp_path, "qwen3-0.6b")
     given = load_config(default_config(str(model)), {"model": str(model)})
     shapes = NAMED["qwen3-0.6b"]
@@ -317,9 +315,7 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
         ("Qwen/Qwen3-30B-A3B-Base", "8xH100", "changed to fit: --learner.zero_stage 3 --learner.optimizer.offload cpu"),
     ],
 )
-def test_init_writes_a_run_that_fits(
-    model: str, gpus: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_init_writes_a_run_that_fits(model: str, gpus: str, said: str, tmp_path: Path, capsys):
     """Contract: what trains everything comes before adapters, and the file alone plans as it says."""
     assert main(["init", str(tmp_path / "mine"), "--model", model, "--gpus", gpus]) == 0
     file = tmp_path / "mine" / "run.yaml"

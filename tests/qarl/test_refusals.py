@@ -139,9 +139,7 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("train --resume taken", "'taken' is no run folder"),
     ],
 )
-def test_one_message_and_nothing_left_behind(
-    place: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
-):
+def test_one_message_and_nothing_left_behind(place: Path, capsys, arguments: str, said: str):
     assert said in refused(arguments, capsys, place)
 
 
@@ -156,7 +154,7 @@ def cut(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("harm", "said"),
     [
         (lambda m: (m / "config.json").write_text("[1]"), "holds a list, not an object of settings"),
         (lambda m: (m / "config.json").write_text("{"), "is not JSON"),
@@ -178,12 +176,10 @@ def cut(model: Path) -> None:
         (lambda m: change_json(m / "tokenizer.json", model={}), "the tokenizer of 'model' cannot be loaded"),
     ],
 )
-def test_models_are_refused(
-    place: Path, random_policy, capsys, monkeypatch, damage: Callable[[Path], object], said: str
-):
+def test_models_are_refused(place: Path, random_policy, capsys, monkeypatch, harm: Callable[[Path], object], said: str):
     """Before a run folder is made. Kernels are not asked: the model is at fault."""
     monkeypatch.setattr("qarl.run.session.require_support", lambda *_, **__: None)
-    damage(Path(shutil.copytree(random_policy(True), place / "model")))
+    harm(Path(shutil.copytree(random_policy(True), place / "model")))
     command = "train --config tiny-qwen3 --model model --scheme bf16 --rollout.max_new_tokens 8"
     assert said in refused(command, capsys, place)
 

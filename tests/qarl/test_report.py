@@ -309,9 +309,7 @@ def test_what_asks_for_attention_is_said(tmp_path: Path):
         ("report run --open", "unknown argument '--open'"),
     ],
 )
-def test_what_is_refused(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_refused(arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """One message, exit status 2, and no page."""
     monkeypatch.chdir(tmp_path)
     for name in ("run", "older", "damaged", "start"):

@@ -111,9 +111,7 @@ def test_a_step_or_a_checkpoint_is_a_beginning(tmp_path: Path):
         (["--scheme", "w8a8"], 2, "started with scheme 'w4a16' and cannot be resumed with 'w8a8'"),
     ],
 )
-def test_what_a_finished_run_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
-):
+def test_what_a_finished_run_answers(tmp_path: Path, capsys, arguments: list[str], status: int, said: str):
     run = new_run(tmp_path / "run", 4, 8, verified=True)
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", "--resume", str(run.path), *arguments]) == status
@@ -123,9 +121,7 @@ def test_what_a_finished_run_answers(
 
 
 @pytest.mark.parametrize("noted", [{"digest": "d1ce"}, {"verified": True, "step": 4}], ids=["unproven", "earlier"])
-def test_a_run_whose_export_is_not_proven_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], noted: dict[str, Any]
-):
+def test_a_run_whose_export_is_not_proven_goes_on(tmp_path: Path, monkeypatch, capsys, noted: dict[str, Any]):
     """Contract: it exports and proves again, whether the proof was missing or failed, or is of fewer steps."""
     run = new_run(tmp_path / "run", 4, 8, **noted)
 

@@ -504,9 +504,7 @@ def test_what_a_hostile_version_is_refused_for(harm: Callable[[Version], None], 
         ([b"abc", "silence"], "nothing came for"),
     ],
 )
-def test_a_file_that_does_not_come_as_announced_is_refused(
-    bodies: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_does_not_come_as_announced_is_refused(bodies: list[Any], message: str, tmp_path, monkeypatch):
     """Blind spot: HTTP itself, which is `tests/engine/test_servers.py`'s."""
     monkeypatch.setattr(receive, "_SILENCE_SECONDS", 0.05)
 

@@ -137,9 +137,7 @@ QUANTIZED = {"dense": 14, "qwen3_moe": 15, "mixtral": 18}
         ("mixtral", "w8a8", "bfloat16", True),
     ],
 )
-def test_rtn_is_materialize_bit_for_bit(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool
-):
+def test_rtn_is_materialize_bit_for_bit(request, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool):
     """Contract: round to nearest by llmcompressor is QaRL's export of the same unquantized checkpoint: names, dtypes,
     shapes, bytes; every expert is quantized, no router is. So the baseline and QaRL differ in what was trained, not in
     how it is stored. Once by the real process, on which the other tests' forks rest."""
@@ -265,9 +263,7 @@ def test_the_export_command(run: Path, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_compressor")
-def test_a_comparison_with_what_is_quantized_afterwards(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_comparison_with_what_is_quantized_afterwards(run: Path, tmp_path: Path, monkeypatch, capsys):
     """The plain run is found, and its checkpoint quantized and evaluated by both ways of asking; a second call runs
     nothing and shows the same. Another method is not mixed with what is there."""
     monkeypatch.setattr(sys, "executable", str(forks.interpreter(tmp_path)))

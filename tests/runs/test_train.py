@@ -185,9 +185,7 @@ def test_export_and_eval_commands(tmp_path: Path):
     ],
     ids=["incomplete", "damaged"],
 )
-def test_unusable_weights_are_refused(
-    tmp_path: Path, random_policy: Policies, harm: Callable[[Any], object], message: str
-):
+def test_unusable_weights_are_refused(tmp_path: Path, random_policy, harm: Callable[[Any], object], message: str):
     """What only reading all of the weights shows, before a run folder is made; the rest of a model's files is
     `tests/qarl/test_refusals.py`'s, experts that are missing `tests/quant/test_layout.py`'s."""
     weights = Path(shutil.copytree(random_policy(True), tmp_path / "model")) / "model.safetensors"

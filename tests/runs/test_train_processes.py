@@ -17,7 +17,6 @@ from qarl.report.metrics import read_metrics
 from qarl.report.token_files import step_file
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint
-from tests.support import Policies
 from tests.support.profiles import thorough
 from tests.support.runs import ROOT, SMALL, command, environment, lines, succeeded
 
@@ -153,9 +152,7 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.skipif(not thorough(), reason="two servers are a minute of CPU; `make test-thorough` starts them")
 @pytest.mark.parametrize(("scheme", "transfer"), [("w4a16", "files"), ("w8a8", "http")])
-def test_a_run_on_two_servers_is_the_run_in_process(
-    scheme: str, transfer: str, random_policy: Policies, tmp_path: Path
-):
+def test_a_run_on_two_servers_is_the_run_in_process(scheme: str, transfer: str, random_policy, tmp_path: Path):
     """Contract: metrics except seconds, digests of every version, and held-out accuracy are equal to the last bit. The
     output head is quantized: an unquantized one rounds otherwise where four sequences or fewer are decoded at once, and
     two servers come to that sooner than one engine (docs/guide/servers.md)."""
