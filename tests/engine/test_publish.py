@@ -158,7 +158,7 @@ def running(random_policy: Policies, tmp_path_factory: pytest.TempPathFactory) -
     folder = random_policy(True)
     model = make_model(folder, "w4a16", "bfloat16")
     start = tmp_path_factory.mktemp("run") / "start"
-    engine = start_engine(model, folder, start, processed=True, prompt_tokens=160)
+    engine = start_engine(model, folder, start, temperature=0.5, max_prompt_tokens=160)
     yield model, engine
     engine.close()
 

@@ -2,6 +2,7 @@ r"""Answers in \boxed{…}: QaRL's verdicts are math-verify's, whatever is in th
 suite of benchmarks that is judged so."""
 
 import json
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ from qarl.evaluation.suites import SUITES, suite_tasks
 from qarl.tasks import Problem, Response, TaskError
 from qarl.tasks.math import TIME_LIMIT, math_checker, math_scorer
 from tests.support import Policies
-from tests.support.math_cases import KINDS, SLOW, cases
 from tests.support.profiles import thorough
 from tests.support.transformers_engine import use_transformers_engine
 
@@ -31,6 +31,76 @@ def one_worker() -> Iterator[None]:
         if not thorough():
             patch.setattr("qarl.tasks.math._WORKERS", 1)
         yield
+
+
+Case = tuple[str, str, bool | None]
+"""A reference, an answer, and whether that is right; None where mathematicians might differ: math-verify decides."""
+
+
+def _whole(rng: random.Random) -> Case:
+    number, off = rng.randrange(-10_000, 10_000), rng.choice((0, 0, 1, -3))
+    return str(number), f"{number + off:,}" if rng.random() < 0.3 else str(number + off), not off
+
+
+def _fraction(rng: random.Random) -> Case:
+    top, bottom, factor, off = rng.randrange(1, 40), rng.randrange(2, 40), rng.randrange(1, 5), rng.choice((0, 0, 1))
+    written = rng.choice((r"\frac{%d}{%d}", r"\dfrac{%d}{%d}", r"\tfrac{%d}{%d}", "%d/%d"))
+    return rf"\frac{{{top}}}{{{bottom}}}", written % (top * factor + off, bottom * factor), not off
+
+
+def _unit(rng: random.Random) -> Case:
+    number, off = rng.randrange(1, 500), rng.choice((0, 0, 2))
+    unit = rng.choice((r"\text{ cm}", r" \text{ miles}", r"\mathrm{ kg}", r"\%", r"^\circ", r"\$", r" \text{ units}^2"))
+    shown = f"{unit}{number + off}" if unit == r"\$" else f"{number + off}{unit}"
+    return str(number), shown, None if unit in (r"^\circ", r" \text{ units}^2") else not off
+
+
+def _pair(rng: random.Random) -> Case:
+    a, b = rng.sample(range(-20, 20), 2)
+    swapped = rng.random() < 0.3
+    shown = f"({b}, {a})" if swapped else rng.choice((f"({a},{b})", rf"\left({a}, {b}\right)"))
+    return f"({a}, {b})", shown, not swapped
+
+
+def _words(rng: random.Random) -> Case:
+    days = ("Monday", "Tuesday", "Friday")
+    reference, shown = rng.choice(days), rng.choice(days)
+    return rf"\text{{{reference}}}", rf"\text{{{shown}}}", reference == shown
+
+
+def _nested(rng: random.Random) -> Case:
+    number, off = rng.randrange(1, 999), rng.choice((0, 0, 1))
+    return str(number), rng.choice((r"\boxed{%d}", "{%d}", "{{%d}}")) % (number + off), not off
+
+
+def _digits(rng: random.Random) -> Case:
+    """10 kB of them."""
+    digits = "".join(rng.choices("123456789", k=10_000))
+    return digits, rng.choice((digits, digits[:-1] + "0")), None
+
+
+def _broken(rng: random.Random) -> Case:
+    number = str(rng.randrange(1, 99))
+    odd = ("", r"\frac{1}{0}", r"\sqrt{", "?", r"\frac{a}", r"\left(", "…", r"\text{}", "1 2 3 apples", "}{")
+    return number, rng.choice(odd), False
+
+
+KINDS = (_whole, _fraction, _unit, _pair, _words, _nested, _digits, _broken)
+
+SLOW = (
+    "9^{9^{9^{9}}}", "99999999!", "10^{10^{10}}", r"\sum_{k=1}^{10^{10}} k", "{" * 3000 + "}" * 3000,
+    "(1+" * 300 + "1" + ")" * 300, r"\sqrt{" * 60 + "2" + "}" * 60, "(x+1)^{500}", "1" * 4301 + "!" * 3,
+)  # fmt: skip
+"""Answers that cost a parser, or arithmetic, seconds or for ever. The reference is "1"; all are wrong."""
+
+
+def cases(count: int, seed: int) -> Iterator[Case]:
+    r"""Generated answers in \boxed{…}: as many of every kind, in turn; the box stands in a sentence."""
+    rng = random.Random(seed)
+    for number in range(count):
+        reference, boxed, right = KINDS[number % len(KINDS)](rng)
+        before = rng.choice(("", "So the answer is ", "We add 1 and 2, and get\n\n", "</think> **Answer** "))
+        yield reference, f"{before}$\\boxed{{{boxed}}}$", right
 
 
 def response(reference: str, text: str) -> Response:
@@ -47,12 +117,12 @@ def by_the_library(reference: str, text: str) -> bool:
 def test_generated_answers_agree_with_math_verify():
     """500 of them in `make test-thorough`. Blind spot: with several boxes in a text QaRL takes the last, the library
     all."""
-    made = cases(500 if thorough() else 2 * len(KINDS), seed=0)
-    found = math_scorer()([response(case.reference, case.text) for case in made])
-    for case, reward in zip(made, found, strict=True):
-        assert reward == float(by_the_library(case.reference, case.text)), case
-        assert case.right is None or reward == float(case.right), case
-    assert 0.3 < sum(reward == 1.0 for reward in found) / len(made) < 0.8
+    drawn = list(cases(500 if thorough() else 2 * len(KINDS), seed=0))
+    rewards = math_scorer()([response(reference, text) for reference, text, _ in drawn])
+    for (reference, text, right), reward in zip(drawn, rewards, strict=True):
+        assert reward == float(by_the_library(reference, text)), (reference, text)
+        assert right is None or reward == float(right), (reference, text)
+    assert 0.3 < sum(reward == 1.0 for reward in rewards) / len(drawn) < 0.8
 
 
 @pytest.mark.skipif(not thorough(), reason="tens of seconds; in `make test-thorough`")

@@ -29,28 +29,16 @@ def make_model(
     return LowBitModel(masters, get_scheme(scheme), LayerContext(compute, kernel, **context), rules=rules)
 
 
-def start_engine(
-    model: LowBitModel,
-    folder: Path,
-    checkpoint: Path,
-    dtype: str = "bfloat16",
-    processed: bool = False,
-    prompt_tokens: int = 32,
-) -> VllmEngine:
-    """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is. processed: log-probs of
-    the temperature that tokens are sampled at. prompt_tokens: a prompt's at most."""
+def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16", **rollout: Any) -> VllmEngine:
+    """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is. rollout: fields that
+    are others than here."""
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
-    temperature = 0.5 if processed else 1.0
-    rollout = RolloutConfig(
-        max_prompt_tokens=prompt_tokens, max_new_tokens=32, max_num_seqs=16, temperature=temperature
-    )
-    return VllmEngine(checkpoint, VllmOptions(rollout, dtype))
+    fields = {"max_prompt_tokens": 32, "max_new_tokens": 32, "max_num_seqs": 16, **rollout}
+    return VllmEngine(checkpoint, VllmOptions(RolloutConfig(**fields), dtype))
 
 
-def answers_when_fresh(
-    model: LowBitModel, folder: Path, checkpoint: Path, dtype: str = "bfloat16"
-) -> list[list[float]]:
+def answers_when_fresh(model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16") -> list[list[float]]:
     """Of `SEQUENCES`, by an engine that is started as `start_engine` does, and closed."""
     engine = start_engine(model, folder, checkpoint, dtype)
     answers = engine.logprobs(SEQUENCES)

@@ -35,11 +35,8 @@ def _run(kind: str, request: dict[str, Any]) -> int:
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
     sys.path[1:1] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
-    for descriptor, name, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, request["stdout"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-        (2, request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
+    for descriptor, name in enumerate((os.devnull, request["stdout"], request["stderr"])):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
         os.dup2(os.open(name, flags, 0o600), descriptor)
     sys.argv = [kind, *request["arguments"]]
     try:

@@ -37,13 +37,9 @@ def start() -> None:
     """The server in a process of its own, which imports what it needs."""
     listeners = _listeners()
     numbers = {kind: listener.fileno() for kind, listener in listeners.items()}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server", json.dumps(numbers)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        pass_fds=list(numbers.values()),
-    )
+    command = [sys.executable, "-m", "tests.support.fork_server", json.dumps(numbers)]
+    env, kept = {**os.environ, "PYTHONPATH": str(ROOT)}, list(numbers.values())
+    server = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, pass_fds=kept)
     atexit.register(server.kill)
     for listener in listeners.values():
         listener.close()

@@ -59,28 +59,21 @@ class Run:
         return subprocess.CompletedProcess(self.args, status, out, err)
 
 
-def qarl(
-    *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run `qarl ARGUMENTS` to its end; folders: see `environment`."""
-    return Run(*arguments, cwd=cwd, folders=folders).wait()
+def qarl(*arguments: str | Path, **where: Any) -> subprocess.CompletedProcess[str]:
+    """Run `qarl ARGUMENTS` to its end; where: as `Run` takes it."""
+    return Run(*arguments, **where).wait()
 
 
-def succeeded(
-    *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()
-) -> subprocess.CompletedProcess[str]:
+def succeeded(*arguments: str | Path, **where: Any) -> subprocess.CompletedProcess[str]:
     """As `qarl`, asserting that it ends well."""
-    done = qarl(*arguments, cwd=cwd, folders=folders)
+    done = qarl(*arguments, **where)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def qarl_alone(
-    *arguments: str | Path, cwd: Path | None = None, folders: Sequence[Path] = ()
-) -> subprocess.CompletedProcess[str]:
+def qarl_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As `qarl`, by the real command: 15 s of CPU more. For what a fork cannot show."""
-    env = environment(*folders)
-    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, env=env, timeout=600)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(), timeout=600)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

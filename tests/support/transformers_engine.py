@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.quant.digest import StreamDigest
 from qarl.quant.types import LayerReport, LowBitTensor
-from qarl.rollout.engine import Engine, LoadReport
+from qarl.rollout.engine import LoadReport
 from qarl.rollout.types import Completion, Prompt, Sampling
 
 
@@ -84,12 +84,6 @@ class TransformersEngine:
         TransformersEngine.running -= 1
 
 
-def use_transformers_engine(
-    monkeypatch: pytest.MonkeyPatch, kind: type[TransformersEngine] = TransformersEngine
-) -> None:
+def use_transformers_engine(monkeypatch: pytest.MonkeyPatch, kind: Any = TransformersEngine) -> None:
     """Have `open_engine` choose it."""
-
-    def start(checkpoint: Path, rollout: Any, dtype: str, several: bool, on_servers: bool) -> Engine:
-        return kind(checkpoint, dtype)
-
-    monkeypatch.setattr("qarl.rollout.open._start", start)
+    monkeypatch.setattr("qarl.rollout.open._start", lambda checkpoint, rollout, dtype, *how: kind(checkpoint, dtype))
