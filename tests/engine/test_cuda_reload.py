@@ -15,11 +15,7 @@ from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_qu
 from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-    record_metadata_for_reloading,
-)
+from vllm.model_executor.model_loader import reload as reloading
 
 from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.vllm import VllmFactory, alone
@@ -94,12 +90,12 @@ def refill(layer: nn.Module, stream: Any, name: str) -> None:
     loaded: list[str] = []
     seen: list[list[str]] = []
     layer.quant_method.process_weights_after_loading = lambda module: seen.append(list(loaded))  # type: ignore
-    record_metadata_for_reloading(layer)
-    initialize_layerwise_reload(layer)
+    reloading.record_metadata_for_reloading(layer)
+    reloading.initialize_layerwise_reload(layer)
     for key, load in stream:
         loaded.append(key)
         load()
-    finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
+    reloading.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
     count = [len([key for key in keys if key != "weight_shape"]) for keys in (*seen, loaded)]
     assert len(count) == 2 and count[0] == count[1], name
     after = {key: (p, p.data_ptr(), p.shape, p.dtype) for key, p in layer.named_parameters(recurse=False)}
@@ -129,7 +125,7 @@ def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.Monkey
         version: Any = list(stream)
         model.layer, layer.quant_method.process_weights_after_loading = layer, prepare  # type: ignore
         model.load_weights = lambda _: [load() for _, load in version]  # type: ignore[assignment]
-        record_metadata_for_reloading(model)
+        reloading.record_metadata_for_reloading(model)
         prepare(layer)
         first = tensors_beside(model)
         assert len(first) >= 4

@@ -16,18 +16,12 @@ import pytest
 from rich.console import Console
 
 from qarl.cli.main import main
+from qarl.compare import file as files
 from qarl.compare.cells import run_cells
 from qarl.compare.commands import commands_left
 from qarl.compare.comparison import Cell, Comparison, Figure, Quantized
 from qarl.compare.figures import Measured, gap_closed, remarks, rows, value_of
-from qarl.compare.file import (
-    ComparisonFile,
-    make_comparison,
-    option_texts,
-    read_comparison,
-    shipped_comparisons,
-    varied,
-)
+from qarl.compare.file import ComparisonFile, make_comparison, read_comparison
 from qarl.compare.table import table
 from qarl.configs.load import choice_sections
 from qarl.configs.schema.run import RunConfig
@@ -50,7 +44,7 @@ def configs(comparison: Comparison) -> dict[str, RunConfig]:
     return {each.name: comparison.run_config(Cell(each, comparison.seeds[0])) for each in comparison.variants}
 
 
-@pytest.mark.parametrize("name", shipped_comparisons())
+@pytest.mark.parametrize("name", files.shipped_comparisons())
 def test_every_shipped_file_gives_configurations(name: str):
     """All fields of `qarl train`, and within a variant what its quantization takes."""
     comparison = shipped(name)
@@ -103,7 +97,7 @@ def test_options_hold_for_variants_that_do_not_set_them():
     assert {config.steps for config in schemes.values()} == {7}
     scales = [config.quantization.scale for config in schemes.values()]
     assert scales == ["minmax"] * 2 + ["kept"] * 4
-    file = varied({"scheme": ("bf16", "w4a16"), "learner.optimizer.lr": ("1e-4", "5e-4")})
+    file = files.varied({"scheme": ("bf16", "w4a16"), "learner.optimizer.lr": ("1e-4", "5e-4")})
     product = configs(make_comparison(file, Path("runs"), {}, config="immediate-eos"))
     assert [*product] == ["bf16-lr-1e-4", "bf16-lr-5e-4", "w4a16-lr-1e-4", "w4a16-lr-5e-4"]
     assert product["bf16-lr-5e-4"].learner.optimizer.lr == 5e-4 and product["bf16-lr-5e-4"].rollout.prompts == 32
@@ -111,10 +105,10 @@ def test_options_hold_for_variants_that_do_not_set_them():
 
 def test_options_are_written_as_in_a_configuration_or_on_the_command_line():
     nested = {"learner": {"aligned": False, "optimizer": {"lr": 5e-4}}, "task": {"options": {"min_terms": 2}}}
-    assert option_texts(nested) == {
+    assert files.option_texts(nested) == {
         "learner.aligned": "false", "learner.optimizer.lr": "0.0005", "task.options": "{min_terms: 2}",
     }  # fmt: skip
-    assert option_texts({"aligned": True, "layers": ["first:1=bf16"]}) == {
+    assert files.option_texts({"aligned": True, "layers": ["first:1=bf16"]}) == {
         "learner.aligned": "true", "layers": "['first:1=bf16']",
     }  # fmt: skip
 

@@ -12,18 +12,8 @@ import pytest
 
 from qarl.cli.main import main
 from qarl.cli.options import write_json
-from qarl.evaluation.results import (
-    Evaluation,
-    EvaluationError,
-    Question,
-    Result,
-    differences,
-    final_answer,
-    majority,
-    pass_at,
-    read_evaluation,
-    write_evaluation,
-)
+from qarl.evaluation import results
+from qarl.evaluation.results import Evaluation, EvaluationError, Question, Result, differences, final_answer, majority
 from qarl.evaluation.statistics import estimate, estimate_of_means
 from tests.support import Policies
 from tests.support.transformers_engine import use_transformers_engine
@@ -48,16 +38,15 @@ def result(*verdicts: str, name: str = "made up") -> Result:
     )
 
 
-def evaluation(*results: Result, **settings: Any) -> Evaluation:
-    return Evaluation(target="runs/one", dtype="bfloat16", settings={"seed": 0, **settings}, results=results)
+def evaluation(*each: Result, **settings: Any) -> Evaluation:
+    return Evaluation(target="runs/one", dtype="bfloat16", settings={"seed": 0, **settings}, results=each)
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (6, 6)])
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int, c: int):
-    """Contract: the closed form equals counting all draws of k answers without replacement."""
     for k in range(1, n + 1):
         draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
-        assert pass_at(k, n, c) == pytest.approx(sum(map(any, draws)) / len(draws))
+        assert results.pass_at(k, n, c) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_a_majority_by_hand():
@@ -117,12 +106,12 @@ def test_pairs_are_of_the_same_questions_asked_alike():
 
 def test_an_evaluation_is_read_back(tmp_path: Path):
     written = evaluation(result("11", "10"), result("0", name="alone"))
-    write_json(str(tmp_path / "e.json"), write_evaluation(written))
-    assert read_evaluation(tmp_path / "e.json") == written
+    write_json(str(tmp_path / "e.json"), results.write_evaluation(written))
+    assert results.read_evaluation(tmp_path / "e.json") == written
     for text in ("[]", "{", '{"benchmarks": []}', '{"benchmarks": [{"name": "a"}]}'):
         (tmp_path / "e.json").write_text(text)
         with pytest.raises(EvaluationError, match=r"is nothing that `qarl eval --json` wrote"):
-            read_evaluation(tmp_path / "e.json")
+            results.read_evaluation(tmp_path / "e.json")
 
 
 def test_a_file_is_asked_each_question_once(random_policy: Policies, tmp_path: Path, monkeypatch, capsys):

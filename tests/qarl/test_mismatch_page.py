@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.advice.mismatch import (
-    LEARNERS,
-    Investigation,
-    LayerDeviation,
-    ScoredLearner,
-    layer_errors,
-    scored,
-    scored_learners,
-)
+from qarl.advice import mismatch
+from qarl.advice.mismatch import LEARNERS, Investigation, LayerDeviation, ScoredLearner, scored_learners
 from qarl.advice.pitfalls import Evidence, find_pitfalls
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch
@@ -49,12 +42,12 @@ def test_a_wrong_layer_is_found_and_named():
     """One layer of the aligned learner multiplies with scales 10 % too large, inside the stack the engine makes of gate
     and up: its kernel error is 0.1, within 5 %, no other layer is named, and the scheme's errors are as before."""
     models, batch = three("w4a16"), batch_of()
-    before = {row.layer: row for row in layer_errors(*models, batch)}
+    before = {row.layer: row for row in mismatch.layer_errors(*models, batch)}
     weight = models[2].linears[WRONG].codes()
     assert weight.scale is not None
     weight.scale.mul_(1.1)
     models[2].release_products()
-    rows = layer_errors(*models, batch)
+    rows = mismatch.layer_errors(*models, batch)
     assert [row.layer for row in faulty_layers(rows)] == [WRONG] and not faulty_layers(list(before.values()))
     found = {row.layer: row for row in rows}
     assert found.keys() == set(models[0].linears)
@@ -68,14 +61,14 @@ def test_a_wrong_layer_is_found_and_named():
 
 
 def test_experts_are_compared_as_layers():
-    rows = {row.layer: row for row in layer_errors(*three("w4a16-g32", moe=True), batch_of())}
+    rows = {row.layer: row for row in mismatch.layer_errors(*three("w4a16-g32", moe=True), batch_of())}
     experts = [row for layer, row in rows.items() if layer.endswith("mlp.experts")]
     assert len(experts) == 1 and all(0.02 < row.scheme < 0.5 and row.kernel < 0.02 for row in experts)
 
 
 def investigation(models: Three, batch: Batch) -> Investigation:
-    learners = {name: scored(model, batch) for name, model in zip(LEARNERS, models, strict=True)}
-    layers = layer_errors(*models, batch)
+    learners = {name: mismatch.scored(model, batch) for name, model in zip(LEARNERS, models, strict=True)}
+    layers = mismatch.layer_errors(*models, batch)
     return Investigation(batch=batch, learners=learners, layers=layers, multiplies="its own layers", pitfalls=[])
 
 
