@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,10 +74,7 @@ def test_an_export_of_several_files_has_an_index(tmp_path: Path, monkeypatch: py
 
 
 def test_a_first_checkpoint_that_fails_claims_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(CheckpointError, match=r"No space left.*; none was written before it"):
         save_checkpoint(tmp_path, 1, {"x": torch.zeros(3)}, keep=1)
     assert intact_checkpoint(tmp_path) is None

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
@@ -124,11 +125,7 @@ def test_what_a_finished_run_answers(tmp_path: Path, capsys, arguments: list[str
 def test_a_run_whose_export_is_not_proven_goes_on(tmp_path: Path, monkeypatch, capsys, noted: dict[str, Any]):
     """Contract: it exports and proves again, whether the proof was missing or failed, or is of fewer steps."""
     run = new_run(tmp_path / "run", 4, 8, **noted)
-
-    def goes_on(*_: Any) -> None:
-        raise ConfigError("its start is planned")
-
-    monkeypatch.setattr("qarl.cli.main.planned", goes_on)
+    monkeypatch.setattr("qarl.cli.main.planned", Mock(side_effect=ConfigError("its start is planned")))
     assert main(["train", "--resume", str(run.path)]) == 2
     assert "its start is planned" in capsys.readouterr().err
 
@@ -151,11 +148,10 @@ def by_text(file: Path) -> None:
     file.write_text("x")
 
 
-def by_rust(_file: Path) -> None:
-    raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+RUST = SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
 
 
-@pytest.mark.parametrize("write", [by_text, by_rust])
+@pytest.mark.parametrize("write", [by_text, Mock(side_effect=RUST)], ids=["text", "rust"])
 def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(write, capsys: pytest.CaptureFixture[str]):
     parser = Parser(prog="qarl")
     parser.set_defaults(run=lambda *_: write(Path("/dev/full")), fields=False, engine=False)
@@ -168,11 +164,10 @@ def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(write, caps
 
 
 def test_packages_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str]):
-    def from_a_library(*_: object):
-        raise ImportError("Could not import module 'PreTrainedModel'") from RuntimeError("operator nms does not exist")
-
+    error = ImportError("Could not import module 'PreTrainedModel'")
+    error.__cause__ = RuntimeError("operator nms does not exist")
     parser = Parser(prog="qarl")
-    parser.set_defaults(run=from_a_library, fields=False, engine=False)
+    parser.set_defaults(run=Mock(side_effect=error), fields=False, engine=False)
     assert run_command(parser, []) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert message.startswith("installation: operator nms does not exist: packages here do not fit one another.")
@@ -194,9 +189,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused(random_policy: Polici
 
 
 def test_a_run_folder_that_cannot_be_filled_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(run_folder, "describe_environment", full)
     with pytest.raises(OSError, match="No space left"):
         RunFolder.create(RunConfig(model="tiny-qwen3", output=str(tmp_path / "some" / "run")))
