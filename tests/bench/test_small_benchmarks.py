@@ -99,15 +99,11 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(monkeypatch: pytest.Mon
 def test_a_step_on_gpus_is_what_a_hand_counts():
     """Qwen3-8B in bf16 by eight H100: 1,024 steps for each of the 8 waves of 32 sequences, of 768 tokens on average,
     which read all weights, keys and values at three quarters of 3.35 TB/s; 40 µs a layer; prompts once a group."""
-    plan = make_plan(
-        load_config(config_file("recipes/qwen3-8b-8x80gb"), {}), NAMED["qwen3-8b"], "", parse_machine("8xh100"), 8
-    )
+    recipe = load_config(config_file("recipes/qwen3-8b-8x80gb"), {})
+    plan = make_plan(recipe, NAMED["qwen3-8b"], "", parse_machine("8xh100"), 8)
     bf16, plain, qarl = step_time.measure(plan, ("w4a16",), step_time.Lengths(256, 1024, 32), "h100")
-    read = (
-        2 * 36 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
-        + 2 * 151936 * 4096
-        + 32 * 768 * 36 * 2 * 8 * 128 * 2
-    )
+    weights = 2 * 36 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 12288) + 2 * 151936 * 4096
+    read = weights + 32 * 768 * 36 * 2 * 8 * 128 * 2
     assert bf16.parts["sampling"] == pytest.approx(8 * 1024 * (read / (0.75 * 3.35e12) + 36 * 40e-6) + 0.23, abs=0.1)
     assert plain.parts["sampling"] == qarl.parts["sampling"] < bf16.parts["sampling"] and bf16.at_once == 32
 

@@ -148,13 +148,10 @@ def test_what_no_conversation_can_have_ends_the_run(tokenizer: Any, monkeypatch:
 
 def test_a_template_that_drops_thoughts_goes_on_behind_them(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
     """Qwen3's way: the last turn has a place for thoughts, the ones before a user's words have none."""
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>"
-        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    )
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>"
+    template += "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     turn = Completion((5, tokenizer.eos_token_id), (0.0, 0.0), "", 0, "stop")
     reply = tokenizer.decode(ToolTurns(tokenizer, "", {}).reply(turn, [], [Said("more")]))
     assert reply == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"

@@ -21,7 +21,7 @@ from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.tasks import Problem, RewardError, TaskError
 from qarl.tasks.load import load_rollout
 from tests.support.conversations import Sampler
-from tests.support.runs import succeeded
+from tests.support.runs import lines, succeeded
 
 HALF = "\udcff".encode("utf-8", "replace").decode()
 NASTY = ["<|im_end|>", "<|im_start|>tool\n", "é", "🙂", HALF, " ", "\n", "<tool_call>{"]
@@ -161,10 +161,7 @@ async def often(policy, problem):
     for _ in range(9):
         turn = await policy.generate(" <|im_end|> sure? ", max_new_tokens=3)
     return float(sum(turn.token_ids) % 7)
-"""
 
-
-TOOLS = """
 class Tools:
     def tool(self) -> str:
         'A tool that is not called.'
@@ -175,7 +172,7 @@ class Tools:
 def test_a_run_of_conversations(tmp_path: Path):
     """One turn through a rollout, beside tools or by an agent is the run without, in every metric and digest. Ten turns
     are sampled by the policy that learns, to the last bit, and are recorded as what they were."""
-    (tmp_path / "mine.py").write_text(MINE + TOOLS)
+    (tmp_path / "mine.py").write_text(MINE)
     copy = shutil.copytree(ensure_tiny("tiny-qwen3"), tmp_path / "tiny")
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% if tools %}{% endif %}" + settings["chat_template"]
@@ -189,10 +186,7 @@ def test_a_run_of_conversations(tmp_path: Path):
     runs = {}
     for way, options in ways.items():
         succeeded("train", *small, *options, "--output", tmp_path / way, cwd=tmp_path)
-        runs[way] = [
-            {k: v for k, v in step.items() if not k.startswith("seconds")}
-            for step in read_metrics(tmp_path / way / "metrics.jsonl")
-        ]
+        runs[way] = lines(tmp_path / way)
     for way in ("once", "tools", "agent"):
         alone = [{k: v for k, v in step.items() if not k.startswith("conversation/")} for step in runs[way]]
         assert alone == runs["plain"]

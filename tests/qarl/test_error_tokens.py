@@ -24,10 +24,6 @@ def group(*pairs: tuple[Completion, float]) -> Group:
     return Group(Prompt("0", "", (1,)), tuple(c for c, _ in pairs), tuple(r for _, r in pairs))
 
 
-def marked(tokens: list[int]) -> str:
-    return "".join("x" if hit else "." for hit in repeated_tokens([tokens]))
-
-
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
@@ -40,7 +36,7 @@ def marked(tokens: list[int]) -> str:
     ],
 )
 def test_loops(tokens: list[int], expected: str):
-    assert marked(tokens) == expected
+    assert "".join("x" if hit else "." for hit in repeated_tokens([tokens])) == expected
 
 
 def test_shares_and_their_split_by_advantage():

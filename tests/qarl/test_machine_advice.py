@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 OLD = "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 1000, 8.0, 550.54.15"
 
 
-def tool(place: Path, name: str, text: str = "") -> Path:
+def tool(place: Path, name: str, text: str = "", shell: str = "sh") -> Path:
     place.mkdir(exist_ok=True)
-    (place / name).write_text(f"#!/bin/sh\n{text}\n")
+    (place / name).write_text(f"#!/bin/{shell}\n{text}\n")
     (place / name).chmod(0o755)
     return place
 
@@ -33,8 +33,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, path: str) -> dict[str, Finding]:
     """Those that import nothing heavy, under that PATH."""
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    heavy = ("_torch", "_triton", "_operators")
-    for name in heavy:
+    for name in ("_torch", "_triton", "_operators"):
         monkeypatch.setattr(advice, name, lambda on_gpus, name=name: Finding("good", name, ""))
     return {line.about: line for line in advice.machine_findings()}
 
@@ -96,7 +95,7 @@ def test_make_env_names_what_is_missing_for_cuda(tmp_path: Path):
 
 
 SCRIPT = ROOT / "scripts/gpu_bringup.sh"
-STAND_IN = """#!/usr/bin/env bash
+STAND_IN = """
 printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
 [[ $FAILS && "$*" == *"$FAILS"* ]] && exit 3
 [[ "$*" == *runs/resumed* && "$*" != *--resume* ]] && mkdir -p "$RESUMED/step-000002" && exec sleep 60
@@ -107,11 +106,9 @@ exit 0
 def bringup(folder: Path, fails: str = "") -> tuple[int, list[str], dict[str, int]]:
     """Exit status, the commands called by a stand-in for each program, and every step's status."""
     programs, calls = folder / "bin", folder / "calls"
-    programs.mkdir(exist_ok=True)
     calls.write_text("")
     for name in ("make", "python", "qarl"):
-        (programs / name).write_text(STAND_IN)
-        (programs / name).chmod(0o755)
+        tool(programs, name, STAND_IN, shell="bash")
     resumed = folder / "out/runs/resumed/checkpoints"
     environment = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}", "VENV": str(folder), "CALLS": str(calls), "FAILS": fails,
@@ -159,6 +156,5 @@ def test_the_piece_without_vllm_tells_what_differs(tmp_path: Path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     records = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("torch-*.json")}
     assert [name for name, record in records.items() if record["status"]] == ["torch-codes"], done.stdout
-    assert (
-        len(records) == 6 and done.returncode == 1 and "differ from the CPU's: bf16" in records["torch-codes"]["error"]
-    )
+    assert len(records) == 6 and done.returncode == 1
+    assert "differ from the CPU's: bf16" in records["torch-codes"]["error"]

@@ -169,17 +169,14 @@ def test_every_help_saves_and_the_command_fits(tmp_path: Path):
 
 def test_the_command_plans_without_torch_in_80_columns(tmp_path: Path):
     model = folder(tmp_path, "qwen3-30b-a3b")
-    code = (
-        "import sys; from qarl.cli.main import main; s = main(sys.argv[1:]); sys.exit(s + 9 * ('torch' in sys.modules))"
-    )
+    code = "import sys; from qarl.cli.main import main; sys.exit(main(sys.argv[1:]) + 9 * ('torch' in sys.modules))"
     file = tmp_path / "plan.json"
     arguments = ["plan", "--model", str(model), "--scheme", "w4a16", "--gpus", "8x80GB", "--json", str(file)]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert {"--processes 8", "--learner.zero_stage 3"} <= {
-        line.split(":")[0].strip() for line in done.stdout.splitlines()
-    }
-    assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
+    lines = done.stdout.splitlines()
+    assert {"--processes 8", "--learner.zero_stage 3"} <= {line.split(":")[0].strip() for line in lines}
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
     arguments += ["--learner.zero_stage", "0"]  # given, and so kept
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr

@@ -30,11 +30,9 @@ from qarl.report.token_files import TokenRows, write_step
 HOSTILE = '<!--<script></script ><script >alert("x")</script><img src=x onerror=alert(1)>&amp;\u2028 {{script}} 🙂'
 
 
-def new_run(
-    path: Path, steps: int | list[Any] = 4, of: int = 4, tokens: bool = True, fields: dict[str, str] | None = None
-) -> Path:
+def new_run(path: Path, steps: int | list[Any] = 4, of: int = 4, tokens: bool = True, fields: Any = ()) -> Path:
     """A run's folder with metrics of that many steps, or these, and two completions a step."""
-    folder = RunFolder.create(load_config(None, {"output": str(path), "steps": str(of), **(fields or {})}))
+    folder = RunFolder.create(load_config(None, {"output": str(path), "steps": str(of), **dict(fields)}))
     lines = [line(step) for step in range(1, steps + 1)] if isinstance(steps, int) else steps
     folder.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
     if tokens:
@@ -101,10 +99,8 @@ def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path:
     ages = [{"learn/ages/age": [0, 1], "learn/ages/mean_abs": [0.0, value]} for value in (0.1, 0.3)]
     measured = [ages[0], {}, ages[1], {}]
     others = [{"learn/ages/age": [0], "learn/ages/mean_abs": [0.2]}, {}]
-    run = new_run(tmp_path / "run", [line(n, **more) for n, more in enumerate(measured, 1)])
-    other = new_run(
-        tmp_path / "other", [line(n, **more) for n, more in enumerate(others, 1)], fields={"scheme": "bf16"}
-    )
+    run = new_run(tmp_path / "run", [line(n, **of) for n, of in enumerate(measured, 1)])
+    other = new_run(tmp_path / "other", [line(n, **of) for n, of in enumerate(others, 1)], fields={"scheme": "bf16"})
     note = StartNote(audit=[], canary=None, accuracy=None, figures=list(MismatchByAgeMeter.figures))
     for path in (run, other):
         (path / "start.json").write_text(json.dumps(asdict(note)))
@@ -247,9 +243,8 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
     run = new_run(tmp_path / "run", steps=steps, of=steps, tokens=False)
     (run / "tokens").mkdir()
     for step in range(1, steps + 1):
-        (run / "tokens" / f"step-{step:06d}.parquet").symlink_to(
-            write_step(tmp_path, step % 2, rows(1, length=length), 2)
-        )
+        file = write_step(tmp_path, step % 2, rows(1, length=length), 2)
+        (run / "tokens" / f"step-{step:06d}.parquet").symlink_to(file)
     page = page_of(run).encode()
     assert len(page) <= 2 * 2**20
     data = json.loads(Elements(page.decode()).data)["tokens"]
@@ -310,7 +305,6 @@ def test_what_asks_for_attention_is_said(tmp_path: Path):
     ],
 )
 def test_what_is_refused(arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    """One message, exit status 2, and no page."""
     monkeypatch.chdir(tmp_path)
     for name in ("run", "older", "damaged", "start"):
         new_run(Path(name), steps=2, tokens=False)
@@ -358,7 +352,6 @@ def test_a_run_that_goes_on_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_early_warnings_are_named(tmp_path: Path):
-    """What warned while the run went on, with its step."""
     lines = [line(n, reward=(0.9 if n <= 20 else 0.1) + 0.001 * (n % 3)) for n in range(1, 41)]
     texts = [finding.text for finding in findings_of(new_run(tmp_path / "run", lines, 40, tokens=False))]
     assert any(text.startswith("At step 2") and "the reward fell from 0.9" in text for text in texts)

@@ -86,9 +86,7 @@ def test_the_last_complete_box_counts(text: str, box: str | None):
 
 
 def test_a_reward_and_a_checker_may_differ(questions: Path):
-    code = (
-        "def f(problem, text):\n    return -len(text)\n\n\ndef right(problem, text):\n    return problem.answer in text"
-    )
+    code = "def f(problem, text):\n    return -len(text)\ndef right(problem, text):\n    return problem.answer in text"
     task = own(questions, code, correct="mine.py:right")
     assert rewards(task, "it is 7") == [-7.0]
     assert task.correct([Response(PLAIN, "it is 7"), Response(PLAIN, "8")]) == [True, False]
@@ -126,20 +124,15 @@ def test_every_signature_rewards_alike(code: str, questions: Path):
 
 def test_trls_chats_are_messages(questions: Path):
     """As in TRL's documentation, where a prompt is a chat, completions are."""
-    code = (
-        "def f(prompts, completions, **kwargs):\n"
-        "    assert prompts[0][0] == {'role': 'system', 'content': 'Add.'}\n"
-        "    return [float(c[0]['content'] == '7') for c in completions]"
-    )
+    code = "def f(prompts, completions, **_):\n    assert prompts[0][0] == {'role': 'system', 'content': 'Add.'}\n"
+    code += "    return [float(c[0]['content'] == '7') for c in completions]"
     assert rewards(here(questions, code), "7", "8", problem=CHAT) == [1.0, 0.0]
 
 
 def test_several_rewards_with_weights(questions: Path):
     """None adds nothing; where all say None, there is no signal."""
-    code = (
-        "def right(problem, text):\n    return None if text == '?' else float(text == '7')\n\n\n"
-        "def short(completions, **kwargs):\n    return [None if c == '?' else -len(c) for c in completions]"
-    )
+    code = "def right(problem, text):\n    return None if text == '?' else float(text == '7')\n\n\n"
+    code += "def short(completions, **kwargs):\n    return [None if c == '?' else -len(c) for c in completions]"
     task = own(questions, code, spec="mine.py:right=2, mine.py:short=0.1")
     sums = rewards(task, "7", "8", "77", "?")
     assert sums == [2 - 0.1, -0.1, -0.2, None]

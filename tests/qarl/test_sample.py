@@ -108,10 +108,8 @@ def test_steps_do_not_share_problems_or_seeds():
 
 def test_completions_without_a_signal_are_left_out_and_counted(monkeypatch):
     """A group of one teaches nothing; where none has a signal, the run says so instead of going on for nothing."""
-    silent = {("12", "0"), ("12", "1"), ("13", "0")}
-    monkeypatch.setattr(
-        Recorder, "rewards", lambda _, rs: [None if (r.problem.id, r.text) in silent else 1.0 for r in rs]
-    )
+    mute = {"120", "121", "130"}
+    monkeypatch.setattr(Recorder, "rewards", lambda _, rs: [None if r.problem.id + r.text in mute else 1.0 for r in rs])
     _, sampled, kept = run(None, 3, set())
     assert sampled == ["12", "13", "14", "15"] and kept == ["14", "15"]
     monkeypatch.setattr(Recorder, "rewards", lambda _, rs: [None] * len(rs))

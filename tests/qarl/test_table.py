@@ -110,12 +110,8 @@ def test_without_a_network_nothing_waits_for_the_hub(monkeypatch: pytest.MonkeyP
 
 
 def test_a_prompt_may_be_a_chat(tmp_path: Path):
-    turns = [
-        {"role": "system", "content": "Add."},
-        {"role": "user", "content": "1 + 1 ="},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "and 1 more?"},
-    ]
+    said = [("system", "Add."), ("user", "1 + 1 ="), ("assistant", "2"), ("user", "and 1 more?")]
+    turns = [{"role": role, "content": text} for role, text in said]
     task = load(write(tmp_path / "t.jsonl", [{"prompt": turns, "answer": "3", "split": "train"}]), prompt="prompt")
     (problem,) = task.problems("train", 0, 1, 0)
     assert problem.chat == turns and problem.question == "and 1 more?"

@@ -10,7 +10,6 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from qarl.cli.main import main
 from qarl.configs.load import config_file, default_config, load_config
@@ -155,18 +154,13 @@ def task() -> Task:
     return load_task(TaskConfig(name="running_total"))
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return recipe_tokenizer(RECIPES["tiny-qwen3-long"])
-
-
 @given(terms=st.lists(st.integers(-(10**8), 10**8), min_size=2, max_size=30))
 @settings(max_examples=examples(200))
 def test_every_line_of_a_solution_is_true_and_the_last_is_the_sum(terms: list[int]) -> None:
     """Each line goes on from the result of the line before."""
     solution, total = running_totals(terms), str(terms[0])
     for line in solution.split("\n"):
-        left, operator, right, result = _parts(r"(-?\d+) ([+-]) (\d+) = (-?\d+)", line)
+        ((left, operator, right, result),) = re.findall(r"^(-?\d+) ([+-]) (\d+) = (-?\d+)$", line)
         assert left == total and int(result) == int(left) + int(operator + right)
         total = result
     assert final_answer(solution) == str(sum(terms))
@@ -176,8 +170,8 @@ def test_every_line_of_a_solution_is_true_and_the_last_is_the_sum(terms: list[in
 @settings(max_examples=examples(30))
 def test_a_problem_s_answer_is_the_sum_it_asks_for(seed: int, start: int, task: Task) -> None:
     (problem,) = task.problems("heldout", start, 1, seed)
-    (asked,) = _parts(r"Add step by step: (\d(?: [+-] \d){15})", problem.question)
-    terms = [int(term) for term in asked.replace("+ ", "+").replace("- ", "-").split()]
+    (chain,) = re.findall(r"^Add step by step: (\d(?: [+-] \d){15})$", problem.question)
+    terms = [int(term) for term in chain.replace("+ ", "+").replace("- ", "-").split()]
     assert terms == problem.metadata["terms"] and problem.answer == str(sum(terms))
     assert all(0 <= sum(terms[:count]) < 100 for count in range(1, 17))
     response = [Response(problem, solution_of(problem))]
@@ -207,18 +201,11 @@ def test_an_embedded_policy_learns_what_it_was_warmed_up_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_solutions_are_long_and_fit(name: str, task: Task, tokenizer: PreTrainedTokenizerFast) -> None:
-    config = load_config(config_file(name), {})
+def test_solutions_are_long_and_fit(name: str, task: Task) -> None:
+    config, tokenizer = load_config(config_file(name), {}), recipe_tokenizer(RECIPES[name])
     ids, labels = encode_problems(tokenizer, task.problems("train", 0, 1000, 0))
     lengths = labels.ne(IGNORED).sum(dim=1)
     prompts = ids.ne(token_id(tokenizer, PAD)).sum(dim=1) - lengths
     assert int(lengths.min()) >= 40 and 64 <= float(lengths.double().mean()) <= 256
     assert int(lengths.max()) <= config.rollout.max_new_tokens
     assert int(prompts.max()) <= config.rollout.max_prompt_tokens
-
-
-def _parts(pattern: str, text: str) -> tuple[str, ...]:
-    """The groups of a pattern that has to match the whole text."""
-    match = re.fullmatch(pattern, text)
-    assert match, text
-    return match.groups()

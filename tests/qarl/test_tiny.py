@@ -21,13 +21,9 @@ from tests.support.profiles import examples
 SMALL = TinyRecipe(num_hidden_layers=1, intermediate_size=128, warm_start_steps=2, warm_start_batch=8)
 
 
-def silent(message: str) -> None:
-    """Progress that nobody reads."""
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    return ensure_recipe("small", SMALL, tmp_path_factory.mktemp("cache"), silent)
+    return ensure_recipe("small", SMALL, tmp_path_factory.mktemp("cache"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,16 +60,16 @@ def row_errors(model: torch.nn.Module) -> dict[str, float]:
 
 
 def test_two_builds_are_bit_identical_and_two_recipes_never_share_a_folder(built, tmp_path) -> None:
-    assert ensure_recipe("small", replace(SMALL, warm_start_steps=0), built.parent, silent) != built
+    assert ensure_recipe("small", replace(SMALL, warm_start_steps=0), built.parent) != built
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
-    build_tiny(SMALL, tmp_path / "again", silent)
+    build_tiny(SMALL, tmp_path / "again")
     assert contents(tmp_path / "again") == contents(built)
     assert torch.equal(torch.get_rng_state(), random_state) and torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_built_folder_is_an_fp32_qwen3_tied_as_the_recipe_says(tied, tmp_path) -> None:
-    build_tiny(replace(SMALL, warm_start_steps=0, tie_word_embeddings=tied), tmp_path, silent)
+    build_tiny(replace(SMALL, warm_start_steps=0, tie_word_embeddings=tied), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert (model.config.model_type, model.dtype) == ("qwen3", torch.float32)

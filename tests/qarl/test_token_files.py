@@ -29,11 +29,6 @@ from tests.support.learners import SAMPLES, VOCABULARY, make_groups, make_learne
 TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
 
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    """As any reader of Parquet has them."""
-    return pq.read_table(file).to_pylist()
-
-
 def recorded(
     folder: Path, record: Any = "all", step: int = 1, **config: Any
 ) -> tuple[list[dict[str, Any]], TokenLog, list[Group]]:
@@ -44,7 +39,7 @@ def recorded(
     log = recorder.log(batch, groups) or TokenLog(batch)
     make_learner(**config).learn(batch, 0, log=log)
     recorder.write(step, groups, log)
-    return rows_of(step_files(folder)[step]), log, groups
+    return pq.read_table(step_files(folder)[step]).to_pylist(), log, groups
 
 
 def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):
@@ -107,7 +102,6 @@ def test_the_unquantized_policy_is_asked_about_what_is_kept(tmp_path: Path):
 
 
 def test_nothing_of_the_training_changes():
-    """Stats and masters with a log equal those without, to the bit."""
     batch = make_batch(make_groups(), VOCABULARY - 1)
     plain, logged = make_learner(), make_learner()
     for step in range(2):
@@ -126,7 +120,7 @@ def test_least_and_most_reward_with_the_worst_tokens_first():
 def test_a_step_that_taught_nothing_is_recorded_all_the_same(tmp_path: Path):
     groups = make_groups()
     TokenRecorder(tmp_path, 2, TOKENIZER, None, True).write(1, groups, None)
-    rows = rows_of(step_files(tmp_path)[1])
+    rows = pq.read_table(step_files(tmp_path)[1]).to_pylist()
     assert len(rows) == 4 and rows[0]["worst_token"] is None
     assert {value for row in rows for value in row["mismatch"] + row["log_ratio"] + row["clip"]} == {None}
 
@@ -152,7 +146,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
     for step in (3, 4):
         resumed.write(step, groups, None)
-    steps = [row["step"] for file in step_files(tmp_path).values() for row in rows_of(file)]
+    steps = [row["step"] for file in step_files(tmp_path).values() for row in pq.read_table(file).to_pylist()]
     assert steps == [1, 1, 2, 2, 3, 3, 4, 4]
     drop_after(tmp_path / "nowhere", 0)
 

@@ -96,10 +96,7 @@ def after(environments: Environments, *calls: tuple[str, dict[str, Any]], proble
         environment = environments.open()
         try:
             said = await environment.reset(problem)
-            return [
-                said,
-                *[await environment.call(name, arguments, str(n)) for n, (name, arguments) in enumerate(calls)],
-            ]
+            return [said, *[await environment.call(*call, str(n)) for n, call in enumerate(calls)]]
         finally:
             environment.close()
 
@@ -163,12 +160,8 @@ def test_a_class_that_cannot_be_used(spec: str):
     class Undescribed:
         def tool(self, x) -> None: ...  # pyright: ignore[reportMissingParameterType]
 
-    of_classes = {
-        test_no_process_is_left: "must be a class",
-        WithoutTools: "no public method",
-        Undescribed: "'tool' cannot",
-    }
-    for value, words in of_classes.items():
+    said = {after: "must be a class", WithoutTools: "no public method", Undescribed: "'tool' cannot"}
+    for value, words in said.items():
         with pytest.raises(TaskError, match=words):
             describe("mine.py:Mine", value)
     with pytest.raises(TaskError, match="both give rewards"):
@@ -275,13 +268,9 @@ def test_a_conversation_with_tools(tokenizer: Any, mine: Environments):
     said = [tokenizer.decode(whole.token_ids[start:end]) for start, end in whole.environment]
     counts |= {"environment_tokens": sum(end - start for start, end in whole.environment)}
     assert dict(whole.events) == counts and whole.reward == 0.75
-    assert (
-        "tool\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in said[0]
-        and "there is no tool 'sub'; there are add, later" in said[1]
-    )
-    assert (
-        "error: TypeError: Mine.add() got an unexpected keyword argument 'c'" in said[2] and "cannot be read" in said[3]
-    )
+    assert "tool\n2<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in said[0] and "cannot be read" in said[3]
+    assert "there is no tool 'sub'; there are add, later" in said[1]
+    assert "error: TypeError: Mine.add() got an unexpected keyword argument 'c'" in said[2]
 
     odd = spoken(tokenizer, mine, [call("misbehave", how="half"), "42"])  # of a surrogate pair
     assert "tool\na?<|im_end|>" in tokenizer.decode(odd.token_ids)

@@ -126,14 +126,13 @@ def test_a_combination_runs_or_says_why_not(seed: int, tmp_path: Path):
         done = killed_and_resumed(arguments, run)
     else:
         done = qarl(*arguments)
+    said = f"{combination}\n{done.stdout}{done.stderr}"
     if reasons:
-        assert done.returncode == 2 and any(reason in done.stderr for reason in reasons), (
-            f"{combination}\n{done.stderr}"
-        )
+        assert done.returncode == 2 and any(reason in done.stderr for reason in reasons), said
         assert not run.exists()
         return
     if gate_may_refuse(combination) and "step-0 gate: k3-KL" in done.stderr:
         return
-    assert done.returncode == 0, f"{combination}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, said
     assert [line["step"] for line in lines(run)] == [1, 2]
     assert (run / "export").is_dir()

@@ -138,9 +138,7 @@ def test_equal_rewards_teach_nothing_and_are_counted(tmp_path: Path):
 
 def test_a_broken_reward_stops_with_its_problem(tmp_path: Path):
     """One that is fine for reference answers, so that the run starts; no step was done, so nothing is left of it."""
-    code = (
-        "def reward(problem, text):\n    if text == problem.answer:\n        return 1.0\n    raise KeyError('boom')\n"
-    )
+    code = "def reward(problem, text):\n    if text == problem.answer:\n        return 1.0\n    raise KeyError('boom')"
     (tmp_path / "broken.py").write_text(code)
     done = qarl("train", *SMALL, "--reward", "broken:reward", "--output", tmp_path / "run", folders=[tmp_path])
     assert done.returncode == 1

@@ -129,12 +129,8 @@ def test_what_cannot_be_used(module: Path):
         spoken(task("silent"), ["hm"])
     with pytest.raises(TaskError, match=r"task.reward 'exact' is not for 'verifiers:guesses'"):
         task("asks", reward="exact")
-    faults = {
-        "not found": ("nowhere", {}),
-        "agents": ("guesses", {"agents": 1}),
-        "no task": ("guesses", options(count=0)),
-    }
-    for words, (name, env) in faults.items():
+    wrong = ("not found", "nowhere", {}), ("agents", "guesses", {"agents": 1}), ("no task", "guesses", options(count=0))
+    for words, name, env in wrong:
         with pytest.raises(TaskError, match=words):
             load_task(TaskConfig(name=f"verifiers:{name}", options=env))
 
@@ -149,7 +145,5 @@ def test_a_run(module: Path):
     steps = read_metrics(module / "run" / "metrics.jsonl")
     assert [step["learn/mismatch/max_abs"] for step in steps] == [0, 0]
     assert all(1 <= step["conversation/turns"] <= 3 for step in steps)
-    hosts = [
-        process for process in psutil.process_iter(["cmdline"]) if "verifiers_host" in str(process.info["cmdline"])
-    ]
+    hosts = [each for each in psutil.process_iter(["cmdline"]) if "verifiers_host" in str(each.info["cmdline"])]
     assert all(process.ppid() == os.getpid() for process in hosts), "one outlived its run"
