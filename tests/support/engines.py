@@ -19,9 +19,7 @@ from tests.support.imports import import_libraries
 SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 24, 40)]
 
 
-def make_model(
-    folder: Path, scheme: str, dtype: str = "bfloat16", layers: str = "[]", kernel: str = "vllm", **context: Any
-) -> LowBitModel:
+def make_model(folder: Path, scheme: str, dtype="bfloat16", layers="[]", kernel="vllm", **context: Any) -> LowBitModel:
     """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context: of
     `LayerContext`."""
     compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers

@@ -40,14 +40,11 @@ def products(**families: Iterable[str]) -> pytest.MarkDecorator:
 
 def needs_cuda(what: str) -> pytest.MarkDecorator:
     """Skip where there is no CUDA device. what: is only there. The skip ends on the first machine that has one."""
-    return pytest.mark.skipif(
-        not torch.cuda.is_available(), reason=f"{what}: needs a CUDA device; `make test DEVICE=cuda` on one runs it"
-    )
+    reason = f"{what}: needs a CUDA device; `make test DEVICE=cuda` on one runs it"
+    return pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)
 
 
-def chosen_kernel(
-    factory: Any, name: str, rows: Sequence[int], columns: int, scheme: Scheme, device: torch.device
-) -> str:
+def chosen_kernel(factory: Any, name: str, rows: Sequence[int], columns: int, scheme: Scheme, device: Any) -> str:
     """Name of the kernel that vLLM chooses for a layer of parts [rows, columns], of which nothing is loaded. factory: a
     `VllmFactory`. Raises what vLLM raises where it has none."""
     from qarl.quant.kernels.vllm_layers import kernel_name

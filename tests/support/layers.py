@@ -74,17 +74,11 @@ def collected(*leaves: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def make_experts(
-    scheme: str,
-    kernel: str = "reference",
-    dtype: torch.dtype = torch.bfloat16,
-    shape: ExpertsShape = SHAPE,
-    aligned: bool = True,
-    master_dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    scheme: str, kernel="reference", dtype=torch.bfloat16, shape=SHAPE, aligned=True, master_dtype=torch.float32
 ) -> RoutedLowBitExperts:
     E, H, inner = shape.experts, shape.hidden, shape.intermediate
-    gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=seed, rows=False) * 0.06).to(master_dtype))
-    down = nn.Parameter((heavy(E, H, inner, seed=seed + 2, rows=False) * 0.04).to(master_dtype))
+    gate_up = nn.Parameter((heavy(E, 2 * inner, H, seed=0, rows=False) * 0.06).to(master_dtype))
+    down = nn.Parameter((heavy(E, H, inner, seed=2, rows=False) * 0.04).to(master_dtype))
     context = LayerContext(dtype, kernel, aligned)
     experts = RoutedLowBitExperts(EXPERTS, gate_up, down, shape, get_scheme(scheme), context)
     experts.refresh()
@@ -119,16 +113,12 @@ def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
 
 
 def experts_fake_quant_gradients(
-    experts: RoutedLowBitExperts,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    dy: torch.Tensor,
-    activations: bool = True,
+    experts: RoutedLowBitExperts, *inputs: torch.Tensor, activations: bool = True
 ) -> list[torch.Tensor]:
     """Of x, routing weights and both masters, by torch's autograd on float64 through the detach trick.
 
-    activations: quantize them too (else only weights, to show that it matters)."""
+    inputs: x, weights, index, dy. activations: quantize them too (else only weights, to show that it matters)."""
+    x, weights, index, dy = inputs
     x, weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
     gate_up, down = (master.detach().double().requires_grad_() for master in experts.masters)
     y = torch.zeros(x.shape, dtype=torch.float64)

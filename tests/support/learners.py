@@ -16,6 +16,7 @@ from tests.support.models import SIZES, VOCABULARY, low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
 PROMPTS, SAMPLES = 6, 4
+Tensors = dict[str, torch.Tensor]
 
 
 def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
@@ -30,16 +31,11 @@ def random_model(tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def make_learner(
-    scheme: str = "w4a16",
-    dtype: torch.dtype = torch.bfloat16,
-    kernel: str = "reference",
-    seed: int = 0,
-    operators: str = "auto",
-    reference: LowBitModel | None = None,
-    temperature: float = 1.0,
-    **config: Any,
+    scheme="w4a16", dtype=torch.bfloat16, seed=0, operators="auto", reference=None, temperature=1.0, **config: Any
 ) -> Learner:
-    model = low_bit(random_model(seed=seed), scheme, dtype, kernel, operators, config.get("aligned", True))
+    """config: of the learner; reference: the model of its KL."""
+    aligned = config.get("aligned", True)
+    model = low_bit(random_model(seed=seed), scheme, dtype, operators=operators, aligned=aligned)
     optimizer = {"lr": 1e-3, **config.pop("optimizer", {})}
     settings = {"mini_batches": 2, "diagnostics_every": 0, "optimizer": optimizer, **config}
     return Learner(model, LearnerConfig.model_validate(settings), reference, temperature=temperature)
@@ -69,26 +65,22 @@ def batch_of(seed: int = 0) -> Batch:
     return make_batch(make_groups(seed), pad_token=VOCABULARY - 1)
 
 
-def masters_of(learner: Learner) -> dict[str, torch.Tensor]:
+def masters_of(learner: Learner) -> Tensors:
     return {name: p.detach().clone() for name, p in learner.model.masters.items()}
 
 
-def all_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def all_equal(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def moved_and_off(
-    start: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def moved_and_off(start: Tensors, expected: Tensors, found: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """By how much each weight of the masters moved, and by how much the two ends differ there."""
     assert found.keys() == expected.keys() == start.keys()
     moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
     return moved, torch.cat([(expected[n] - found[n]).abs().flatten() for n in start])
 
 
-def assert_same_trajectory(
-    start: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
-) -> None:
+def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) -> None:
     """Of 20 updates by AdamW at 1e-4 in fp32, where only the order of sums differs: by a hundredth of what moved on
     average, by a few learning rates where Adam divides a small sum by its own size."""
     moved, off = moved_and_off(start, expected, found)
@@ -109,9 +101,7 @@ def poison(learner: Learner, name: str, value: float, only: int | None = None):
     return learner.model.masters[name].register_hook(spoil)
 
 
-def policy(
-    scheme: str = "w4a16", operators: str = "engine", dtype: torch.dtype = torch.bfloat16, kernel: str = "reference"
-) -> LowBitModel:
+def policy(scheme="w4a16", operators="engine", dtype=torch.bfloat16, kernel="reference") -> LowBitModel:
     return low_bit(random_model(), scheme, dtype, kernel, operators)
 
 
@@ -119,7 +109,7 @@ def experts_policy(dtype: torch.dtype) -> LowBitModel:
     return low_bit(random_moe(CONFIGS["qwen3_moe"]), "w8a8", dtype)
 
 
-def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[torch.Tensor, Tensors]:
     """Log-probs, and gradients of their sum weighted by position and row."""
     logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, batch.experts, **how)
     weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
@@ -130,7 +120,7 @@ def logprob_gradients(model: LowBitModel, batch: Batch, **how: Any) -> tuple[tor
     return logprobs.detach(), found
 
 
-def drift(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, float]:
+def drift(a: Tensors, b: Tensors) -> tuple[float, float]:
     """Largest and mean |a - b| over all tensors, each in units of the tensor's mean |b|."""
     assert a.keys() == b.keys()
     off = [((a[n].double() - b[n].double()).abs() / b[n].double().abs().mean().clamp_min(1e-30)).flatten() for n in a]

@@ -38,13 +38,7 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def low_bit(
-    model: PreTrainedModel,
-    scheme: str,
-    dtype: torch.dtype = torch.bfloat16,
-    kernel: str = "reference",
-    operators: str = "auto",
-    aligned: bool = True,
-    compute: torch.dtype | None = None,
+    model: Any, scheme: str, dtype=torch.bfloat16, kernel="reference", operators="auto", aligned=True, compute=None
 ) -> LowBitModel:
     """Low-bit layers over a model's parameters."""
     return LowBitModel(model, get_scheme(scheme), LayerContext(dtype, kernel, aligned, compute), operators)

@@ -16,9 +16,7 @@ from qarl.quant.layers.context import LayerContext
 from tests.support.tensors import normal
 
 
-def make_operator(
-    make: Callable[[], CustomOp], dtype: torch.dtype, compiled: bool = False, device: str = "cpu"
-) -> Operator:
+def make_operator(make: Callable[[], CustomOp], dtype: torch.dtype, compiled=False, device="cpu") -> Operator:
     """Weights are about one, and in every dtype bfloat16's."""
     config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
     with set_current_vllm_config(config), set_default_torch_dtype(dtype), torch.device(device):
