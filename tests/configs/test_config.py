@@ -117,7 +117,6 @@ def test_runs_stop_at_the_bounds_of_their_scheme():
     assert bounds == dict.fromkeys(bounds, (0.05, 0.005)) | wider
 
 
-SAPO = {"learner.objective.name": "sapo"}
 LORA, GEOMETRIC = {"learner.lora.name": "lora"}, {"learner.correction.name": "geometric"}
 NARROW = {"learner.master_dtype": "bfloat16"}
 CALIBRATED = {"quantization.scale": "kept", "quantization.init": "gptq"}
@@ -129,7 +128,7 @@ NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", 
     [
         ({"learner.alinged": "false"}, r"--learner\.alinged; did you mean --aligned \(learner\.aligned\)"),
         ({"learner.optimizer.rounding": "stochastic"}, r"rounding 'stochastic' is for 16-bit masters"),
-        ({**SAPO, "learner.objective.tau": "2"}, r"--learner\.objective\.tau"),
+        ({"learner.objective.name": "sapo", "learner.objective.tau": "2"}, r"--learner\.objective\.tau"),
         ({"learner.correction.name": "none", "learner.correction.cap": "2"}, r"'cap' .* token_tis, .*'none'"),
         ({**GEOMETRIC, "learner.correction.ratio_from": "sampler"}, r"'ratio_from' .* none, token_mis,.* 'geometric'"),
         ({"learner.objective.name": "on_policy"}, r"learner\.mini_batches is 2; set it to 1"),

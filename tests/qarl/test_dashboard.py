@@ -168,9 +168,8 @@ def test_a_logger_that_fails_stops_a_start_and_no_run(tmp_path: Path, monkeypatc
 
 def audited(name: str, scheme: str = "w4a16", engine_kernel: str = "CPUWNA16LinearKernel") -> AuditRow:
     group = 128 if scheme == "w4a16" else None
-    learner, engine = (
-        LayerReport(name, scheme, group, "torch.bfloat16", kernel) for kernel in ("CPUWNA16LinearKernel", engine_kernel)
-    )
+    kernels = ("CPUWNA16LinearKernel", engine_kernel)
+    learner, engine = (LayerReport(name, scheme, group, "torch.bfloat16", kernel) for kernel in kernels)
     return AuditRow(name, learner, engine, "")
 
 

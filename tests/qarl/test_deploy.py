@@ -55,7 +55,6 @@ def test_a_model_card_says_what_the_note_does(run: RunFolder, tmp_path: Path):
 
 
 def test_answers_for_eyes(run: RunFolder, random_policy, monkeypatch: pytest.MonkeyPatch, capsys):
-    """What a checkpoint answers, beside another."""
     use_transformers_engine(monkeypatch)
     asked = ["sample", str(run.path), "1 + 1 =", "--max-new-tokens", "3"]
     assert main([*asked, "--beside", str(random_policy(True))]) == 0

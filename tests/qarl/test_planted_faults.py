@@ -14,7 +14,7 @@ import yaml
 from qarl.cli.main import main
 from qarl.configs.load import load_config
 from qarl.starter import FILES
-from qarl.tasks import load_task
+from qarl.tasks import Response, load_task
 
 Tree = dict[str, Any]
 
@@ -206,7 +206,6 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: str, said: str):
-    """What else would spoil a run: tests/qarl/test_planted_faults.py."""
     (starter / "same.py").write_text("def same(problem, text):\n    return 0\n")
     for name, value in {"correct": "exact", field: "same.py:same"}.items():
         set_field(f"task.{name}", value)
@@ -218,8 +217,6 @@ def test_a_judge_that_tells_nothing_is_a_warning(starter: Path, capsys, field: s
 
 
 def test_the_starters_reward_is_what_it_says(starter: Path):
-    from qarl.tasks import Response
-
     task = load_task(load_config(starter / "run.yaml", {}).task)
     (problem,) = task.problems("heldout", 0, 1, 0)
     near = str(int(problem.answer) + 1)

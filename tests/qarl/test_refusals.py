@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import os
 import shlex
 import shutil
 import struct
@@ -36,7 +37,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "list.json": json.dumps([FINE]),
         "raises.py": "def reward(problem, text):\n    return {}['score']\n",
         "exits.py": "import sys\n\n\ndef reward(problem, text):\n    sys.exit(3)\n",
-        "twice.yaml": "steps: 1\nsteps: 2\n",
         "model.gguf": "GGUF",
     }.items():
         (tmp_path / name).write_text(text)
@@ -89,7 +89,6 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str], place: Path) -> 
         ("report taken", "'taken' is no run folder (it has no config.yaml)"),
         ("train --config paper/qwen3-8b", "did you mean 'paper/qwen3-8b-base'?"),
         ("train --config taken", "configuration 'taken' is a folder"),
-        ("train --config twice.yaml", "key 'steps' is given twice, in lines 1 and 2"),
         ("train --config latin.yaml", "is not UTF-8 text"),
         ("train --scheme W4A16", "did you mean 'w4a16'?"),
         ("train --output taken", "run folder 'taken' exists; give another --output"),
@@ -152,11 +151,6 @@ def change_json(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**tree, **fields}))
 
 
-def cut(model: Path) -> None:
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-
-
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
@@ -166,7 +160,7 @@ def cut(model: Path) -> None:
         (lambda m: (m / "model.safetensors").write_bytes(b""), "is no safetensors file, or cut short: "),
         (lambda m: (m / "model.safetensors").write_bytes(b"garbage" * 99), "is no safetensors file, or cut short"),
         (lambda m: (m / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "is no safetensors file"),
-        (cut, "is no safetensors file, or cut short: Error"),
+        (lambda m: os.truncate(m / "model.safetensors", 10**6), "is no safetensors file, or cut short: Error"),
         (lambda m: change_json(m / "config.json", quantization_config={"quant_method": "gptq"}), "already quantized"),
         (lambda m: change_json(m / "config.json", max_position_embeddings=64), "'model' has 64 positions"),
         (

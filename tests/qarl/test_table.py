@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from huggingface_hub import constants
@@ -61,8 +62,6 @@ def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
 @pytest.mark.usefixtures("hub_cache")
 def test_a_local_data_set(tmp_path: Path):
     """A folder as it lies on the Hub, and one that `save_to_disk` wrote; columns by name, splits by name."""
-    import datasets
-
     rows = [{"problem": row["question"], "reward_model": {"ground_truth": row["answer"]}} for row in ROWS]
     rows[7]["reward_model"]["ground_truth"] = None
     columns = {"prompt": "problem", "answer": "reward_model.ground_truth"}

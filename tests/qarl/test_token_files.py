@@ -29,17 +29,15 @@ from tests.support.learners import SAMPLES, VOCABULARY, make_groups, make_learne
 TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
 
 
-def recorded(
-    folder: Path, record: Any = "all", step: int = 1, **config: Any
-) -> tuple[list[dict[str, Any]], TokenLog, list[Group]]:
+def recorded(folder: Path, record: Any = "all", **config: Any) -> tuple[list[dict[str, Any]], TokenLog, list[Group]]:
     """The rows of one step's file, of a batch that a learner has learned."""
     groups = make_groups()
     batch = make_batch(groups, VOCABULARY - 1)
     recorder = TokenRecorder(folder, record, TOKENIZER, None, True)
     log = recorder.log(batch, groups) or TokenLog(batch)
     make_learner(**config).learn(batch, 0, log=log)
-    recorder.write(step, groups, log)
-    return pq.read_table(step_files(folder)[step]).to_pylist(), log, groups
+    recorder.write(1, groups, log)
+    return pq.read_table(step_files(folder)[1]).to_pylist(), log, groups
 
 
 def test_every_column_is_what_sampler_learner_and_loss_had(tmp_path: Path):

@@ -121,11 +121,9 @@ def test_log_probs_are_of_the_tokens_asked_for():
             read_logprobs(one, sequence, "http://a", PUBLISHED)
 
 
-def asked(
-    path: str, headers: list[tuple[bytes, bytes]], kind: str = "http", body: bytes = b'{"method": "qarl_state"}'
-) -> list[dict[str, Any]]:
+def asked(path: str, headers: list[Any], kind: str = "http", body: bytes = b'{"method": "qarl_state"}') -> list[Any]:
     """What a guarded application sends back; it answers "inside", where it reads this body."""
-    sent: list[dict[str, Any]] = []
+    sent: list[Any] = []
 
     async def application(scope: Any, again: Any, send: Any) -> None:
         assert (await again())["body"] == body

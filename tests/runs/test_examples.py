@@ -16,6 +16,7 @@ from tests.support.runs import lines, succeeded
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASK = EXAMPLES / "own_task"
+CHAT = ["<think>so</think><answer>7</answer>", "ANSWER"]
 
 
 def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str]]:
@@ -30,7 +31,6 @@ def commands(script: str, *arguments: str | Path, folder: Path) -> list[list[str
 
 
 def test_own_task_with_an_objective_of_ones_own(tmp_path: Path):
-    """Own questions, own reward and own objective, trained, exported and evaluated."""
     folder, own = tmp_path / "a run", f"{EXAMPLES}/own_objective.py:objective"
     options = ["--steps", "2", "--samples", "4", "--objective", "own", "--learner.objective.function", own]
     calls = commands("own_task/run.sh", folder, *options, folder=tmp_path)
@@ -51,11 +51,7 @@ def test_own_tasks_reward():
 @pytest.mark.parametrize(
     ("fields", "texts", "expected"),
     [
-        (
-            {"name": "chat.jsonl", "prompt": "messages", "reward": "rewards.py:trl_format"},
-            ["<think>so</think><answer>7</answer>", "ANSWER"],
-            [1.0, 0.0],
-        ),
+        ({"name": "chat.jsonl", "prompt": "messages", "reward": "rewards.py:trl_format"}, CHAT, [1.0, 0.0]),
         ({"reward": "rewards.py:trl_boxed"}, ["\\boxed{ANSWER}", "ANSWER"], [1.0, 0.0]),
         ({"reward": "rewards.py:compute_score"}, ["ANSWER\n", "0"], [1.0, 0.0]),
         ({"reward": "rewards.py:right=1,rewards.py:short=0.1"}, ["ANSWER", "0", ""], [0.8, -0.2, -0.2]),
