@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,15 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.schema.learner import OptimizerConfig
+from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.learner.batching import Batch, make_batch, micro_batches, mini_batches
 from qarl.learner.clip_reasons import CLIP_REASONS
+from qarl.learner.load_balance import load_balance_coefficient
 from qarl.learner.loss.tokens import clip_reasons, clipped_sides
 from qarl.learner.mismatch import measure_mismatch
 from qarl.learner.objectives.advantages import group_advantages
 from qarl.learner.optim.loss_scale import LossScale
 from qarl.learner.optim.schedule import Schedule, make_schedule
+from qarl.learner.optim.sharded import share_of
 from qarl.learner.processes import Processes
+from qarl.learner.scorer import Scorer
+from qarl.quant.runtime.shards import Share
+from qarl.quant.schemes import get_scheme
 from qarl.rollout.types import Completion, Group, Prompt
 
 
@@ -39,6 +46,15 @@ def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int
     torch.testing.assert_close(rloo, dr_grpo * samples / (samples - 1))
     deviation = rewards.std(-1, unbiased=False, keepdim=True).where(differ, 1.0)
     torch.testing.assert_close(group_advantages(rewards, "grpo"), dr_grpo / deviation)
+
+
+def test_groups_of_other_sizes_are_estimated_each_by_itself():
+    """A reward that has nothing to say leaves its completion out of the group."""
+    answers = [completion([8], [-0.5])] * 3
+    groups = [Group(Prompt("", "", (5,)), tuple(answers[: len(r)]), r) for r in ((1.0, 0.0), (1.0, 0.0, 0.0))]
+    assert make_batch(groups, 0, "dr_grpo").advantages.flatten().tolist() == pytest.approx(
+        [0.5, -0.5, 2 / 3, -1 / 3, -1 / 3]
+    )
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 1 / 3, 0.7])
@@ -185,6 +201,45 @@ def test_processes_share_out_everything(count: int, world: int):
     shares = [list(Processes(rank, world).span(count)) for rank in range(world)]
     assert [*itertools.chain(*shares)] == list(range(count)) and len(shares[-1]) - min(map(len, shares)) <= 1
     assert [Processes(rank, world).share(list(range(count))) for rank in range(world)] == shares
+
+
+@given(batches(), st.integers(1, 5), st.integers(1, 60))
+def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budget: int):
+    """Each process has as many, all together those of one; beyond the last they are run and not counted, and the head
+    is called equally often in all."""
+    config = LearnerConfig(micro_batch_tokens=budget, logprob_chunk_tokens=7, packing=False)
+    model, rows = SimpleNamespace(device=torch.device("cpu")), torch.arange(len(batch.tokens))
+    scorers = [Scorer(cast(Any, model), config, Processes(rank, world), 1.0) for rank in range(world)]
+    dealt = [list(scorer.share(batch, rows)) for scorer in scorers]
+    assert len({len(parts) for parts in dealt}) == 1
+    turns = list(zip(*dealt, strict=True))
+    counted = [part.index.tolist() for turn in turns for part in turn if part.counts]
+    assert counted == [part.tolist() for part in micro_batches(batch, rows, budget)]
+    for turn in turns if world > 1 else ():
+        most = max(int(batch.response_mask[part.index].sum()) for part in turn)
+        assert [part.chunks for part in turn] == [math.ceil(most / 7)] * world
+
+
+def test_a_load_balance_loss_is_that_of_a_mixture_that_has_one():
+    """By the setting; without one the model's own coefficient where its configuration switches the loss on."""
+
+    def coefficient(setting: float | None, experts: int, **config: Any) -> float:
+        model = SimpleNamespace(config=SimpleNamespace(model_type="m", **config), experts=[None] * experts)
+        return load_balance_coefficient(cast(Any, model), setting)
+
+    own = {"router_aux_loss_coef": 0.01}
+    assert coefficient(None, 1, **own, output_router_logits=True) == 0.01 and coefficient(0.5, 1, **own) == 0.5
+    assert [coefficient(None, 1, **own), coefficient(None, 0, **own, output_router_logits=True)] == [0.0, 0.0]
+    assert coefficient(None, 1, output_router_logits=True) == 0.0 and coefficient(0.0, 0) == 0.0
+    for experts, config in ((0, own), (1, {})):
+        with pytest.raises(ConfigError, match="has no load-balance loss"):
+            coefficient(0.5, experts, **config)
+
+
+def test_a_process_reads_its_share_at_stage_3_alone():
+    schemes = [get_scheme(name) for name in ("w4a16", "fp8-block")]
+    shares = [share_of(LearnerConfig(zero_stage=stage), Processes(1, 4), schemes) for stage in (0, 1, 2, 3)]
+    assert shares == [None, None, None, Share(1, 4, 128)]
 
 
 def test_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():

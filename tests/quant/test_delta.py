@@ -180,6 +180,7 @@ HOSTILE = {
     "negative changes": (block(changes=-5), "greater than or equal to 0"),
     "bomb": (block(changes=2**30 // 5), "more than one in 2"),
     "one change more": (more_changes(1), "decompressed"),
+    "no changes, and bytes": (block(changes=0), "decompressed"),
     "one change less": (more_changes(-1), "decompressed"),
     "whole, and too short": (block(changes=None), "bytes instead of 1536"),
     "no blocks": (entry(blocks=[]), "are announced|0 blocks instead of 1"),

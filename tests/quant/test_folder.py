@@ -45,13 +45,13 @@ def test_positions_bound_prompt_and_completion(config: dict[str, Any], longest: 
             check_context(tmp_path, longest + 1)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "yarn"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "yarn", "llama3"])
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters", "of layers"])
 def test_rotations_that_depend_on_the_longest_sequence_are_refused(kind: str, place: str, tmp_path: Path):
     rope = {"type" if place == "rope_scaling" else "rope_type": kind}
     config = {"rope_parameters": {"full_attention": rope}} if place == "of layers" else {place: rope}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if kind == "yarn":
+    if kind in ("yarn", "llama3"):
         check_rotary(tmp_path)
     else:
         with pytest.raises(ModelError, match=f"rotary embeddings of type '{kind}'"):

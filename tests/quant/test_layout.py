@@ -1,6 +1,5 @@
 """The checkpoint's names, of fused experts too, and what a model streams under them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers import GptOssConfig, Qwen3NextConfig, core_model_loading
 
 from qarl.cli.schemes import checkpoint_bytes
 from qarl.quant.checkpoint.families import Family, family_of
-from qarl.quant.checkpoint.folder import check_rotary, tensor_shapes
+from qarl.quant.checkpoint.folder import tensor_shapes
 from qarl.quant.checkpoint.load import ModelError, load_masters, model_skeleton
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.materialize import materialize
@@ -198,22 +197,6 @@ def test_sizes_no_group_divides_name_the_experts_layer(tmp_path: Path):
     with pytest.raises(SchemeError, match=rf"{said}.*\(and 4 more layers\)"):
         plan_layers(model_skeleton(tmp_path), get_scheme("w4a16"))
     plan_layers(model_skeleton(tmp_path), get_scheme("w8a8"))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "longrope"}},
-        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "other": {"rope_type": "default"}}},
-    ],
-)
-def test_rotations_that_depend_on_other_sequences_are_refused(tmp_path: Path, settings: dict[str, Any]):
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match=r"rotary embeddings of type '(dynamic|longrope)'"):
-        check_rotary(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}))
-    check_rotary(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "tied"])

@@ -233,6 +233,10 @@ def test_non_finite_weights_are_refused(name: str, bad: float, master: torch.dty
         said = r"layer 'a\.b' has a float16 master, .* learner\.master_dtype to 'bfloat16'"
     with pytest.raises(ValueError, match=said):
         materialize(weight, get_scheme(name), torch.bfloat16, "a.b")
+    if name in ("w4a16", "w8a8"):  # under scales that are kept, nothing is divided by what is not finite
+        kept = materialize(weight.nan_to_num(0, 1, -1), get_scheme(name), torch.bfloat16).scale
+        with pytest.raises(ValueError, match=said):
+            materialize(weight, get_scheme(name), torch.bfloat16, "a.b", scale=kept)
 
 
 def test_a_scale_beyond_float16_is_refused_with_the_remedy():
