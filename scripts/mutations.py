@@ -73,8 +73,13 @@ class Sites(ast.NodeVisitor):
         self.sites.append(Mutation(self._file, node.lineno, start, end, function, before, text))
 
     def visit(self, node: ast.AST) -> None:
-        """Leaves alone imports, annotations, decorators, messages of errors and texts with fields."""
+        """Leaves alone imports, annotations, decorators, messages of errors, texts with fields; zip's `strict`, which
+        changes nothing where lengths are equal."""
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)) or _is_said(node):
+            return
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            return
+        if isinstance(node, ast.AnnAssign) and node.value is None:
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             self._scope.append((node.name, True))
