@@ -84,6 +84,7 @@ def test_intervals_are_those_of_the_closed_form():
         far = found.high if share == 0 else 1 - found.low
         assert (far, found.mean) == (pytest.approx(0.262, abs=0.01), share) and share in (found.low, found.high)
         assert estimate([share] * 8).low == estimate([share] * 8).high == share
+    assert estimate(half, shares=True) == estimate(half), "a share that varies is drawn again as any values are"
     assert estimate([0.5]).mean == 0.5 and math.isnan(estimate([0.5]).low)
 
 

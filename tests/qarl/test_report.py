@@ -19,7 +19,7 @@ from qarl.configs.load import load_config
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.learner.diagnostics.ages import MismatchByAgeMeter
 from qarl.page.build import MARK, report_page
-from qarl.page.figures import MOST_POINTS, digits
+from qarl.page.figures import MOST_POINTS, digits, mismatch_figures
 from qarl.page.runs import configurations, read_runs
 from qarl.page.tokens import BUDGET, _cost, _within, packed_tokens, treatment
 from qarl.page.verdict import verdict
@@ -92,6 +92,20 @@ def data_of(*paths: Path) -> dict[str, Any]:
 
 def findings_of(run: Path) -> list[Finding]:
     return verdict(configurations(read_runs([run])))
+
+
+def test_where_a_mismatch_is_drawn_by_hand():
+    """Bins of equally many positions, and thirds of a decade of probability; empty ones, and those without mismatch,
+    are left out. One token of probability 1 goes to the last bin."""
+    at, logprob = np.array([0, 0, 1, 2]), np.log([0.5, 0.4, 0.9, 1.0])
+    figures = mismatch_figures([None, (at, logprob, np.array([0.1, -0.3, 0.0, 0.4]))], "those of a run")
+    by_position, by_probability = (figure["lines"][0] for figure in figures)
+    assert (by_position["of"], by_position["x"]) == (1, [1.0, 3.0])
+    assert by_position["y"] == by_position["low"] == pytest.approx([0.2, 0.4])
+    assert by_position["high"] == pytest.approx([0.1 + 0.95 * 0.2, 0.4])
+    assert by_probability["x"] == pytest.approx([10 ** (-1 / 2), 10 ** (-1 / 6)], rel=1e-3)
+    assert by_probability["y"] == pytest.approx([0.3, 0.5 / 3], rel=1e-3)
+    assert mismatch_figures([None, (at, logprob, np.zeros(4))], "") == []
 
 
 def test_metrics_that_are_lists_are_means_over_the_steps_that_measured(tmp_path: Path):
