@@ -3,8 +3,9 @@
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,6 @@ def test_estimators_differ_by_what_they_say(groups: int, samples: int, seed: int
 
 
 def test_groups_of_other_sizes_are_estimated_each_by_itself():
-    """A reward that has nothing to say leaves its completion out of the group."""
     answers = [completion([8], [-0.5])] * 3
     groups = [Group(Prompt("", "", (5,)), tuple(answers[: len(r)]), r) for r in ((1.0, 0.0), (1.0, 0.0, 0.0))]
     assert make_batch(groups, 0, "dr_grpo").advantages.flatten().tolist() == pytest.approx(
@@ -181,8 +181,7 @@ def test_where_a_mismatch_is_by_hand():
 
 
 def test_clip_reasons_by_hand():
-    """Of tokens with a bound each: by the advantage's sign and the side, else corrected; none without advantage or
-    beyond the response. Of sequences: the side of the mean."""
+    """By the advantage's sign and the side, of a sequence that of its mean; else corrected."""
     log_ratio = torch.tensor([[0.1, -0.1, 0.1, -0.1, 0.1, 0.1, 0.1]])
     clipped = torch.tensor([[True, True, True, True, True, False, True]])
     advantages, response = torch.tensor([[1.0, 1, -1, -1, 0, 1, 1]]), torch.arange(7)[None] < 6
@@ -205,14 +204,12 @@ def test_processes_share_out_everything(count: int, world: int):
 
 @given(batches(), st.integers(1, 5), st.integers(1, 60))
 def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budget: int):
-    """Each process has as many, all together those of one; beyond the last they are run and not counted, and the head
-    is called equally often in all."""
+    """As many to each, all together those of one; beyond the last not counted; the head is called equally often."""
     config = LearnerConfig(micro_batch_tokens=budget, logprob_chunk_tokens=7, packing=False)
-    model, rows = SimpleNamespace(device=torch.device("cpu")), torch.arange(len(batch.tokens))
-    scorers = [Scorer(cast(Any, model), config, Processes(rank, world), 1.0) for rank in range(world)]
-    dealt = [list(scorer.share(batch, rows)) for scorer in scorers]
-    assert len({len(parts) for parts in dealt}) == 1
-    turns = list(zip(*dealt, strict=True))
+    model: Any = SimpleNamespace(device=torch.device("cpu"))
+    rows = torch.arange(len(batch.tokens))
+    scorers = [Scorer(model, config, Processes(rank, world), 1.0) for rank in range(world)]
+    turns = list(zip(*(scorer.share(batch, rows) for scorer in scorers), strict=True))
     counted = [part.index.tolist() for turn in turns for part in turn if part.counts]
     assert counted == [part.tolist() for part in micro_batches(batch, rows, budget)]
     for turn in turns if world > 1 else ():
@@ -222,18 +219,14 @@ def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budg
 
 def test_a_load_balance_loss_is_that_of_a_mixture_that_has_one():
     """By the setting; without one the model's own coefficient where its configuration switches the loss on."""
-
-    def coefficient(setting: float | None, experts: int, **config: Any) -> float:
-        model = SimpleNamespace(config=SimpleNamespace(model_type="m", **config), experts=[None] * experts)
-        return load_balance_coefficient(cast(Any, model), setting)
-
-    own = {"router_aux_loss_coef": 0.01}
-    assert coefficient(None, 1, **own, output_router_logits=True) == 0.01 and coefficient(0.5, 1, **own) == 0.5
-    assert [coefficient(None, 1, **own), coefficient(None, 0, **own, output_router_logits=True)] == [0.0, 0.0]
-    assert coefficient(None, 1, output_router_logits=True) == 0.0 and coefficient(0.0, 0) == 0.0
-    for experts, config in ((0, own), (1, {})):
-        with pytest.raises(ConfigError, match="has no load-balance loss"):
-            coefficient(0.5, experts, **config)
+    for setting, own, on, experts, expected in (
+        (None, 0.01, True, 1, 0.01), (0.5, 0.01, False, 1, 0.5), (None, 0.01, False, 1, 0.0), (0.0, None, True, 0, 0.0),
+        (None, 0.01, True, 0, 0.0), (None, None, True, 1, 0.0), (0.5, 0.01, True, 0, None), (0.5, None, True, 1, None),
+    ):  # fmt: skip
+        config = SimpleNamespace(model_type="m", router_aux_loss_coef=own, output_router_logits=on)
+        model: Any = SimpleNamespace(config=config, experts=[None] * experts)
+        with nullcontext() if expected is not None else pytest.raises(ConfigError, match="has no load-balance loss"):
+            assert load_balance_coefficient(model, setting) == expected
 
 
 def test_a_process_reads_its_share_at_stage_3_alone():

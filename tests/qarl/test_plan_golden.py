@@ -1,0 +1,57 @@
+"""What `qarl plan` counts for drawn configurations, kept so that a change of its sums is seen.
+
+Record anew, where a change is meant: python -m tests.qarl.test_plan_golden"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from qarl.configs.errors import ConfigError
+from qarl.configs.load import config_file, load_config
+from qarl.planning.machine import Machine, parse_machine
+from qarl.planning.plan import make_plan
+from qarl.planning.remedies import helping
+from qarl.planning.shapes import EMBEDDED, NAMED
+from qarl.planning.words import as_data, one_line, table, verdict
+
+GOLDEN = Path(__file__).with_suffix(".json")
+CPU = Machine("CPUs", "cpu", 1, 64 * 2**30)
+DRAWN = {
+    "scheme": ["w4a16", "w8a8", "fp8", "bf16", "w4a8"], "dtype": ["bfloat16", "float32"],
+    "rollout.servers": ["null", "2"], "rollout.enforce_eager": ["false", "true"],
+    "rollout.max_new_tokens": ["512", "8192"], "rollout.kv_cache_gib": ["null", "4"],
+    "quantization.kv_cache": ["null", "fp8"], "learner.aligned": ["true", "true", "false"],
+    "learner.zero_stage": ["null", "1", "2", "3"], "learner.master_dtype": ["float32", "bfloat16"],
+    "learner.optimizer.name": ["muon", "adamw"], "learner.optimizer.offload": ["none", "cpu"],
+    "learner.lora.name": ["none", "none", "lora"], "learner.kl.name": ["none", "k3"],
+    "learner.keep_codes": ["true", "false"], "learner.keep_products": ["true"] * 4 + ["false"],
+    "learner.gradient_checkpointing": ["auto", "true", "false"], "learner.micro_batch_tokens": ["10240", "40960"],
+}  # fmt: skip
+
+
+def plans(count: int = 80) -> dict[str, Any]:
+    """By its options, each plan's numbers, words and remedies, or why there is none."""
+    rng, all_plans = random.Random(0), {}
+    for _ in range(count):
+        name = rng.choice([*NAMED, *EMBEDDED])
+        machine, processes = rng.choice([(CPU, 1), (CPU, 2), *((parse_machine(f"{n}x80GB"), n) for n in (1, 4, 8))])
+        fields = {key: rng.choice(values) for key, values in DRAWN.items()}
+        said = f"{name} on {machine.name} by {processes}: " + " ".join(fields.values())
+        try:
+            config = load_config(config_file("paper/qwen3-8b-base"), {**fields, "model": name})
+            plan = make_plan(config, {**NAMED, **EMBEDDED}[name], "", machine, processes)
+        except ConfigError as error:
+            all_plans[said] = str(error)[:60]
+            continue
+        words = [one_line(plan), verdict(plan), *table(plan)]
+        all_plans[said] = {**as_data(plan), "helping": helping(plan), "words": words}
+    return all_plans
+
+
+def test_plans_are_those_recorded():
+    assert plans() == json.loads(GOLDEN.read_text())
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(plans(), indent=1) + "\n")
