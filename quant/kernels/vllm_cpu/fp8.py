@@ -32,16 +32,9 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
         setattr(layer, name, nn.Parameter(decoded(getattr(layer, name).t()).t(), requires_grad=False))
 
     def apply_scaled_mm(
-        self,
-        *,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        out_dtype: torch.dtype,
-        As: torch.Tensor,
-        Bs: torch.Tensor,
-        bias: torch.Tensor | None,
-        output_shape: list[Any],
-    ) -> torch.Tensor:
+        self, *, A: torch.Tensor, B: torch.Tensor, out_dtype: torch.dtype, As: torch.Tensor, Bs: torch.Tensor,
+        bias: torch.Tensor | None, output_shape: list[Any],
+    ) -> torch.Tensor:  # fmt: skip
         """vLLM's hook. A: e4m3 [N, I]; B: e4m3 values in fp32 [I, O]; As, Bs: fp32 [N, 1] and [O, 1]."""
         output = fp32_product(decoded(A), B.t()).mul_(As).mul_(Bs.t())
         output = output if bias is None else output + bias

@@ -3,7 +3,7 @@
 vLLM 0.32 multiplies with AMX by a kernel that is complete for bfloat16 and output rows in blocks of 32 alone. float16
 ends the process: "scalar path not implemented" is thrown out of a parallel region. float32 and other shapes raise. The
 kernel vLLM has for other CPUs, oneDNN's, takes all of them and gives the same bits in bfloat16, where it is slower.
-Remove this when vLLM's `CPUInt8ScaledMMLinearKernel` chooses by dtype and rows.
+It takes rows alone, no batches of them. Remove this when vLLM's `CPUInt8ScaledMMLinearKernel` chooses by that.
 
 Without VNNI oneDNN adds two products of 8-bit codes in 16 bits, which overflow: a small layer is off by 3 %. Here
 codes are held in fp32, four bytes a weight, and multiplied in fp32, exactly. Remove it when oneDNN does so too.
@@ -36,6 +36,10 @@ class CPUInt8ScaledMMAnyDtypeKernel(CPUInt8ScaledMMLinearKernel):
         else:
             self.linear_method = self._apply_weights_onednn
             self.process_weights_for_onednn(layer)
+
+    def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """vLLM's hook. x: compute dtype [..., I] → compute dtype [..., O]."""
+        return super().apply_weights(layer, x.flatten(0, -2), bias).unflatten(0, x.shape[:-1])
 
 
 class CPUInt8ScaledMMFp32Kernel(CPUInt8ScaledMMLinearKernel):
