@@ -50,6 +50,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"option {name} takes no value")
             self.error(f"{name} {error.message}" if name else str(error))
 
+    def _parse_optional(self, arg_string: str) -> Any:
+        name = arg_string.partition(" ")[0]  # argparse takes what has a space for a positional argument
+        return super()._parse_optional(name if name.startswith("--") and "." in name else arg_string)
+
     def error(self, message: str) -> NoReturn:
         """Raise it as a `UsageError`."""
         missing = message.removeprefix("the following arguments are required: ")

@@ -46,7 +46,7 @@ STATISTICS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _ONCE = {"mini_batches": 1, "optimizer": {"name": "adamw", "lr": 1e-3}}
 STATISTICS |= {name: {"objective": {"name": name}, **_ONCE} for name in OBJECTIVES if name not in STATISTICS}
-"""Compared unquantized in fp32: other CPUs' numbers differ by 1e-4 of them, and lost updates, which are few, by 2e-5."""
+"""Compared unquantized in fp32: other CPUs' numbers differ by 1e-4 of them, lost updates, which are few, by 2e-5."""
 FIRST, LATER = (1e-3, 1e-4), (0.06, 0.02)
 """Relative and absolute tolerances of the first batch, and of those after an update: codes flip where a master's last
 bit differs. Measured between AVX-512 and AVX2 products: below 1e-6 in the first batch; later 0.044 (gradient norm) and

@@ -178,7 +178,7 @@ def test_init_writes_what_is_healthy(starter: Path, capsys: pytest.CaptureFixtur
     assert "#" in (starter / "run.yaml").read_text()
     assert ast.get_docstring(ast.parse((starter / "reward.py").read_text()))
     capsys.readouterr()
-    assert main(["check", "run.yaml"]) == 0
+    assert main(["check", "run.yaml", "--task.system", "Be brief."]) == 0
     text = capsys.readouterr().out
     for part in (
         "kernels: w4a16 in bfloat16: ",

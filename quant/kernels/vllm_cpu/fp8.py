@@ -37,8 +37,7 @@ class CPUFp32FP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
     ) -> torch.Tensor:  # fmt: skip
         """vLLM's hook. A: e4m3 [N, I]; B: e4m3 values in fp32 [I, O]; As, Bs: fp32 [N, 1] and [O, 1]."""
         output = fp32_product(decoded(A), B.t()).mul_(As).mul_(Bs.t())
-        output = output if bias is None else output + bias
-        return output.to(out_dtype).view(*output_shape)
+        return (output if bias is None else output + bias).to(out_dtype).view(*output_shape)
 
 
 def fp32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
