@@ -23,8 +23,8 @@ def test_a_family_agrees_to_the_last_bit_and_learns(family: str):
     the learner's log-prob, by the engine's own layers and by layers of the learner's own; every master reached; all
     gradients together near those of transformers in float32 on the codes' values. That it is transformers' model to the
     floor follows from both: values are vLLM's, the reference is not. Blind spot: sizes; `python -m benchmarks.families`
-    has more of them."""
+    has more of them. With AMX two round by the batch (docs/lab/mismatch-measured.md)."""
     row = measure(family, "w8a8", "bfloat16", samples=2, tokens=24)
-    least = 0.95 if torch.cpu._is_amx_tile_supported() else 1.0  # docs/lab/mismatch-measured.md: products of few rows
-    assert min(row["equal"], row["equal_own"]) >= least and not row["unreached"]
+    rounds = family in ("granite-moe-shared", "stablelm") and torch.cpu._is_amx_tile_supported()
+    assert min(row["equal"], row["equal_own"]) >= (0.95 if rounds else 1.0) and not row["unreached"]
     assert row["cosine"] > 0.97 and row["reference"] < 0.25

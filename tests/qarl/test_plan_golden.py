@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import config_file, load_config
@@ -30,6 +31,7 @@ DRAWN = {
 }  # fmt: skip
 
 
+@mock.patch("qarl.planning.memory._WIDE", ("fp8",))  # as on CPUs with AVX-512, whichever this is
 def plans(count: int = 80) -> dict[str, Any]:
     """By its options, each plan's numbers, words and remedies, or why there is none."""
     rng, all_plans = random.Random(0), {}
