@@ -73,6 +73,10 @@ def _judged(task: Task, problems: list[Problem]) -> Iterator[Finding]:
         yield Finding("note", "reward", "the environment's, which speaks with the policy first")
         return
     problem = problems[0]
+    if not problem.answer:
+        reward = task.rewards([Response(problem, "")])[0]
+        yield Finding("note", "reward", f"of an empty completion: {reward}; without answers, 1 or more counts as right")
+        return
     wrong = next((p.answer for p in problems if p.answer.strip() != problem.answer.strip()), f"{problem.answer}0")
     texts = [solution_of(problem), f"\\boxed{{{problem.answer}}}", wrong, f"\\boxed{{{wrong}}}"]
     responses = [Response(problem, text) for text in texts]
@@ -98,6 +102,8 @@ def _lengths(config: RunConfig, folder: Path, prompter: Prompter, problems: list
         ("prompts", prompts, "rollout.max_prompt_tokens"),
         ("reference answers", answers, "rollout.max_new_tokens"),
     ):
+        if not any(lengths):
+            continue  # prompts alone
         limit = getattr(config.rollout, option.partition(".")[2])
         spread = f"{lengths[0]} to {lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median; {limit} allowed"
         beyond = sum(length > limit for length in lengths)

@@ -94,7 +94,8 @@ def check_task(config: RunConfig) -> Task:
         task.rewards([answered := Response(problem, problem.answer)])
         task.correct([answered])
     except RewardError as error:
-        raise UnusableRewardError(f"tried on a reference answer, {error}") from error
+        tried = "a reference answer" if problem.answer else "an empty completion"
+        raise UnusableRewardError(f"tried on {tried}, {error}") from error
     return task
 
 

@@ -12,7 +12,7 @@ from qarl.tasks.base import Scorer, Source, TaskError
 from qarl.tasks.environments import open_environments
 from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
-from qarl.tasks.rewards import each, exact_answer, no_signal
+from qarl.tasks.rewards import by_reward, each, exact_answer, no_signal
 from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
 from qarl.tasks.scorers import checker_of, reward_of, tolerant
 from qarl.tasks.table import Columns, Table, make_table
@@ -36,9 +36,10 @@ def load_task(config: TaskConfig) -> Task:
     if config.name.startswith(VERIFIERS):
         return _of_verifiers(config)
     limits = config.time_limit, config.memory_limit
-    source, reward, checker = _source(config)
+    judged = bool(config.environment) and open_environments(config.environment, config.time_limit).judges
+    source, reward, checker = _source(config, judged or ":" in f"{config.reward}")
     shown = short_name(config.name)
-    if config.environment and open_environments(config.environment, config.time_limit).judges:
+    if judged:
         if config.reward is not None:
             raise TaskError(
                 f"task.reward {config.reward!r} and get_reward of environment {config.environment!r} both give "
@@ -49,6 +50,8 @@ def load_task(config: TaskConfig) -> Task:
         reward = tolerant(reward_of(config.reward, shown, *limits), config.on_error)
     if config.correct is not None:
         checker = checker_of(config.correct, shown, *limits)
+    elif isinstance(source, Table) and not source.answered:
+        checker = rewarded if judged else by_reward(reward)
     return Task(
         source=source, reward=reward, checker=checker, system=config.system, template=config.template,
         rollout=load_rollout(config.rollout) if config.rollout else None, time_limit=config.time_limit,
@@ -82,8 +85,9 @@ def load_rollout(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _source(config: TaskConfig) -> tuple[Source, Scorer, Scorer]:
-    """Where problems come from, and what rewards and judges responses where the configuration names nothing else."""
+def _source(config: TaskConfig, judged: bool) -> tuple[Source, Scorer, Scorer]:
+    """Where problems come from, and what rewards and judges responses where the configuration names nothing else.
+    judged: by a person's code, so that rows of a file or data set need no answers."""
     if config.name != MATH:
         _refuse(config, ("data",), "is where task math has its problems")
     if config.name == MATH or is_table(config.name):
@@ -91,25 +95,29 @@ def _source(config: TaskConfig) -> tuple[Source, Scorer, Scorer]:
             raise TaskError(f"task {config.name!r} takes no options, got: {', '.join(config.options)}")
         if config.name == MATH:
             usual = Columns("problem", "answer") if config.data else _PAPER_COLUMNS
-            table = _table(config, config.data or _PAPER, usual)
+            table = _table(config, config.data or _PAPER, usual, judged)
             # What is text stands behind the instruction to box its answer, unless there is a system prompt.
             return table if config.system is not None else table.behind(INSTRUCTION), math_scorer(), math_checker()
         # The checker is the reward too: an answer in a box is right, and is rewarded.
-        return _table(config, config.name, Columns()), each(exact_answer), each(exact_answer)
+        return _table(config, config.name, Columns(), judged), each(exact_answer), each(exact_answer)
     _refuse(config, ("prompt", "answer", "subset", "split", "heldout"), "names part of a file or data set")
     built_in = ReasoningGymTask(config.name, config.options)
     return built_in, each(built_in.score), each(built_in.correct)
 
 
-def _table(config: TaskConfig, name: str, usual: Columns) -> Table:
-    """usual: the columns where the configuration names none."""
-    columns = Columns(config.prompt or usual.prompt, config.answer or usual.answer)
+def _table(config: TaskConfig, name: str, usual: Columns, judged: bool) -> Table:
+    """usual: the columns where the configuration names none. judged: see `_source`."""
     if name.startswith(HUB):
-        return make_table(name, hub_rows(name, config.subset, config.split or "train", config.heldout), columns)
-    if not is_table(name):
+        rows = hub_rows(name, config.subset, config.split or "train", config.heldout)
+    elif is_table(name):
+        _refuse(config, ("subset", "split", "heldout"), "names part of a Hugging Face data set (hf:…)")
+        rows = file_rows(Path(name))
+    else:
         raise TaskError(f"task.data {name!r} must be a .jsonl, .csv, .tsv or .parquet file, or hf:DATASET")
-    _refuse(config, ("subset", "split", "heldout"), "names part of a Hugging Face data set (hf:…)")
-    return make_table(name, file_rows(Path(name)), columns)
+    bare = judged and config.answer is None and not any(f"{usual.answer}".split(".")[0] in row.values for row in rows)
+    return make_table(
+        name, rows, Columns(config.prompt or usual.prompt, None if bare else config.answer or usual.answer)
+    )
 
 
 def _refuse(config: TaskConfig, fields: tuple[str, ...], why: str) -> None:

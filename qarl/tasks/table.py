@@ -18,10 +18,10 @@ ROLES = ("system", "user", "assistant")
 @dataclass(frozen=True)
 class Columns:
     """Names of a row's columns. They may lead into nested values, as in "reward_model.ground_truth", and into a list by
-    a number: "final_answer.0"."""
+    a number: "final_answer.0". answer: None where rows have none, and problems have ""."""
 
     prompt: str = "question"
-    answer: str = "answer"
+    answer: str | None = "answer"
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class Table:
     """A finite source of problems. Every split repeats endlessly, in a new order each time round.
 
     A row is held out as its split says ("split": "train" or "heldout" in a file, the data set's own otherwise), else by
-    `is_heldout`. Columns other than question, answer and split become the problem's metadata.
+    `is_heldout`. Columns other than question, answer and split become the problem's metadata. answered: whether they
+    have reference answers.
     """
 
     name: str
     by_split: dict[Split, list[Problem]]
     counts: Counts = field(default_factory=Counts)
+    answered: bool = True
 
     def problems(self, split: Split, start: int, count: int, seed: int) -> list[Problem]:
         """Problems start, …, start + count - 1 of the split for this seed, reshuffled in every pass over it.
@@ -77,7 +79,7 @@ class Table:
             for split, rows in self.by_split.items()
         }
         dropped = sum(len(self.by_split[split]) - len(rows) for split, rows in kept.items())
-        return Table(self.name, kept, dataclasses.replace(self.counts, too_long=dropped))
+        return dataclasses.replace(self, by_split=kept, counts=dataclasses.replace(self.counts, too_long=dropped))
 
     def behind(self, system: str) -> "Table":
         """With a system prompt before the problems that are text; those that are chats stay as they are."""
@@ -90,7 +92,8 @@ class Table:
     def describe(self) -> str:
         """One line: rows, what was left out and why, and the sizes of the splits."""
         train, heldout = (len(self.by_split[split]) for split in get_args(Split))
-        return f"{self.name}: {self.counts.rows} rows{self._left_out()}; {train} to train on, {heldout} held out"
+        bare = "" if self.answered else ", prompts alone"
+        return f"{self.name}: {self.counts.rows} rows{bare}{self._left_out()}; {train} to train on, {heldout} held out"
 
     def _left_out(self) -> str:
         counts, parts = self.counts, []
@@ -127,7 +130,7 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
     first: dict[tuple[str, ...], tuple[Split, Problem]] = {}
     unanswered = repeated = contradicting = 0
     for row in rows:
-        if name.startswith(HUB) and _value(row, columns.answer, "--task.answer") in (None, ""):
+        if name.startswith(HUB) and columns.answer and _value(row, columns.answer, "--task.answer") in (None, ""):
             unanswered += 1  # whoever uses another's data set cannot mend it
             continue
         split, problem = _problem(row, columns, name.startswith(HUB))
@@ -145,11 +148,11 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
         repeated += 1
         contradicting += earlier.answer != problem.answer
     counts = Counts(rows=len(rows), unanswered=unanswered, repeated=repeated, contradicting=contradicting)
-    return Table(name, by_split, counts)
+    return Table(name, by_split, counts, answered=columns.answer is not None)
 
 
 def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
-    prompt, answer = _value(row, columns.prompt, "--task.prompt"), _value(row, columns.answer, "--task.answer")
+    prompt = _value(row, columns.prompt, "--task.prompt")
     messages = _messages(row, columns.prompt, prompt)
     question = messages[-1]["content"] if messages else prompt
     named = ("answer",) if columns.answer == "answer" else ()  # by another name, a reward may ask for it by that
@@ -161,7 +164,7 @@ def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
     return split, Problem(
         id=problem_id,
         question=question,
-        answer=_answer(row, columns.answer, answer),
+        answer=_answer(row, columns.answer) if columns.answer else "",
         metadata=metadata,
         messages=messages,
     )
@@ -188,7 +191,8 @@ def _value(row: Row, column: str, option: str) -> Any:
         if not isinstance(value, dict) or part not in value:
             near = did_you_mean(column, row.values)
             there = ", ".join(map(str, row.values)) or "none"
-            raise TaskError(f"{row.where}: no column {column!r}; there are: {there}{near} (name it by {option})")
+            bare = ", or judge prompts without answers by --reward mine.py:name" if column == Columns.answer else ""
+            raise TaskError(f"{row.where}: no column {column!r}; there are: {there}{near} (name it by {option}{bare})")
         value = value[part]
     return value
 
@@ -211,9 +215,10 @@ def _messages(row: Row, column: str, prompt: Any) -> tuple[Message, ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
 
 
-def _answer(row: Row, column: str, answer: Any) -> str:
+def _answer(row: Row, column: str) -> str:
     """A reference answer as text; a whole number is written one way, so it may be one, also where a column of fractions
     has it (27.0)."""
+    answer = _value(row, column, "--task.answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool) and float(answer).is_integer():
         return str(int(answer))
     if not isinstance(answer, str) or not answer.strip():

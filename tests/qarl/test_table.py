@@ -18,7 +18,7 @@ from qarl.configs.hub import hub_or_cache
 from qarl.configs.schema.task import TaskConfig
 from qarl.planning.shapes import sizes_of
 from qarl.quant.checkpoint.load import load_config
-from qarl.tasks import Problem, Table, Task, TaskError, load_task
+from qarl.tasks import Problem, Response, Table, Task, TaskError, load_task
 
 ROWS: list[dict[str, Any]] = [{"question": f"{i} + 1 =", "answer": str(i + 1), "source": "made up"} for i in range(100)]
 
@@ -59,6 +59,30 @@ def test_every_format_gives_the_same_problems(ending: str, tmp_path: Path):
     assert [(p.question, p.answer) for p in task.problems("train", 0, 20, 0)] == [(p.question, p.answer) for p in same]
 
 
+def test_prompts_alone_are_judged_by_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Right is what the reward gives 1 or more, or what the checker says; without a function answers are missed."""
+    (tmp_path / "mine.py").write_text(
+        "def few(completions, **rest): return [2 - len(c) if c else None for c in completions]"
+    )
+    monkeypatch.chdir(tmp_path)
+    bare = write(tmp_path / "q.jsonl", [{"prompt": row["question"], "kind": "sum"} for row in ROWS])
+    task = load(bare, prompt="prompt", reward="mine.py:few")
+    assert task.describe() == "q.jsonl: 100 rows, prompts alone; 84 to train on, 16 held out".replace(
+        "q.jsonl", str(bare)
+    )
+    (problem,) = task.problems("train", 0, 1, 0)
+    assert (problem.answer, problem.metadata) == ("", {"kind": "sum"})
+    responses = [Response(problem, text) for text in ("", "a", "ab")]
+    assert (task.rewards(responses), task.correct(responses)) == ([None, 1, 0], [False, True, False])
+    assert load(bare, prompt="prompt", reward="mine.py:few", correct="exact").correct(responses) == [True, False, False]
+    for fields, said in [
+        ({}, "or judge prompts without answers"),
+        ({"answer": "kid", "reward": "mine.py:few"}, "'kid'"),
+    ]:
+        with pytest.raises(TaskError, match=f"no column .*{said}"):
+            load(bare, prompt="prompt", **fields)
+
+
 @pytest.mark.usefixtures("hub_cache")
 def test_a_local_data_set(tmp_path: Path):
     """A folder as it lies on the Hub, and one that `save_to_disk` wrote; columns by name, splits by name."""
@@ -78,7 +102,7 @@ def test_a_local_data_set(tmp_path: Path):
     for name, fields, said in [
         (f"hf:{folder}", {"split": "dev", **columns}, r"Unknown split \"dev\".*--task\.split"),
         (f"hf:{tmp_path / 'disk'}", {"split": "dev", **columns}, "no split 'dev'; it has train, test"),
-        (f"hf:{folder}", {}, r"no column 'answer'; there are: problem, reward_model \(name it by --task\.answer\)"),
+        (f"hf:{folder}", {}, r"no column 'answer'; there are: problem, reward_model \(name it by --task\.answer, or "),
         (f"hf:{tmp_path / 'none'}", {}, "there is no folder"),
     ]:
         with pytest.raises(TaskError, match=said):
