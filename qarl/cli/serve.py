@@ -16,7 +16,8 @@ from rich.console import Console
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import say
 from qarl.configs.errors import InputError
-from qarl.quant.checkpoint.folder import read_config, weight_files
+from qarl.quant.checkpoint.folder import has_chat_template, read_config, weight_files
+from qarl.quant.runtime.libraries import SERVED
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import server_command
 from qarl.rollout.types import ServerSpec
@@ -49,13 +50,16 @@ def _serve(known: argparse.Namespace, console: Console) -> int:
     served = find_served(Path(known.target))
     require_free(known.host, known.port)
     url = f"http://{f'[{known.host}]' if ':' in known.host else known.host}:{known.port}"
-    say(console, f"starting vLLM on {served.folder}; Ctrl-C ends it")
+    length = f", {served.max_model_len} tokens of prompt and answer" if served.max_model_len is not None else ""
+    say(console, f"starting vLLM on {served.folder}{length}; Ctrl-C ends it")
+    if not has_chat_template(served.folder):
+        say(console, "it has no chat template: ask /v1/completions, not /v1/chat/completions")
     quiet_libraries()
     command = server_command(served, known.host, known.port, known.to_vllm)
     sys.stdout.flush()
     if os.fork() == 0:
         _announce(url, served.name, os.getppid())
-    os.execve(command[0], command, os.environ)
+    os.execve(command[0], command, {**os.environ, SERVED: "1"})  # its engine ends with it
 
 
 def _announce(url: str, name: str, server: int) -> NoReturn:

@@ -93,20 +93,23 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_context(folder: Path, tokens: int) -> None:
     """Raise `ModelError` where prompt and completion together are longer than the model's positions."""
-    config = read_config(folder)
+    length = positions(read_config(folder))
+    if length is not None and tokens > length and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+        raise ModelError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "
+            f"{str(folder)!r} has {length:g} positions (max_position_embeddings in its config.json); lower "
+            "them until their sum fits"
+        )
+
+
+def positions(config: dict[str, Any]) -> float | None:
+    """Tokens a sequence of this config.json may have; None where it does not say."""
     config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int)), None)
-    if length is None or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
-        return
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("linear", "dynamic")
     factor = rope.get("factor", 1) if scaled else 1  # the positions of other kinds have it in them
-    if tokens > length * (factor if isinstance(factor, int | float) else 1):
-        raise ModelError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens (--max-new-tokens) = {tokens}, but the model "
-            f"{str(folder)!r} has {length} positions (max_position_embeddings in its config.json); lower "
-            "them until their sum fits"
-        )
+    return length and length * (factor if isinstance(factor, int | float) else 1)
 
 
 def check_rotary(folder: Path) -> None:
@@ -134,6 +137,13 @@ def _check_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             _read_object(folder / name)
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer's files have one."""
+    file = folder / "tokenizer_config.json"
+    written = _read_object(file) if file.is_file() else {}
+    return bool(written.get("chat_template")) or (folder / "chat_template.jinja").is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -39,6 +39,8 @@ def untested_vllm() -> str | None:
 
 RECEIVED = "QARL_RECEIVED"
 """Variable of the environment of a replica's processes: its own folder of versions that it is sent, one at a time."""
+SERVED = "QARL_SERVED"
+"""Variable of the environment, set in the processes of `qarl serve`."""
 ON_CPU = "QARL_ON_CPU"
 """Variable of the environment: "1" in processes of a machine without GPUs, asked for without importing torch."""
 SETTLED = "QARL_SETTLES_VLLM"

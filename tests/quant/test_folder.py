@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import check_context, check_rotary, local_folder, tensor_shapes
+from qarl.quant.checkpoint.folder import check_context, check_rotary, has_chat_template, local_folder, tensor_shapes
 from qarl.quant.checkpoint.load import load_config
 from tests.support.learners import random_model
 
@@ -64,3 +64,15 @@ def test_a_model_is_described_by_its_files(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "none_such"}')
     with pytest.raises(ModelError, match=r"its config\.json could not be read: .*none_such"):
         load_config(str(tmp_path))
+
+
+def test_whether_a_tokenizer_has_a_chat_template(tmp_path: Path):
+    for name, text, has in [
+        ("config.json", "{}", False),
+        ("tokenizer_config.json", "{}", False),
+        ("tokenizer_config.json", '{"chat_template": "x"}', True),
+        ("tokenizer_config.json", '{"chat_template": null}', False),
+        ("chat_template.jinja", "x", True),
+    ]:
+        (tmp_path / name).write_text(text)
+        assert has_chat_template(tmp_path) == has

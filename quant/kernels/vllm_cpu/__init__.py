@@ -8,7 +8,7 @@ import os
 import signal
 from multiprocessing import parent_process
 
-from qarl.quant.runtime.libraries import RECEIVED, SETTLED
+from qarl.quant.runtime.libraries import RECEIVED, SERVED, SETTLED
 from qarl.quant.runtime.parent import end_group_with_the_parent, end_with_the_parent
 
 
@@ -27,8 +27,10 @@ def register() -> None:
 
     from qarl.quant.kernels.vllm_gpu import settle
 
-    if RECEIVED in os.environ:
-        end_with_the_parent(signal.SIGKILL) if parent_process() else end_group_with_the_parent()
+    if parent_process() and not os.environ.keys().isdisjoint({RECEIVED, SERVED}):
+        end_with_the_parent(signal.SIGKILL)
+    elif RECEIVED in os.environ:
+        end_group_with_the_parent()
     _leave_transformers_classes()
     if SETTLED in os.environ:
         settle()
