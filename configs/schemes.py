@@ -61,6 +61,14 @@ class SchemeSpec:
             besides = _GLOBAL if self.activations is None else 2 * _GLOBAL
         return rows * columns * bits // 8 + scales * (itemsize if codes.scale == "compute" else 1) + besides
 
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether a matrix of `shape` (O, I) comes to whole groups, blocks and int32s of codes."""
+        (rows, columns), codes = shape, self.weights
+        if codes is None:
+            return True
+        packed = 32 // codes.bits if self.format == "pack-quantized" else 1
+        return not (columns % (codes.columns or 1) or columns % packed or rows % codes.rows)
+
     def input_bytes(self, itemsize: int) -> float:
         """Bytes of one value of an input between forward and backward, its scale left out."""
         return itemsize if self.activations is None else self.activations.bits / 8

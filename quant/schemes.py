@@ -111,24 +111,19 @@ class Scheme:
 
     def check_layer(self, layer: str, shape: tuple[int, int]) -> None:
         """Raise `SchemeError` if a weight of `shape` (O, I) cannot be stored in this scheme."""
-        remedy = "choose a per-channel scheme ('w8a8', 'fp8'), 'bf16', or another model"
-        group = self.group_size
-        if group and shape[1] % group:
-            raise SchemeError(
-                f"scheme {self.name!r}: layer {layer!r} has {shape[1]} input columns, no multiple of the group "
-                f"size {group}; {remedy}"
-            )
-        if self.block and shape[0] % self.block[0]:
-            raise SchemeError(
-                f"scheme {self.name!r}: layer {layer!r} has {shape[0]} output rows, no multiple of the block's "
-                f"{self.block[0]}; {remedy}"
-            )
-        args = self.weights
-        if args and self.packs_integers and shape[1] % (32 // args.num_bits):
-            raise SchemeError(
-                f"scheme {self.name!r}: layer {layer!r} has {shape[1]} input columns; int{args.num_bits} codes are "
-                f"packed {32 // args.num_bits} to an int32, so the count must be a multiple of {32 // args.num_bits}"
-            )
+        spec, (rows, columns) = SCHEME_SPECS[self.name], shape
+        codes = spec.weights
+        if codes is None or spec.fits(shape):
+            return
+        has = f"{columns} input columns, no multiple of the {32 // codes.bits} codes that are packed to an int32"
+        if rows % codes.rows:
+            has = f"{rows} output rows, no multiple of the block's {codes.rows}"
+        if codes.columns and columns % codes.columns:
+            has = f"{columns} input columns, no multiple of the group size {codes.columns}"
+        fitting = ", ".join(name for name, other in SCHEME_SPECS.items() if other.fits(shape))
+        raise SchemeError(
+            f"scheme {self.name!r}: layer {layer!r} has {has}; choose one that fits it ({fitting}) or another model"
+        )
 
     def quantization_config(self, ignored_layers: list[str]) -> dict[str, Any] | None:
         """The `quantization_config` for config.json that vLLM and transformers read; None when unquantized.

@@ -11,17 +11,21 @@ from rich.console import Console
 from qarl.cli.options import say
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config, config_file
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.configs.yaml_file import read_yaml
 from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, planned_machine
 from qarl.planning.plan import make_plan
-from qarl.planning.remedies import option, smallest_fit
-from qarl.planning.shapes import sizes_of
+from qarl.planning.remedies import as_text, option, smallest_fit
+from qarl.planning.shapes import Shapes, sizes_of
 from qarl.planning.words import one_line
+from qarl.quant.checkpoint.folder import positions, read_config
 from qarl.run.check import check_new_folder
 from qarl.starter import FILES, write_starter
 
 _OWN = {"task.name": FILES[0], "task.reward": "reward.py:reward", "task.correct": "reward.py:correct"}
+_SCHEMES = ("w4a16", "w4a16-g64", "w4a16-g32", "w4a16-channel", "w8a8")
+"""Of which the first that a model's matrices come to is taken."""
 _ADAPTERS = {"learner.optimizer.name": "adamw", "learner.optimizer.lr": 1e-5}
 """Of LoRA, whose factors want a larger rate than masters."""
 
@@ -52,13 +56,28 @@ def _init(known: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _suited(model: str, shapes: Shapes) -> dict[str, Any]:
+    """What has to differ from `small` for the model: its positions, and a scheme that its matrices come to."""
+    small = chosen_config("small", {"model": model})
+    all_shapes = {*shapes.attention_matrices, *shapes.mlp_matrices}
+    scheme = next((name for name in _SCHEMES if all(map(SCHEME_SPECS[name].fits, all_shapes))), "bf16")
+    fields: dict[str, Any] = {} if scheme == small.scheme else {"scheme": scheme}
+    length = positions(read_config(Path(model))) if Path(model).is_dir() else None
+    if length is not None and length < small.rollout.longest:
+        prompt = min(small.rollout.max_prompt_tokens, int(length) // 2)
+        fields |= {"rollout.max_prompt_tokens": prompt, "rollout.max_new_tokens": int(length) - prompt}
+    return fields
+
+
 def _fitted(model: str, machine: Machine) -> str:
     """A run.yaml for a model: shipped settings, and the least changes with which its memory fits the machine. Raises
     `ConfigError` where none do."""
     local = Path(model)
     model = str(local.resolve()) if local.is_dir() else model
-    config = chosen_config("small", {"model": model})
-    plan = make_plan(config, *sizes_of(model), machine, choose(config, {}, "small", None, machine).processes)
+    shapes, source = sizes_of(model)
+    suited = _suited(model, shapes)
+    config = chosen_config("small", {"model": model, **{path: as_text(value) for path, value in suited.items()}})
+    plan = make_plan(config, shapes, source, machine, choose(config, {}, "small", None, machine).processes)
     whole = smallest_fit(plan, machine, lambda fields: "learner.lora.name" not in fields)
     works = whole or smallest_fit(plan, machine, lambda _: True)
     if works is None:
@@ -67,7 +86,7 @@ def _fitted(model: str, machine: Machine) -> str:
             f"{shlex.quote(model)} --gpus …` says what takes the room, and which machine has it"
         )
     fitting, changes = works
-    fields = {**changes, **(_ADAPTERS if changes.get("learner.lora.name") == "lora" else {})}
+    fields = {**suited, **changes, **(_ADAPTERS if changes.get("learner.lora.name") == "lora" else {})}
     tree = {"model": model, **read_yaml(config_file("small"))}
     for path, value in {**_OWN, **fields}.items():
         *parents, leaf = path.split(".")
@@ -77,6 +96,6 @@ def _fitted(model: str, machine: Machine) -> str:
         section[leaf] = value
     said = " ".join(map(option, fields.items())) or "nothing"
     return (
-        f"# {model} on {machine.name}, by `--config small`; changed to fit: {said}\n# memory: {one_line(fitting)}\n"
+        f"# {model} on {machine.name}, by `--config small`; changed for it: {said}\n# memory: {one_line(fitting)}\n"
         f"{yaml.safe_dump(tree, sort_keys=False)}"
     )

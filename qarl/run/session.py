@@ -26,6 +26,7 @@ from qarl.quant.checkpoint.folder import check_folder
 from qarl.quant.checkpoint.load import load_masters, matrices_on_host, model_skeleton, resolve_model
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers, weight_shapes
 from qarl.quant.kernels import KernelError
+from qarl.quant.kernels.cpu_attention import require_head_size
 from qarl.quant.kernels.supported import require_cache, require_support
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.add_lora import adapted_weights, add_adapters, describe_adapters
@@ -82,6 +83,8 @@ def require_schemes(config: RunConfig, model: PreTrainedModel | None = None) -> 
     require_cache(config.quantization.kv_cache)
     require_support(get_scheme(config.scheme), dtype)  # before the model is looked for
     skeleton = model_skeleton(model_folder(config.model)) if model is None else model
+    if config.engine_here and not torch.cuda.is_available():
+        require_head_size(config.model, skeleton.config)
     plan = plan_layers(skeleton, get_scheme(config.scheme), config.layers)
     check_scale_rule(config.quantization.scale, plan)
     if isinstance(config.learner.lora, LoraConfig):
@@ -127,9 +130,7 @@ def check_prompts(config: RunConfig) -> str | None:
     folder = model_folder(config.model)
     check_folder(folder, config.rollout.longest)
     prompter = open_prompter(folder, config.rollout, config.task)
-    own = {"reward": None, "correct": None}  # `check_files` tries those
-    problems_alone = config.task.model_copy(update=own)
-    task = load_task(problems_alone).shortened(prompter.fits)
+    task = load_task(config.task).shortened(prompter.fits)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)
     for split in splits:
         prompter.prompt(task.problems(split, 0, 1, config.seed)[0])

@@ -9,7 +9,9 @@ Axes: N tokens of all sequences, S tokens they see, H heads, G heads of keys and
 from collections.abc import Sequence
 
 import torch
+from transformers import PretrainedConfig
 
+from qarl.configs.errors import ModelError
 from qarl.quant.kernels.base import Scoring
 
 _BLOCK = 32
@@ -77,6 +79,22 @@ def cpu_attention(
         kv_cache_dtype=kind,
     )
     return output
+
+
+def require_head_size(model: str, config: PretrainedConfig) -> None:
+    """Raise `ModelError` for heads of a size that vLLM's attention lacks on CPUs, so that no engine could sample."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text, heads = config.get_text_config(), getattr(config.get_text_config(), "num_attention_heads", None)
+    if not heads or getattr(text, "kv_lora_rank", None):  # no attention, or that of latents
+        return
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if not CPUAttentionBackend.supports_head_size(head_size):
+        allowed = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+        raise ModelError(
+            f"model {model!r} has attention heads of {head_size} values, which vLLM lacks on CPUs (there are "
+            f"{allowed}); choose another model, or a GPU"
+        )
 
 
 def cpu_isa(dtype: torch.dtype, head_size: int) -> str:

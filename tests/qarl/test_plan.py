@@ -306,14 +306,19 @@ def test_recipes_resolve_suit_their_model_and_fit(name: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("model", "gpus", "said"),
     [
-        ("Qwen/Qwen3-0.6B-Base", "1x24GB", "changed to fit: nothing"),
-        ("Qwen/Qwen3-8B-Base", "1xH100", "changed to fit: --learner.lora.name lora --optimizer adamw --lr 1e-05"),
+        ("Qwen/Qwen3-0.6B-Base", "1x24GB", "changed for it: nothing"),
+        ("Qwen/Qwen3-8B-Base", "1xH100", "changed for it: --learner.lora.name lora --optimizer adamw --lr 1e-05"),
         ("Qwen/Qwen3-8B-Base", "1x24GB", "--learner.lora.name lora --learner.lora.base host --optimizer adamw"),
-        ("Qwen/Qwen3-30B-A3B-Base", "8xH100", "changed to fit: --learner.zero_stage 3 --learner.optimizer.offload cpu"),
+        ("short", "1xH100", "changed for it: --scheme w4a16-g32 --rollout.max_prompt_tokens 50 --max-new-tokens 50"),
+        ("Qwen/Qwen3-30B-A3B-Base", "8xH100", "changed for it: --learner.zero_stage 3 --learner.optimizer.offload cpu"),
     ],
 )
 def test_init_writes_a_run_that_fits(model: str, gpus: str, said: str, tmp_path: Path, capsys):
-    """Contract: what trains everything comes before adapters, and the file alone plans as it says."""
+    """Contract: what trains everything comes before adapters, and the file alone plans as it says. A model's positions
+    and the columns of its matrices are those of its config.json."""
+    if model == "short":
+        model = str(tmp_path / model)
+        Qwen3Config(hidden_size=96, intermediate_size=160, max_position_embeddings=100).save_pretrained(model)
     assert main(["init", str(tmp_path / "mine"), "--model", model, "--gpus", gpus]) == 0
     file = tmp_path / "mine" / "run.yaml"
     assert said in file.read_text()

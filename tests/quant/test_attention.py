@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV2Config, LlamaConfig, MambaConfig
 
+from qarl.configs.errors import ModelError
 from qarl.quant.graph.attention import attention, torch_attention
 from qarl.quant.graph.packing import Sequences, pack
 from qarl.quant.kernels import cpu_attention as kernel
@@ -108,3 +110,13 @@ def test_a_prompt_that_several_see_is_as_if_each_brought_it(function: Callable[.
     for a, b in zip(once, each, strict=True):
         summed = torch.zeros_like(a).index_add_(0, places, b.grad)  # type: ignore[arg-type]
         torch.testing.assert_close(a.grad, summed, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_no_engine_has_are_refused():
+    """No attention, and attention of latents, ask for nothing."""
+    for passing in (LlamaConfig(hidden_size=128, num_attention_heads=4), MambaConfig(), DeepseekV2Config()):
+        kernel.require_head_size("m", passing)
+    with pytest.raises(
+        ModelError, match=r"'m' has attention heads of 16 values, which vLLM lacks on CPUs \(there are 32,"
+    ):
+        kernel.require_head_size("m", LlamaConfig(hidden_size=64, num_attention_heads=4))
