@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.flags import FLAGS
+from qarl.configs.flags import ELSEWHERE, FLAGS
 from qarl.configs.schema.base import Choice, Section, Text, alternatives
 from qarl.configs.schema.objectives import TbpoConfig
 from qarl.configs.schema.run import RunConfig
@@ -20,7 +20,8 @@ from qarl.configs.yaml_file import parse_value, read_yaml
 
 _EMBEDDED = "tiny-"
 _PAPER = "paper/qwen3-8b-base"
-_PATTERNS = ("layers", "learner.lora.targets")
+_PATTERNS = ("layers", "learner.lora.targets", "rollout.stop")
+"""Lists whose one item may be written as it is, in words that YAML would read in its own way."""
 _LIKELIEST = ("top_p", "top_k", "min_p")
 """Ways to sample from the likeliest tokens alone."""
 
@@ -151,7 +152,7 @@ def refuse_unknown(tree: dict[str, Any], source: str) -> None:
 
 def _refuse_likeliest(path: str) -> None:
     section, _, leaf = path.rpartition(".")
-    if section == "rollout" and leaf in _LIKELIEST:
+    if section in ("rollout", "") and leaf in _LIKELIEST:
         raise ConfigError(
             f"{path}: a policy is trained on completions of its whole distribution. The learner's log-probs are of all "
             "tokens, and ratios to a sampler that leaves some out would be wrong; leave it out (evaluation has "
@@ -202,10 +203,10 @@ def nearest_option(name: str) -> str:
     """ "; did you mean --samples (rollout.samples)?" for an option that does not exist, or where all are listed."""
     known = field_paths()
     dashed = name.replace("_", "-")
-    fields = FLAGS | {path: path for path in known}
+    fields = ELSEWHERE | FLAGS | {path: path for path in known}
     leaf = name.rpartition(".")[2]
     near = (
-        ([dashed] if dashed in FLAGS else difflib.get_close_matches(name, fields, n=1, cutoff=0.7))
+        ([dashed] if dashed in fields else difflib.get_close_matches(name, fields, n=1, cutoff=0.7))
         or [k for k in known if k.rpartition(".")[2] == leaf]
         or difflib.get_close_matches(name, fields, n=1)
     )
@@ -236,7 +237,8 @@ def _set(tree: dict[str, Any], path: str, value: Any, known: dict[str, Any]) -> 
 def _parse(path: str, text: str, known: dict[str, Any]) -> Any:
     """The value of an override. A text field takes text as it is, and "null" where it may be left open.
 
-    Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass as text.
+    Patterns over layer names in their short form are no YAML (`*` begins an alias there) and pass as text, and so does
+    a text that ends a completion (`#` begins a comment).
     """
     annotation = known[path].annotation if path in known else Any
     maybe = get_origin(annotation) is not tuple and Text in get_args(annotation)

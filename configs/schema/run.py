@@ -51,9 +51,10 @@ class RolloutConfig(Section):
         le=10,
         description="of completions; the learner's log-probs are of the same distribution",
     )
-    stop: tuple[Text, ...] = Field(
+    stop: Annotated[tuple[Text, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
         default=(),
-        description="texts that end a completion and are left out of it, for models that do not end by themselves",
+        description="text that ends a completion and is left out of it, or a list of such, for models that do not end "
+        "by themselves",
     )
     loop_limit: int | None = Field(
         default=None,

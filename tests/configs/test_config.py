@@ -10,6 +10,7 @@ import yaml
 
 from qarl.configs.errors import ConfigError, disk_error
 from qarl.configs.files import written_aside
+from qarl.configs.flags import ELSEWHERE, FLAGS
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.load import choice_sections, config_file, default_config, field_paths, load_config, shipped_names
 from qarl.configs.schema.objectives import AnyObjective
@@ -155,6 +156,15 @@ NO_RATIO = {"learner.objective.name": "on_policy", "learner.mini_batches": "1", 
 def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
     with pytest.raises(ConfigError, match=named):
         load_config(config_file("tiny-qwen3"), overrides)
+
+
+def test_names_of_other_trainers_lead_to_fields():
+    assert {*ELSEWHERE.values()} <= {*field_paths()} and not {*ELSEWHERE} & {*FLAGS}
+
+
+@pytest.mark.parametrize(("text", "stop"), [("###", ("###",)), ("a # b", ("a # b",)), ("['#', b]", ("#", "b"))])
+def test_a_text_that_ends_a_completion_may_stand_by_itself(text: str, stop: tuple[str, ...]):
+    assert load_config(None, {"rollout.stop": text}).rollout.stop == stop
 
 
 def test_objectives_bring_their_own_defaults():

@@ -1,5 +1,10 @@
 """TRL's trainers on an exact low-bit policy (docs/guide/trl.md). Needs TRL: `pip install "qarl[cpu,trl]"`."""
 
-from qarl.integrations.trl.grpo import LowBitGRPOTrainer
+try:
+    from qarl.integrations.trl.grpo import LowBitGRPOTrainer
+except ModuleNotFoundError as error:
+    if error.name != "trl":
+        raise
+    raise ImportError("TRL is not installed here; `pip install 'trl>=1.16,<1.17'`, or qarl[cpu,trl]") from error
 
 __all__ = ["LowBitGRPOTrainer"]
