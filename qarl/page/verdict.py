@@ -65,7 +65,15 @@ def _outcome(runs: Sequence[RecordedRun]) -> tuple[Level, str]:
         problems = runs[0].config.eval.problems * len(runs)
         error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(problems, 1))
         words = f"held-out accuracy from {before:.1%} to {after:.1%}"
-        return _moved(before, after, error, words, f"{100 * (after - before):+.1f} points")
+        moved = _moved(before, after, error, words, f"{100 * (after - before):+.1f} points")
+        rewarded = _by_reward(runs)
+        if moved[0] == "note" and rewarded[0] == "good":
+            return "good", f"{rewarded[1]}, with no change of {words}, which counts what --task.correct says,"
+        return moved
+    return _by_reward(runs)
+
+
+def _by_reward(runs: Sequence[RecordedRun]) -> Remark:
     firsts, lasts = ([m["reward"] for run in runs for m in part(run)] for part in (_first, _last))
     before, after = (sum(part) / len(part) for part in (firsts, lasts))
     error = math.sqrt(_noise(runs) * sum(1 / len(part) for part in (firsts, lasts)))

@@ -126,8 +126,8 @@ def load_checkpoint(
     from the files, and so take memory as they are read.
 
     processes: those that call this together; each hashes its share of the files, and all of them map all.
-    step_over: told of every damaged checkpoint, which is set aside as `damaged-step-…`, before an older one is tried;
-    without it the newest one decides.
+    step_over: takes a line on every damaged checkpoint, which is set aside as `damaged-step-…` before an older one is
+    tried, and on the one that is read; without it the newest one decides.
     Raises `ConfigError` where there is none, `CheckpointError` where the bytes are not those that were written.
     """
     together = processes or Processes()
@@ -137,6 +137,7 @@ def load_checkpoint(
     for index, newest in reversed(list(enumerate(checkpoints))):
         fault = _fault(newest, together)
         if fault is None:
+            (step_over or str)(f"going on from checkpoint {newest.name}")
             return _read(newest)
         if step_over is None or index == 0:
             older = f"remove that folder to go on from {checkpoints[index - 1].name}"

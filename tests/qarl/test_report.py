@@ -282,6 +282,8 @@ def test_a_page_stays_small(tmp_path: Path, steps: int, length: int):
         ([line(1, accuracy=0.2), line(2, accuracy=0.21)], "note", "No change beyond noise: held-out accuracy"),
         ([line(1, accuracy=0.5), line(2, accuracy=0.575)], "note", "No change beyond noise: held-out"),  # 1.7 errors
         ([line(s, reward=0.1 * (-1) ** s + 0.35 * (s > 9)) for s in range(20)], "good", "Learned: reward"),  # 2.1
+        ([line(s, accuracy=0.2, reward=0.1 * s + (0.25, 0.3, 0.1, 0.2)[s % 4]) for s in range(16)], "good",
+         "Learned: reward from 0.325 to 1.6 (+1.28), with no change of held-out accuracy from 20.0% to 20.0%, which"),
         ([line(1, weight_version=0)], "warning", "Learned nothing in 1 step of 4; the run is not finished"),
     ],
 )  # fmt: skip
