@@ -1,6 +1,7 @@
 """One low-bit linear layer: its product, its straight-through gradients, what it keeps for backward."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from qarl.quant.kernels.vllm_cpu.unquantized import ROWS, multiply_in_blocks
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
@@ -284,3 +286,36 @@ def test_a_layer_never_materialized_raises_with_its_name():
     linear = LowBitLinear("model.layers.9.k_proj", master, None, get_scheme("fp8"), context)
     with pytest.raises(RuntimeError, match=r"'model\.layers\.9\.k_proj' was never materialized.*refresh"):
         linear(torch.ones(2, 128, dtype=torch.bfloat16))
+
+
+@no_cuda
+def test_unquantized_products_in_blocks_know_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch):
+    """What is done for CPUs with AMX, in vLLM's own dispatch: as many rows whatever is multiplied, each as in a block
+    of its own; other dtypes and what is no matrix stay as they are."""
+    from vllm.model_executor.layers import utils
+
+    calls: list[int] = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(len(x))
+        return F.linear(x, weight, bias) + len(x)  # a kernel that rounds by the number of rows
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, _: setattr(layer, "cpu_linear", counted))
+    multiply_in_blocks()
+    multiply_in_blocks()
+    layer, x, bias = (
+        nn.Linear(16, 24, dtype=torch.bfloat16),
+        normal(150, 16, seed=0).bfloat16(),
+        normal(24, seed=1).bfloat16(),
+    )
+    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    expected = F.linear(x, layer.weight, bias) + ROWS
+    for shape in ((150,), (1,), (64,), (65,), (2, 5), (0,), (3, 0)):
+        rows = math.prod(shape)
+        result = layer.cpu_linear(x[:rows].unflatten(0, shape), layer.weight, bias)  # type: ignore[operator]
+        assert torch.equal(result, expected[:rows].unflatten(0, shape))
+        assert {*calls} <= {ROWS, 0} and sum(calls) == -(-rows // ROWS) * ROWS, "blocks"
+        calls.clear()
+    for other in (nn.Linear(16, 24), nn.Conv1d(4, 4, 1, dtype=torch.bfloat16), nn.Linear(1, 1, device="meta")):
+        utils.dispatch_cpu_unquantized_gemm(other, True)
+        assert other.cpu_linear is counted

@@ -51,6 +51,9 @@ def register() -> None:
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
     if torch.cpu._is_amx_tile_supported():
+        from qarl.quant.kernels.vllm_cpu.unquantized import multiply_in_blocks
+
+        multiply_in_blocks()
         torch.cpu._init_amx()
         os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
         _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
