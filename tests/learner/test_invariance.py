@@ -15,18 +15,8 @@ from qarl.configs.errors import ConfigError, GraphError
 from qarl.learner.batching import Batch
 from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
-from tests.support.learners import (
-    VOCABULARY,
-    assert_same_trajectory,
-    batch_of,
-    drift,
-    experts_policy,
-    logprob_gradients,
-    make_learner,
-    masters_of,
-    policy,
-    random_batch,
-)
+from tests.support import learners
+from tests.support.learners import batch_of, drift, experts_policy, logprob_gradients, policy, random_batch
 from tests.support.profiles import examples
 
 BFLOAT16 = torch.bfloat16
@@ -38,7 +28,7 @@ def test_packed_log_probs_and_gradients_are_those_of_padded_sequences(lengths: l
     """Contract: in fp32 with nothing rounded, only the order of sums differs: 1e-4 nats, and 1e-3 of a tensor's mean
     gradient. Attention across sequences, or positions that do not start anew, would be off by nats."""
     model = policy("w4a16", dtype=torch.float32)
-    batch = random_batch(lengths, VOCABULARY)
+    batch = random_batch(lengths, learners.VOCABULARY)
     padded, expected = logprob_gradients(model, batch)
     packed, found = logprob_gradients(model, batch, packed=batch.packed())
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-4)
@@ -147,7 +137,7 @@ def test_log_probs_and_gradients_are_autograds(temperature: float):
     expected = {n: p.grad for n, p in model.masters.items() if p.grad is not None}
     assert drift(found, expected)[1] <= 1e-5
     torch.testing.assert_close(ours[mask], picked)
-    learner = make_learner("w4a16", torch.float32, temperature=temperature)
+    learner = learners.make_learner("w4a16", torch.float32, temperature=temperature)
     torch.testing.assert_close(learner.logprobs(batch)[0], ours)
     with torch.no_grad():
         _, entropy = token_logprobs(model, batch.tokens, mask, temperature=temperature)
@@ -195,12 +185,12 @@ def test_trajectories_agree(setting: str):
     }
     ends = []
     for way in ways[setting]:
-        learner = make_learner("bf16", torch.float32, optimizer={"lr": 1e-4, "name": "adamw"}, **way)
-        start = masters_of(learner)
+        learner = learners.make_learner("bf16", torch.float32, optimizer={"lr": 1e-4, "name": "adamw"}, **way)
+        start = learners.masters_of(learner)
         for step in range(10):
             assert learner.learn(batch_of(), step=step).updates == 2
-        ends.append(masters_of(learner))
-    assert_same_trajectory(start, *ends)
+        ends.append(learners.masters_of(learner))
+    learners.assert_same_trajectory(start, *ends)
 
 
 def test_what_cannot_be_packed_is_said():

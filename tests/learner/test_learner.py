@@ -28,15 +28,7 @@ from qarl.quant.model.add_lora import add_adapters
 from qarl.quant.model.kept_scales import keep_scales
 from qarl.quant.runtime.shards import Share, shard_parameters
 from qarl.quant.schemes import SCHEMES
-from tests.support.learners import (
-    SAMPLES,
-    all_equal,
-    batch_of,
-    make_groups,
-    make_learner,
-    masters_of,
-    poison,
-)
+from tests.support.learners import SAMPLES, all_equal, batch_of, make_groups, make_learner, masters_of, poison
 from tests.support.models import same_stream, stream_bytes
 
 

@@ -20,14 +20,7 @@ from qarl.quant.model.add_lora import add_adapters
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import save_checkpoint
 from tests.support.forks import ROOT, Fork
-from tests.support.learners import (
-    assert_same_trajectory,
-    batch_of,
-    make_learner,
-    masters_of,
-    moved_and_off,
-    random_model,
-)
+from tests.support.learners import assert_same_trajectory, batch_of, distances, make_learner, masters_of, random_model
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
 
@@ -204,7 +197,7 @@ def test_partitioned_adapters_experts_and_references(
     ours = done[job]["state"]
     assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (not job.startswith("lora"))
     start = masters_of(alone_on(done["folder"] / model, scheme, dtype, settings, 0))
-    moved, off = moved_and_off(start, masters_of(alone), ours["masters"])
+    moved, off = distances(start, masters_of(alone), ours["masters"])
     assert moved.mean() > 5e-5 and off.mean() <= 0.01 * moved.mean()
     held = [numbers[-1] > 0 for numbers in done[job]["numbers"]]
     assert all(held) if job.startswith("kl") else not any(held)
@@ -217,7 +210,7 @@ def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     every other order of sums: a third was seen, where unrelated updates would differ by more than they move. The
     arithmetic itself, and the momentum that goes back to one process, are held by the test of equal gradients
     (test_sharded.py)."""
-    moved, off = moved_and_off(trained(0)[0], trained(2, muon=True)[0], done[job]["state"]["masters"])
+    moved, off = distances(trained(0)[0], trained(2, muon=True)[0], done[job]["state"]["masters"])
     assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
 
 
@@ -251,7 +244,7 @@ def test_muon_steps_partitioned_experts_one_by_one(done: Done):
         masters_of(alone_on(folder / "experts", "bf16", torch.float32, {**EXPERTS, **MUON}, batches))
         for batches in (0, 1)
     )
-    moved, off = moved_and_off(start, expected, state["masters"])
+    moved, off = distances(start, expected, state["masters"])
     assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
     experts = state["optimizer"]["masters"]
     name, config = next(n for n in experts if n.endswith("gate_up_proj")), CONFIGS["qwen3_moe"]

@@ -14,7 +14,7 @@ from qarl.quant.layers.straight_through import LARGEST_PRODUCT, _operands, add_w
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.schemes import get_scheme
 from tests.support.fake_cuda import Calls, fake_cuda
-from tests.support.layers import collected, experts_fake_quant_gradients, make_experts, routed
+from tests.support.layers import collected, make_experts, routed, textbook_gradients
 from tests.support.tensors import normal, relative_error
 
 BF16 = torch.bfloat16
@@ -62,7 +62,7 @@ def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.
     monkeypatch.setattr(grouped_backward, "TOKENS", 16)
     experts = make_experts(scheme)
     inputs, found = grouped_gradients(experts, 40, monkeypatch, grouped=True)
-    expected = experts_fake_quant_gradients(experts, *inputs)
+    expected = textbook_gradients(experts, *inputs)
     for gradient, other in zip(found, expected, strict=True):
         assert relative_error(gradient.double(), other) < (0.04 if experts.quantizes_activations else 0.02)
     assert not found[2][3].any() and not found[3][3].any()

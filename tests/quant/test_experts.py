@@ -13,16 +13,7 @@ from qarl.quant.kernels import make_factory
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.schemes import SCHEMES, get_scheme
 from tests.support.kernels import CPU_SCHEMES, no_cuda, products
-from tests.support.layers import (
-    EXPERTS,
-    SHAPE,
-    as_multiplied,
-    experts_fake_quant_gradients,
-    kept_tensors,
-    make_experts,
-    routed,
-    unpacked,
-)
+from tests.support.layers import SHAPE, as_multiplied, kept_tensors, make_experts, routed, textbook_gradients, unpacked
 from tests.support.tensors import heavy, normal, relative_error
 
 STEP = {"w8a8": 0.008, "w4a8": 0.012, "fp8": 0.025, "fp8-block": 0.025, "w4afp8": 0.06, "nvfp4": 0.05}
@@ -67,10 +58,10 @@ def test_vllms_experts_are_its_dense_layers_expert_by_expert(
             rows = chosen.any(-1).nonzero()[:, 0]
             if not len(rows):
                 continue
-            merged = factory.linear(f"{EXPERTS}.{e}.gate_proj", [expert.gate_up], [None])(x[rows])
+            merged = factory.linear(f"{experts.layer}.{e}.gate_proj", [expert.gate_up], [None])(x[rows])
             hidden = torch.empty(len(rows), shape.intermediate, dtype=dtype)
             torch.ops._C.silu_and_mul(hidden, merged)
-            out = factory.linear(f"{EXPERTS}.{e}.down_proj", [expert.down], [None])(hidden)
+            out = factory.linear(f"{experts.layer}.{e}.down_proj", [expert.down], [None])(hidden)
             total[rows] += out.float() * (weights * chosen).sum(-1)[rows, None]
     assert y.dtype == dtype
     assert torch.equal(y, total.to(dtype))
@@ -124,7 +115,7 @@ def test_an_old_weight_version_is_freed_at_once(scheme: str, kind: str):
         if kind == "linear":
             product: Any = factory.linear("layer", [experts.experts[0].down], [None])
         else:
-            product = factory.experts(EXPERTS, SHAPE, experts)
+            product = factory.experts("model.layers.1.mlp.experts", SHAPE, experts)
         watched = weakref.ref(getattr(product, f"_{kind}"))
         del product
         assert watched() is None
@@ -152,7 +143,7 @@ def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, 
     weights, index = route()
     x, dy = heavy(len(index), shape.hidden, seed=9, rows=False), heavy(len(index), shape.hidden, seed=11, rows=False)
     ours = own_gradients(experts, x, weights, index, dy)
-    theirs = experts_fake_quant_gradients(experts, x, weights, index, dy)
+    theirs = textbook_gradients(experts, x, weights, index, dy)
     bound = 2e-3 if experts.quantizes_activations else 1e-5
     assert len(ours) == len(theirs) == 4
     for given, expected in zip(ours, theirs, strict=True):
@@ -161,7 +152,7 @@ def test_gradients_are_those_of_straight_through_fake_quantization(scheme: str, 
     idle = [e for e in range(shape.experts) if not (index == e).any()]
     assert not ours[2][idle].any() and not ours[3][idle].any()
     if experts.quantizes_activations:
-        other = experts_fake_quant_gradients(experts, x, weights, index, dy, activations=False)
+        other = textbook_gradients(experts, x, weights, index, dy, activations=False)
         assert all(relative_error(o, t) > bound for o, t in zip(other[1:], theirs[1:], strict=True))
 
 
@@ -173,7 +164,7 @@ def test_gradients_in_a_low_compute_dtype(kernel: str, scheme: str, dtype: torch
     weights, index = routed(23)
     x, dy = heavy(23, 128, seed=9, rows=False).to(dtype), normal(23, 128, seed=11).to(dtype)
     ours = own_gradients(experts, x, weights, index, dy)
-    theirs = experts_fake_quant_gradients(experts, x, weights, index, dy)
+    theirs = textbook_gradients(experts, x, weights, index, dy)
     kept = (dtype, torch.float32, master_dtype, master_dtype)
     for given, expected, kind in zip(ours, theirs, kept, strict=True):
         assert given.dtype == kind

@@ -16,14 +16,7 @@ from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, get_scheme
 from tests.support.kernels import VLLM_CPU_KERNELS, no_cuda, products
-from tests.support.layers import (
-    collected,
-    dequantized_activation,
-    kept_tensors,
-    layer_gradients,
-    make_linear,
-    unpacked,
-)
+from tests.support.layers import collected, dequantized_activation, kept_tensors, layer_gradients, make_linear, unpacked
 from tests.support.profiles import examples
 from tests.support.tensors import heavy, normal, relative_error
 

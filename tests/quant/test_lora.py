@@ -19,14 +19,7 @@ from qarl.quant.materialize import materialize
 from qarl.quant.model.add_lora import LoraError, adapted_weights, add_adapters, describe_adapters
 from qarl.quant.runtime.shards import Shard
 from qarl.quant.schemes import SCHEMES
-from tests.support.layers import (
-    dequantized_activation,
-    experts_fake_quant_gradients,
-    make_experts,
-    make_linear,
-    routed,
-    unpacked,
-)
+from tests.support.layers import dequantized_activation, make_experts, make_linear, routed, textbook_gradients, unpacked
 from tests.support.learners import all_equal, batch_of, make_learner, masters_of, random_model
 from tests.support.models import low_bit, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
@@ -172,7 +165,7 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
     full.gate_up_proj, full.down_proj = (nn.Parameter(m.clone()) for m in experts.merged())
     full.refresh()
     assert torch.equal(experts(x, index, weights), full(x, index, weights))
-    _, _, *dense = experts_fake_quant_gradients(full, x, weights, index, dy)
+    _, _, *dense = textbook_gradients(full, x, weights, index, dy)
     for adapter, master, dw in zip(experts.adapters, experts.masters, dense, strict=True):
         assert adapter is not None and master.grad is None
         a, b = adapter.lora_A.detach().double(), adapter.lora_B.detach().double()

@@ -21,23 +21,10 @@ from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.schemes import COMPUTE_DTYPES, SCHEMES, SchemeError, get_scheme
 from qarl.quant.types import LayerReport
 from qarl.sync.publisher import Publisher
-from tests.support import Policies
+from tests.support import Policies, models
 from tests.support.engines import SEQUENCES, start_engine
 from tests.support.learners import batch_of
-from tests.support.models import (
-    SIZES,
-    VOCABULARY,
-    all_logits,
-    cast,
-    gradients,
-    loss_of,
-    low_bit,
-    qwen3,
-    randomize,
-    same_stream,
-    some_tokens,
-    stream_bytes,
-)
+from tests.support.models import all_logits, gradients, low_bit, qwen3, same_stream, some_tokens, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
 from tests.support.tensors import relative_error
 
@@ -52,7 +39,7 @@ schemes = pytest.mark.parametrize("scheme", list(SCHEMES))
 
 def plain_gradients(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    loss_of(model(input_ids=tokens).logits, tokens).backward()
+    models.loss_of(model(input_ids=tokens).logits, tokens).backward()
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -72,7 +59,7 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
     run = model.graph.module
     norms = "model.norm", "model.layers.1.self_attn.k_norm"
     read = {f"{name}.weight": run.get_submodule(name).weight for name in norms}
-    tokens = torch.arange(VOCABULARY)
+    tokens = torch.arange(models.VOCABULARY)
     assert torch.equal(run.get_submodule("model.embed_tokens")(tokens), streamed["model.embed_tokens.weight"])
     for name, tensor in read.items():
         assert isinstance(tensor, torch.Tensor) and streamed[name].data_ptr() == tensor.data_ptr()
@@ -96,7 +83,7 @@ def test_gradients_are_plain_autograds_without_quantization(tied: bool, dtype: t
     operators = "transformers" if aligned else "auto"
     model = low_bit(copy.deepcopy(plain), scheme, dtype, operators=operators, aligned=aligned)
     assert model.operators == "transformers"
-    tokens, plain = some_tokens(), cast(plain, dtype)
+    tokens, plain = some_tokens(), models.cast(plain, dtype)
     assert torch.equal(all_logits(model, tokens), plain(input_ids=tokens).logits)
     expected = plain_gradients(plain, tokens)
     for name, gradient in gradients(model, tokens).items():
@@ -115,7 +102,7 @@ def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(tied: bo
     one, two = gradients(model, first), gradients(model, second)
     assert one.keys() == model.masters.keys() and len(one) == 2 + 2 * 11 + (not tied)
     gradients(model, first)
-    loss_of(all_logits(model, second), second).backward()
+    models.loss_of(all_logits(model, second), second).backward()
     for name, master in model.masters.items():
         assert master.grad is not None and master.grad.dtype == torch.float32 and master.grad.shape == master.shape
         assert one[name].any() and master.grad.isfinite().all(), name
@@ -127,7 +114,7 @@ def test_every_master_gets_a_gradient_and_those_of_micro_batches_add_up(tied: bo
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 def test_bfloat16_masters_and_float16_compute(master: torch.dtype, dtype: torch.dtype):
     """Any master dtype with any compute dtype: gradients arrive in the master's, streams carry the compute dtype."""
-    model = low_bit(cast(qwen3(), master), "w8a8", dtype)
+    model = low_bit(models.cast(qwen3(), master), "w8a8", dtype)
     found = gradients(model, some_tokens())
     assert found.keys() == model.masters.keys() and {g.dtype for g in found.values()} == {master}
     dtypes = {item.name.rpartition(".")[2]: item.tensor.dtype for item in model.low_bit_tensors()}
@@ -181,7 +168,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_of(config: str, **changes: Any) -> PreTrainedModel:
     """Of a configuration class of transformers'."""
-    return randomize(AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**SIZES, **changes})))
+    configuration = getattr(transformers, config)(**{**models.SIZES, **changes})
+    return models.randomize(AutoModelForCausalLM.from_config(configuration))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -193,7 +181,7 @@ def test_engine_operators_compute_the_same_function(family: str, dtype: torch.dt
     if family == "gemma3" and dtype == torch.float16:
         pytest.skip("vLLM refuses it")
     config, changes = FAMILIES[family]
-    plain = cast(random_of(config, **changes), dtype)
+    plain = models.cast(random_of(config, **changes), dtype)
     names, tokens = [name for name, _ in plain.named_parameters()], some_tokens()
     theirs = plain(input_ids=tokens).logits
     expected = plain_gradients(plain, tokens)
@@ -323,7 +311,7 @@ def test_a_float32_learner_has_float32_gradients(kind: str):
     plain, tokens = policy(kind), some_tokens()
     model = low_bit(copy.deepcopy(plain), "w4a16", **PLAIN, compute=torch.float32)
     found = gradients(model, tokens)
-    loss_of(cast(plain, torch.float32)(input_ids=tokens).logits, tokens).backward()
+    models.loss_of(models.cast(plain, torch.float32)(input_ids=tokens).logits, tokens).backward()
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < 2e-5, name
@@ -338,7 +326,7 @@ def test_the_loss_scale_follows_the_learners_dtype(dtype: str, compute: str, act
 
 def test_an_overflow_is_told_of_the_dtype_it_happened_in():
     """The norm's weight is beyond float16 and within bfloat16: the float16 learner is at fault, not its engine."""
-    model = low_bit(qwen3(vocab_size=VOCABULARY), "bf16", **PLAIN, compute=torch.float16)
+    model = low_bit(qwen3(), "bf16", **PLAIN, compute=torch.float16)
     with torch.no_grad():
         model.masters["model.norm.weight"].mul_(1e6)
     model.refresh()

@@ -112,7 +112,7 @@ def straight_through(value: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     return value + (used.to(value.dtype) - value).detach()
 
 
-def experts_fake_quant_gradients(
+def textbook_gradients(
     experts: RoutedLowBitExperts, *inputs: torch.Tensor, activations: bool = True
 ) -> list[torch.Tensor]:
     """Of x, routing weights and both masters, by torch's autograd on float64 through the detach trick.

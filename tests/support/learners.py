@@ -73,7 +73,7 @@ def all_equal(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def moved_and_off(start: Tensors, expected: Tensors, found: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def distances(start: Tensors, expected: Tensors, found: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """By how much each weight of the masters moved, and by how much the two ends differ there."""
     assert found.keys() == expected.keys() == start.keys()
     moved = torch.cat([(expected[n] - start[n]).abs().flatten() for n in start])
@@ -83,7 +83,7 @@ def moved_and_off(start: Tensors, expected: Tensors, found: Tensors) -> tuple[to
 def assert_same_trajectory(start: Tensors, expected: Tensors, found: Tensors) -> None:
     """Of 20 updates by AdamW at 1e-4 in fp32, where only the order of sums differs: by a hundredth of what moved on
     average, by a few learning rates where Adam divides a small sum by its own size."""
-    moved, off = moved_and_off(start, expected, found)
+    moved, off = distances(start, expected, found)
     assert moved.mean() > 5e-5
     assert off.mean() <= 0.01 * moved.mean() and off.max() <= 20e-4
 
