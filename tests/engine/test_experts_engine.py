@@ -213,13 +213,12 @@ def test_a_publish_that_lacks_an_experts_tensor_is_refused(running: Running, dro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [f"{EXPERTS}.8.up_proj.weight_scale", "model.layers.7.mlp.experts.0.up_proj.weight_scale"]
-)
-def test_an_experts_tensor_too_many_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch, name: str):
+@pytest.mark.parametrize("expert", [f"{EXPERTS}.8", "model.layers.7.mlp.experts.0"])
+def test_an_experts_tensor_too_many_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch, expert: str):
     """Last in this file's engine: vLLM finds some surplus in mid-stream, and the engine then refuses to answer."""
     model, engine = running
-    items = [*model.low_bit_tensors(), LowBitTensor(name, torch.ones(128, 1, dtype=torch.bfloat16))]
+    extra = LowBitTensor(f"{expert}.up_proj.weight_scale", torch.ones(128, 1, dtype=torch.bfloat16))
+    items = [*model.low_bit_tensors(), extra]
     monkeypatch.setattr(model, "low_bit_tensors", lambda: items)
     with pytest.raises((EngineError, PublishError), match=r"experts\.8|layers\.7"):
         Publisher(model, engine, SEQUENCES, 0.05, 50).publish(1)

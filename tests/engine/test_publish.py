@@ -20,7 +20,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SCHEMES
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.types import Group, Prompt, Sampling
+from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.options import VllmOptions
 from qarl.sync.audit import audit, require_agreement
@@ -276,13 +276,15 @@ def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(shared: Sh
 
 def sampled_mismatch(model: LowBitModel, engine: VllmEngine, temperature: float) -> Mismatch:
     sampling = Sampling(samples=8, max_new_tokens=24, temperature=temperature, seed=7, ignore_end=True)
-    completions = engine.generate(PROMPTS, sampling)
-    groups = [Group(p, tuple(c), (0.0,) * 8) for p, c in zip(PROMPTS, completions, strict=True)]
+    return mismatch_of(model, PROMPTS, engine.generate(PROMPTS, sampling), temperature)
+
+
+def mismatch_of(model: LowBitModel, prompts: list[Prompt], answers: list[list[Completion]], at: float) -> Mismatch:
+    """Of completions that were sampled at that temperature."""
+    groups = [Group(p, tuple(c), (0.0,) * len(c)) for p, c in zip(prompts, answers, strict=True)]
     batch = make_batch(groups, pad_token=0)
     with torch.no_grad():
-        learner, _ = token_logprobs(
-            model, batch.tokens, batch.response_mask, packed=batch.packed(), temperature=temperature
-        )
+        learner, _ = token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed(), temperature=at)
     return measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask)
 
 
@@ -355,9 +357,6 @@ def test_completions_do_not_depend_on_the_cache_of_older_weights(running: Runnin
     engine.generate([prompt], sampling)
     disturb(model, 10)
     engine.load(model.low_bit_tensors(), 11)
-    completions = engine.generate([prompt], sampling)[0]
-    assert {c.weight_version for c in completions} == {11}
-    batch = make_batch([Group(prompt, tuple(completions), (0.0,) * 4)], pad_token=0)
-    with torch.no_grad():
-        learner, _ = token_logprobs(model, batch.tokens, batch.response_mask, packed=batch.packed())
-    assert measure_mismatch(learner, batch.sampler_logprobs, batch.response_mask).equal == 1.0
+    answers = engine.generate([prompt], sampling)
+    assert {c.weight_version for c in answers[0]} == {11}
+    assert mismatch_of(model, [prompt], answers, 1.0).equal == 1.0

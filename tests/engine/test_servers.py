@@ -362,9 +362,7 @@ def test_no_route_is_open_and_no_socket_beyond_loopback(served: Served):
     }
     assert open_to_all == {"/health"}
     port = int(url.rpartition(":")[2])
-    (listener,) = {
-        c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"
-    }
+    (listener,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr[1:] == (port,) and c.status == "LISTEN"}
     server = psutil.Process(listener)
     sockets = [c for p in (server, *server.children(recursive=True)) for c in p.net_connections()]
     addresses = {c.laddr.ip for c in sockets if c.laddr and (c.status == "LISTEN" or c.type == socket.SOCK_DGRAM)}

@@ -55,9 +55,8 @@ def test_the_engines_experts_are_the_learners(random_experts: Policies, tmp_path
     """Of 99 % of the tokens in every layer; the runner that says so is vLLM's second."""
     need(scheme, experts=True)
     folder = random_experts(False)
-    model = LowBitModel(
-        load_masters(folder, torch.float32, torch.device("cuda")), get_scheme(scheme), LayerContext(BF16, "vllm")
-    )
+    masters = load_masters(folder, torch.float32, torch.device("cuda"))
+    model = LowBitModel(masters, get_scheme(scheme), LayerContext(BF16, "vllm"))
     export_checkpoint(model, folder, tmp_path / "start")
     rollout = RolloutConfig(max_prompt_tokens=64, max_new_tokens=64, router_replay=True, prefix_caching=False)
     engine = VllmEngine(tmp_path / "start", VllmOptions(rollout))

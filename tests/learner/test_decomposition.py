@@ -356,9 +356,7 @@ def test_distance_from_the_start(aligned: bool):
     assert resumed.learn(batch_of(1), 1).records["kl_from_start"] == late
     begun, before_all = new(1), new(1)
     begun.load_state_dict(before_all.state_dict())
-    assert begun.learn(first, 0).records["kl_from_start"] == early, (
-        "a checkpoint of before the first update is none of a start"
-    )
+    assert begun.learn(first, 0).records["kl_from_start"] == early, "before the first update none has a start"
     unmeasured = new(0)
     assert unmeasured.learn(first, 0).records["kl_from_start"] is None
     resumed.load_state_dict(unmeasured.state_dict())

@@ -40,9 +40,8 @@ def test_packed_experts_are_those_replayed_and_padding_reaches_no_router():
     """Contract: packed, a token goes to the experts named for it, and router logits are of real tokens alone."""
     model = experts_policy(torch.float32)
     config = model.config
-    batch = random_batch(
-        [7, 12, 3], config.vocab_size, (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
-    )
+    chosen = config.num_hidden_layers, config.num_experts_per_tok, config.num_experts
+    batch = random_batch([7, 12, 3], config.vocab_size, chosen)
     model.router_log.enabled = True
     padded, expected = logprob_gradients(model, batch)
     of_all = [logits[batch.real().flatten()].detach() for logits in model.router_log.logits]

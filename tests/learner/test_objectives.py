@@ -284,26 +284,21 @@ def test_what_is_not_response_does_not_count(name: str, ups: list[list[float]], 
     config = learner_config(name)
     B, T = tight.response_mask.shape
 
-    def garbage() -> torch.Tensor:
-        return torch.randn(B, T + padding + 2, generator=generator) * 10
-
     def spread(values: torch.Tensor) -> torch.Tensor:
-        wide = garbage()
+        wide = torch.randn(B, T + padding + 2, generator=generator) * 10  # garbage
         wide[:, 2 : T + 2] = torch.where(tight.response_mask, values, wide[:, 2 : T + 2])
         return wide
 
-    response_mask = torch.zeros(B, T + padding + 2, dtype=torch.bool)
-    response_mask[:, 2 : T + 2] = tight.response_mask
+    mask = torch.zeros(B, T + padding + 2, dtype=torch.bool)
+    mask[:, 2 : T + 2] = tight.response_mask
     current = spread(tight.current.detach()).requires_grad_()
-    wide = LossInput(
-        current, spread(old_of(tight)), spread(tight.sampler), None, response_mask, spread(tight.advantages)
-    )
+    wide = LossInput(current, spread(old_of(tight)), spread(tight.sampler), None, mask, spread(tight.advantages))
     ours, padded = evaluate(tight, config), evaluate(wide, config)
     for a, b in zip(ours, padded, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     tight_gradient, wide_gradient = gradient(ours[0].sum(), tight), gradient(padded[0].sum(), wide)
-    assert (wide_gradient[~response_mask] == 0).all() and (tight_gradient[~tight.response_mask] == 0).all()
-    torch.testing.assert_close(wide_gradient[response_mask], tight_gradient[tight.response_mask], rtol=1e-5, atol=1e-6)
+    assert (wide_gradient[~mask] == 0).all() and (tight_gradient[~tight.response_mask] == 0).all()
+    torch.testing.assert_close(wide_gradient[mask], tight_gradient[tight.response_mask], rtol=1e-5, atol=1e-6)
     for b in range(B):
         alone = rows_of(tight, slice(b, b + 1), T)
         torch.testing.assert_close(evaluate(alone, config)[0][0], ours[0][b], rtol=1e-6, atol=1e-7)

@@ -199,10 +199,8 @@ def test_lost_updates_by_hand():
     master.grad = torch.tensor([1.0, 1.0, 0.0, -1.0])
     arrived = optimizer.step(diagnose=True)
     assert arrived is not None and arrived.lost == pytest.approx(1 / 3)
-    assert (arrived.crossed, arrived.weights) == (
-        2,
-        4,
-    )  # 0.02 is beyond a neighbour's half of 1, far within that of 2^30
+    # 0.02 is beyond a neighbour's half of 1, far within that of 2^30
+    assert (arrived.crossed, arrived.weights) == (2, 4)
     assert optimizer.step() is None
 
 

@@ -178,9 +178,7 @@ def mostly_above(values: torch.Tensor) -> torch.Tensor:
     return torch.where(lowered, values - 0.3, values)
 
 
-COARSE = LearnerConfig.model_validate(
-    {"master_dtype": "bfloat16", "optimizer": {"lr": 1e-6, "rounding": "nearest"}}
-)  # fmt: skip
+COARSE = LearnerConfig.model_validate({"master_dtype": "bfloat16", "optimizer": {"lr": 1e-6, "rounding": "nearest"}})
 PLANTED: dict[str, Callable[[Evidence], Evidence]] = {
     "ratio mean before any update": lambda e: with_sampler(e, lambda v: v + 0.004),
     "one-sided clipping": lambda e: with_sampler(e, mostly_above),

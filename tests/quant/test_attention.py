@@ -67,9 +67,7 @@ def test_values_and_gradients_are_those_of_torchs_attention(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(("window", "fp8"), [(None, False), (7, False), *[(None, True)] * AVX512])
-def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(
-    window: int | None, fp8: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_token_depends_on_nothing_beside_or_behind_it_to_the_bit(window: int | None, fp8: bool, monkeypatch):
     """Contract: sequences packed together are as each alone; a sequence's first tokens as they are without the rest, so
     decoding gives what scoring the whole does; and pages may be larger, as the engine's are."""
     rows, scoring = [t.detach() for t in inputs(torch.bfloat16)], Scoring(scale=0.3, window=window, fp8=fp8)

@@ -340,9 +340,7 @@ def test_attention_asks_for_it(mode: None, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("capability", "on"), [((8, 0), False), ((9, 0), True)])
-def test_it_is_turned_on_where_the_backward_works(
-    capability: tuple[int, int], on: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_it_is_turned_on_where_the_backward_works(capability: tuple[int, int], on: bool, monkeypatch):
     config = load_config(None, {"bitwise": "true"})
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "0")  # put back at the end

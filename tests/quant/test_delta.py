@@ -8,6 +8,7 @@ import json
 import random
 import struct
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -82,9 +83,7 @@ def test_a_delta_makes_the_version_it_is_of(tensors: list[tuple[torch.dtype, lis
     """Of any dtypes and shapes, empty ones too, with any share of bytes changed, over several versions; it lists the
     tensors that changed, and no more than those."""
     generator = torch.Generator().manual_seed(seed)
-    version = {
-        f"t{n}": random_bytes(dtype, tuple(shape), generator).view(shape) for n, (dtype, shape, _) in enumerate(tensors)
-    }
+    version = {f"t{n}": random_bytes(dtype, tuple(shape), generator) for n, (dtype, shape, _) in enumerate(tensors)}
     sender, receiver = (VersionCache(0, stream(version)) for _ in range(2))
     for number in (1, 2):
         after = {f"t{n}": altered(version[f"t{n}"], share, generator) for n, (*_, share) in enumerate(tensors)}
@@ -126,9 +125,8 @@ def small() -> tuple[Named, Named]:
     """A version of eight tensors and the next, in which some changed here and there, some throughout, some not."""
     generator = torch.Generator().manual_seed(1)
     shares = (0.01, 0.01, 0.0, 1.0, 0.02, 0.0, 0.4, 0.005)
-    before = {
-        f"layers.{n}.weight": random_bytes(DTYPES[n % len(DTYPES)], (16, 24), generator) for n in range(len(shares))
-    }
+    names = [f"layers.{n}.weight" for n in range(len(shares))]
+    before = {name: random_bytes(dtype, (16, 24), generator) for name, dtype in zip(names, cycle(DTYPES), strict=False)}
     after = {name: altered(t, share, generator) for (name, t), share in zip(before.items(), shares, strict=True)}
     return before, after
 

@@ -40,9 +40,7 @@ routings = pytest.mark.parametrize("routing", ROUTINGS)
 @no_cuda
 @routings
 @products(vllm=CPU_SCHEMES[1:])
-def test_vllms_experts_are_its_dense_layers_expert_by_expert(
-    kernel: str, scheme: str, dtype: torch.dtype, routing: str
-):
+def test_vllms_experts_are_its_dense_layers_one_by_one(kernel: str, scheme: str, dtype: torch.dtype, routing: str):
     """Contract: bit for bit Σ w_k · down(silu(gate)·up) with the dense layers vLLM builds for every expert's own
     matrices and vLLM's activation, summed in fp32 in the order of the experts' numbers and rounded once.
     tests/engine/test_experts_engine.py holds the module to the one inside a running engine."""

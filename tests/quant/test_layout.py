@@ -73,9 +73,7 @@ def test_the_unquantized_stream_is_what_save_pretrained_writes(kind: str, dtype:
         ("tied", "w4a16", "first:1=bf16,*.down_proj=w8a8"),
     ],
 )
-def test_a_quantized_stream_has_the_same_names_with_the_schemes_suffixes(
-    kind: str, scheme: str, layers: str, tmp_path: Path
-):
+def test_a_quantized_stream_has_the_names_with_suffixes(kind: str, scheme: str, layers: str, tmp_path: Path):
     """Every matrix the plan quantizes has the tensors of `materialize` of that matrix alone, a tied head none; nothing
     else changes. `qarl schemes` counts as many bytes."""
     plain = load_file(written(kind, tmp_path) / "model.safetensors")

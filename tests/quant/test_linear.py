@@ -78,9 +78,7 @@ def test_forward_is_the_kernels_product_of_the_published_codes(
 @no_cuda
 @pytest.mark.parametrize(("scheme", "kernel"), [("w4a16", "mp"), ("w4a16-channel", "mp"), ("w8a8", "int8")])
 @dtypes
-def test_cpus_without_avx512_multiply_in_fp32(
-    scheme: str, kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_cpus_without_avx512_multiply_in_fp32(scheme: str, kernel: str, dtype: torch.dtype, monkeypatch):
     """Their kernels, wherever this runs: within rounding of the exact product, of columns whose int8 products are
     beyond fp32's integers together; a row is the same whatever stands beside it."""
     from vllm.model_executor.kernels import linear as tables

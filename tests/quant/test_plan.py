@@ -79,9 +79,8 @@ def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main
             return layer.startswith(COUNTED[pattern])
         return bool(re.match(pattern[3:], layer)) if pattern[:3] == "re:" else fnmatchcase(layer, pattern)
 
-    expected = {
-        layer: next((s for p, s in chosen if hits(p, layer)), "bf16" if layer == "lm_head" else main) for layer in DENSE
-    }
+    expected = {layer: "bf16" if layer == "lm_head" else main for layer in DENSE}
+    expected |= {layer: s for p, s in reversed(chosen) for layer in DENSE if hits(p, layer)}  # the first that hits
     shadowed = any(
         all(any(hits(earlier, layer) for earlier, _ in chosen[:i]) for layer in DENSE if hits(p, layer))
         for i, (p, _) in enumerate(chosen)

@@ -104,9 +104,8 @@ def other_codes(model: LowBitModel) -> list[LowBitTensor]:
             low, high, _ = integer_range(args.num_bits)
             moved = weight.unpacked() + torch.randint(-2, 3, weight.shape, generator=generator, dtype=torch.int8)
             values = moved.clamp(low, high).float().view(*weight.scale.shape, -1) * weight.scale.float().unsqueeze(-1)
-            materialize(
-                values.view(weight.shape), weight.scheme, weight.scale.dtype, out=weight, scale=weight.scale.clone()
-            )
+            scale = weight.scale.clone()
+            materialize(values.view(weight.shape), weight.scheme, scale.dtype, out=weight, scale=scale)
             weight.scale.mul_(1.2)
     return [LowBitTensor(item.name, item.tensor.clone()) for item in model.low_bit_tensors()]
 
