@@ -3,6 +3,7 @@
 import io
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,12 +59,8 @@ def test_stochastic_rounding_is_exact_in_expectation(dtype: torch.dtype, seed: i
     noise = torch.arange(1 << 16, dtype=torch.int32)
     for value in values:
         same = value.expand(1 << 16).clone()
-        real = rounding._random_16_bits
-        rounding._random_16_bits = lambda like, generator: noise.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        try:
+        with mock.patch.object(rounding, "_random_16_bits", return_value=noise.clone()):
             rounded = stochastic_round(same, dtype, generator).double()
-        finally:
-            rounding._random_16_bits = real
         assert rounded.mean() == value.double()
         assert rounded.min() <= value <= rounded.max() and len(rounded.unique()) <= 2
         assert rounded.max() - rounded.min() <= abs(value) * torch.finfo(dtype).eps

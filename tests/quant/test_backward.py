@@ -5,6 +5,7 @@ Axes: N tokens, O output rows, I input columns."""
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,11 +169,8 @@ def test_cudas_weight_gradients_are_not_rounded(dtype: torch.dtype):
 def test_blocks_are_all_rows_once(rows: int, columns: int, elements: int):
     """Contract: the blocks of every tensor are that tensor's rows in order, each block within the bound or one row."""
     wide, narrow = torch.arange(rows * columns).view(rows, columns), torch.arange(rows)
-    before, blocks._ELEMENTS = blocks._ELEMENTS, elements
-    try:
+    with mock.patch.object(blocks, "_ELEMENTS", elements):
         parts = list(row_blocks(wide, narrow))
-    finally:
-        blocks._ELEMENTS = before
     assert torch.equal(torch.cat([p for p, _ in parts]), wide)
     assert torch.equal(torch.cat([p for _, p in parts]), narrow)
     assert all(len(p) <= 1 or p.numel() <= elements for p, _ in parts)
