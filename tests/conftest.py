@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tests.support.profiles  # noqa: E402, F401  (registers them, before hypothesis' plugin loads one)
-from qarl.embedded.recipe import RECIPES, ensure_recipe  # noqa: E402  (libraries must be quieted before they are imported)
+from qarl.embedded.recipe import RECIPES, ensure_recipe, recipe_tokenizer  # noqa: E402  (libraries are quieted before)
 from qarl.quant.runtime.answers import cache_folder  # noqa: E402
 from tests.support import Policies, forks  # noqa: E402
 
@@ -59,6 +60,12 @@ def random_policy() -> Policies:
 def random_experts() -> Policies:
     """folder = random_experts(tied): a randomly initialized tiny Qwen3-MoE with tied or untied embeddings."""
     return random_recipe("tiny-qwen3-moe")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Of the embedded policy that calls tools; tests of a file may change its template."""
+    return recipe_tokenizer(RECIPES["tiny-qwen3-tools"])
 
 
 def random_recipe(name: str) -> Policies:

@@ -49,10 +49,8 @@ def imports(file: Path) -> set[str]:
     return modules & FILES.keys()
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "qarl"])  # which imports everything
 def test_imports_follow_the_arrows(room: str):
-    if room == "qarl":
-        return  # imports everything
     allowed = {f"qarl.{name}" for name in MAY_IMPORT[room] | {room}}
     for file in (ROOT / room).rglob("*.py"):
         for name in imports(file):

@@ -67,12 +67,7 @@ def of_codes(masters: dict[str, torch.Tensor], scheme: str) -> PreTrainedModel:
     model.load_state_dict(masters)
     for name, linear in low_bit(copy.deepcopy(model), scheme).linears.items():
         model.get_parameter(f"{name}.weight").data = linear.codes().dequantized(torch.bfloat16)
-    return cast_to(model, torch.bfloat16)
-
-
-def cast_to(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of it; see `cast`."""
-    return cast(copy.deepcopy(model), dtype)
+    return cast(model, torch.bfloat16)
 
 
 def updates_of(learner: Learner) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -109,9 +104,9 @@ def test_planted_parts_are_recovered_and_named(planted: str):
     assert torch.equal(sample_rows(batch, rows), rows), "all rows of the last mini-batch fit the sample"
     stepped = random_model(tied=False)
     stepped.load_state_dict(masters)
-    own = scored(cast_to(stepped, compute or torch.bfloat16), batch, rows)
-    cast, codes = (scored(m, batch, rows) for m in (cast_to(stepped, torch.bfloat16), of_codes(masters, scheme)))
-    true = {"dtype": own - cast, "scheme": cast - codes, "staleness": codes - sampler, "kernel": -noise}
+    own = scored(cast(copy.deepcopy(stepped), compute or torch.bfloat16), batch, rows)
+    rounded, codes = (scored(m, batch, rows) for m in (cast(stepped, torch.bfloat16), of_codes(masters, scheme)))
+    true = {"dtype": own - rounded, "scheme": rounded - codes, "staleness": codes - sampler, "kernel": -noise}
     true |= {"alpha": codes - sampler - noise, "beta": own - codes}
     mask = batch.response_mask[rows]
     sizes = {name: float(part[rows][mask].abs().mean()) for name, part in true.items()}

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl.configs.errors import ConfigError, GraphError
-from qarl.learner.batching import Batch
 from qarl.learner.load_balance import load_balance_loss
 from qarl.learner.logprobs import packs, shares_prompts, token_logprobs
 from tests.support import learners
@@ -63,15 +62,11 @@ def test_a_shared_prompt_changes_no_log_prob(scheme: str, kernel: str):
     model, batch = policy(scheme, kernel=kernel), batch_of()
     each, expected = logprob_gradients(model, batch, packed=batch.packed())
     packed = batch.packed(share_prompts=True)
-    assert int(packed.kept.sum()) == int(batch.length.sum()) - int((batch.prompt_length() * repeats(batch)).sum())
+    again = torch.tensor([group in batch.group[:row] for row, group in enumerate(batch.group)])
+    assert int(packed.kept.sum()) == int(batch.length.sum()) - int((batch.prompt_length() * again).sum())
     once, found = logprob_gradients(model, batch, packed=packed)
     torch.testing.assert_close(once, each, rtol=0, atol=0 if kernel == "vllm" else 0.1)
     assert drift(found, expected)[1] <= 0.02
-
-
-def repeats(batch: Batch) -> torch.Tensor:
-    """Whether another sequence of the group comes before, bool [B]."""
-    return torch.tensor([group in batch.group[:row] for row, group in enumerate(batch.group)])
 
 
 def test_what_differs_is_not_shared():

@@ -22,12 +22,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes made of rows."""
     folder = tmp_path_factory.mktemp("sharded")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [*launch, "-m", "tests.support.shard_worker", str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=400,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*launch, "-m", "tests.support.shard_worker", str(folder)]
+    subprocess.run(command, env=environment, check=True, timeout=400)
     return torch.load(folder / "made.pt")
 
 

@@ -9,7 +9,6 @@ from openai import AsyncOpenAI, BadRequestError
 from qarl.conversations import Conversation, Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.conversations.tools import Said, ToolTurns
-from qarl.embedded.recipe import RECIPES, recipe_tokenizer
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.tasks import Problem, RewardError
 from tests.support.conversations import Script
@@ -18,11 +17,6 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "descriptio
 CALLS = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ASKED = {"role": "user", "content": [{"type": "text", "text": "q?"}]}
 CHAT: list[Any] = [{"role": "developer", "content": "Be."}, ASKED]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return recipe_tokenizer(RECIPES["tiny-qwen3-tools"])
 
 
 def spoken(tokenizer: Any, agent: Any, says: list[str], limit: int = 2000, most: int = 2000, samples: int = 1) -> Any:

@@ -51,13 +51,6 @@ def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
     )  # fmt: skip
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def shown(show: Callable[[Console], object], columns: int, terminal: bool = True) -> list[str]:
     console = Console(width=columns, color_system=None, force_terminal=terminal)
     with console.capture() as captured:
@@ -71,12 +64,12 @@ def drawn(dashboard: Dashboard, columns: int) -> list[str]:
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_the_panel_says_what_goes_on_and_how_long(columns: int):
-    clock = Clock()
+    clock = Mock(return_value=100.0)
     config = load_config(config_file("tiny-qwen3"), {"model": "a/[model]"})
     dashboard = Dashboard(config, Console(file=io.StringIO()), clock)
-    clock.now += 5
+    clock.return_value += 5
     dashboard.entered("sample")
-    clock.now += 60
+    clock.return_value += 60
     first = drawn(dashboard, columns)
     assert any("0 / 150   1:05 elapsed" in line for line in first)
     assert any("sample for 60 s" in line for line in first), "while the first step runs"
@@ -98,7 +91,7 @@ def test_the_panel_says_what_goes_on_and_how_long(columns: int):
 def test_without_a_terminal_lines_say_the_same():
     out = io.StringIO()
     config = load_config(config_file("tiny-qwen3"), {})
-    with Dashboard(config, Console(file=out, width=40), Clock()) as dashboard:
+    with Dashboard(config, Console(file=out, width=40), Mock(return_value=100.0)) as dashboard:
         dashboard.entered("sample")
         for number in range(1, 8):
             dashboard.stepped(step(number, 0.5, learned=number != 7))

@@ -21,21 +21,15 @@ from tests.support.transformers_engine import use_transformers_engine
 
 def result(*verdicts: str, name: str = "made up") -> Result:
     """Questions answered as "101" says, right and wrong; each right answer is "r", the wrong ones all differ."""
-    return Result(
-        name,
-        tuple(
-            Question(
-                id=f"{name}:{number}",
-                question=f"question {number}",
-                reference="r",
-                answers=tuple("r" if mark == "1" else f"w{k}" for k, mark in enumerate(marks)),
-                correct=tuple(mark == "1" for mark in marks),
-                tokens=(7,) * len(marks),
-                truncated=(False,) * len(marks),
-            )
-            for number, marks in enumerate(verdicts)
-        ),
-    )
+    questions = tuple(
+        Question(
+            id=f"{name}:{number}", question=f"question {number}", reference="r",
+            answers=tuple("r" if mark == "1" else f"w{k}" for k, mark in enumerate(marks)),
+            correct=tuple(mark == "1" for mark in marks), tokens=(7,) * len(marks), truncated=(False,) * len(marks),
+        )
+        for number, marks in enumerate(verdicts)
+    )  # fmt: skip
+    return Result(name, questions)
 
 
 def evaluation(*each: Result, **settings: Any) -> Evaluation:

@@ -72,10 +72,6 @@ def investigation(models: Three, batch: Batch) -> Investigation:
     return Investigation(batch=batch, learners=learners, layers=layers, multiplies="its own layers", pitfalls=[])
 
 
-def data_of(page: str) -> dict[str, Any]:
-    return json.loads(page.split('id="data">', 1)[1].split("</script>", 1)[0])
-
-
 def test_the_page_holds_what_was_measured():
     """Scatter, position and probability for each learner, every layer, text as text; no more points than it can
     draw."""
@@ -88,7 +84,7 @@ def test_the_page_holds_what_was_measured():
     ]
     layers = [LayerDeviation(f"layer.{n}", 0.1, 1e-4 * (1 + FAULTY * (n == 7))) for n in range(20)]
     page = mismatch_page("model <script>", findings(learners, layers, "kernels & more"), learners, layers)
-    data = data_of(page)
+    data = json.loads(page.split('id="data">', 1)[1].split("</script>", 1)[0])
     assert [figure["id"] for figure in data["figures"]] == ["probabilities", "by-position", "by-probability"]
     assert all(len(line["x"]) == POINTS for line in data["figures"][0]["lines"])
     (figure,) = data["layers"]

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.seeds import stable_hash, step_seed
-from qarl.learner.batching import make_batch
 from qarl.learner.processes import Processes
 from qarl.learner.stopwatch import Stopwatch
 from qarl.report.metrics import batch_metrics
@@ -116,10 +114,3 @@ def test_completions_without_a_signal_are_left_out_and_counted(monkeypatch):
     monkeypatch.setattr(Recorder, "name", "numbers", raising=False)
     with pytest.raises(RewardError, match=r"'numbers' gave None \(no signal\) for all 8 completions of s"):
         run(None, 3, set())
-
-
-def test_groups_of_different_sizes_are_compared_each_within_itself():
-    completion = Completion((2,), (-0.5,), "", 0, "stop")
-    groups = [Group(Prompt("a", "a", (1,)), (completion,) * n, tuple(map(float, range(n)))) for n in (2, 3)]
-    advantages = make_batch(groups, 0).advantages.flatten()
-    torch.testing.assert_close(advantages, torch.tensor([-1, 1, -(1.5**0.5), 0, 1.5**0.5]))

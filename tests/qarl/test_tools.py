@@ -15,7 +15,7 @@ from qarl.configs.schema.task import TaskConfig
 from qarl.conversations import Speaker, converse
 from qarl.conversations.environment import environment_rollout
 from qarl.conversations.tools import Said, ToolCall, ToolTurns
-from qarl.embedded.recipe import RECIPES, encode_problems, recipe_tokenizer
+from qarl.embedded.recipe import RECIPES, encode_problems
 from qarl.embedded.tokenizer import TOOL_TEMPLATE
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.run.prompts import Prompter
@@ -77,11 +77,6 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def mine(spec: str) -> Environments:
     return open_environments(spec, 0.5)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return recipe_tokenizer(RECIPES["tiny-qwen3-tools"])
 
 
 def tool_turns(tokenizer: Any, environments: Environments, template: str = TOOL_TEMPLATE) -> ToolTurns:

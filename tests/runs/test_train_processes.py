@@ -27,13 +27,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 def started(*arguments: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
     """`qarl ARGUMENTS` going on, without a terminal."""
     return subprocess.Popen(
-        command(*arguments) if launcher is None else [*launcher, *arguments],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        command(*arguments) if launcher is None else [*launcher, *arguments], env=environment(), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: float = 400) -> None:

@@ -27,9 +27,7 @@ def products(**families: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("kernel", "scheme", "dtype"),
         [
-            pytest.param(
-                kernel, scheme, dtype, marks=[no_cuda] if kernel == "vllm" else [], id=f"{kernel}-{scheme}-{name}"
-            )
+            pytest.param(kernel, scheme, dtype, marks=[no_cuda] * (kernel == "vllm"), id=f"{kernel}-{scheme}-{name}")
             for kernel, schemes in families.items()
             for scheme in schemes
             for name, dtype in COMPUTE_DTYPES.items()
