@@ -84,8 +84,7 @@ def load(_model: Any, _config: Any, stream: Iterable[LowBitTensor]) -> LoadRepor
 
 def test_no_token_is_of_weights_before_a_publish(random_policy: Policies, monkeypatch: pytest.MonkeyPatch):
     """Contract: a step that was scheduled beyond an answer's end, and computed by the weights before, is given to no
-    request of the next call; a publish between two calls is not refused, and every token is of the version that is
-    reported for it."""
+    request of the next call; a publish between two calls is not refused; tokens are of the version reported."""
     settle = CpuPlatform.check_and_update_config.__func__
 
     def settled(cls: type, config: Any) -> None:

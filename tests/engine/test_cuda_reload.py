@@ -35,8 +35,7 @@ Stream = Iterator[tuple[str, Any]]
 
 
 def stacked(scheme: Scheme, quantized: CompressedTensorsConfig | None, name: str) -> tuple[nn.Module, Stream]:
-    """A layer of the least rows that there are, where a mistake in counting would weigh most, and how each tensor of a
-    version goes into it."""
+    """A layer of the least rows, where miscounting weighs most, and how each tensor of a version goes into it."""
     layer = QKVParallelLinear(
         HIDDEN, HEAD, 2, 1, bias=False, params_dtype=torch.bfloat16, quant_config=quantized, prefix=name,
         disable_tp=True,

@@ -47,8 +47,7 @@ PRODUCTS = [
     *((tokens, 256, 512) for tokens in (1, 17, 256)),
     *((tokens, rows, 2048) for tokens in (1, 22528) for rows in (512, 1024, 4096, 6144, 12288)),
 ]
-"""Tokens, rows and columns: rows of the layers of Qwen3-0.6B to 8B over 2048 columns; a decoded token, and a
-micro-batch's."""
+"""Tokens, rows and columns: rows of Qwen3-0.6B's to 8B's layers over 2048 columns; a decoded token, a micro-batch."""
 
 
 @schemes

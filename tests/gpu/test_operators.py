@@ -52,8 +52,7 @@ OPERATORS: dict[str, tuple[Callable[[], CustomOp], list[int]]] = {
 @pytest.mark.parametrize("tokens", [1, 4096])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_are_the_engines_kernels_with_gradients(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """Contract: values and gradients, of masters too, are near those of vLLM's native form in fp32; no input is written
-    into."""
+    """Contract: values and gradients, of masters too, are near vLLM's native form's in fp32; no input is changed."""
     make, columns = OPERATORS[name]
     operator, exact = (make_operator(make, dtype, device="cuda") for dtype in (BF16, torch.float32))
     leaves = [values(tokens, n, seed=seed).requires_grad_() for seed, n in enumerate(columns)]

@@ -183,8 +183,7 @@ def test_the_sample_stays_within_its_budget():
 
 
 def stale_batch(learner: Learner) -> Batch:
-    """Half of its groups sampled by the codes of before a batch that was learned, but for their last tokens, the others
-    by the present ones."""
+    """Half of its groups sampled by codes of a batch ago, but for their last tokens, the others by the present."""
     batch = batch_of(1)
     before, _ = learner.logprobs(batch)
     learner.learn(batch_of(0), 0)
@@ -287,9 +286,8 @@ def test_crossings_by_hand():
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "nvfp4a16", "bf16"])
 def test_changes_are_those_of_masters_and_codes(scheme: str):
-    """Contract: over one update of a mixture of experts, the share of crossings is that of the masters before and
-    after, of flips that of the published codes, unpacked; layers in the compute dtype (routers, output head,
-    embeddings) have no codes."""
+    """Contract: over one update of a mixture of experts, the share of crossings is that of the masters, of flips that
+    of the published codes, unpacked; layers in the compute dtype (routers, output head, embeddings) have no codes."""
     model = low_bit(random_moe(CONFIGS["qwen3_moe"]), scheme)
     learner = Learner(model, LearnerConfig.model_validate({"mini_batches": 1, "optimizer": {"lr": 1e-4}}))
     before = masters_of(learner)

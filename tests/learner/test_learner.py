@@ -52,8 +52,7 @@ def gradients_of_learning(learner: Learner, batch: Batch) -> tuple[list[dict[str
 def test_accumulation_changes_nothing(objective: str, aggregation: str, mini_batches: int):
     """Contract: cutting a mini-batch into micro-batches, down to one sequence each, gives the gradients and the mean
     statistics of one forward over all of it. Derivation: each sequence's loss is divided by the mini-batch's size
-    (token-mean: by its tokens), wherever it is computed. Float32 and no steps, so that only the order of sums
-    differs."""
+    (token-mean: by its tokens), wherever it is computed. Float32 and no steps: only the order of sums differs."""
 
     def run(budget: int):
         settings: dict[str, Any] = {"objective": {"name": objective}, "aggregation": {"name": aggregation}}
@@ -231,8 +230,7 @@ def test_the_gate_comes_before_any_update():
 
 
 def test_a_batch_without_reward_differences_teaches_nothing():
-    """Equal rewards in every group: no update, no skip, no decay of weights, statistics that are numbers, and none of
-    what is measured of updates."""
+    """Equal rewards in every group: no update, skip or decay, statistics that are numbers, and none of updates."""
     groups = [dataclasses.replace(g, rewards=(0.5,) * SAMPLES) for g in make_groups()]
     learner = make_learner(optimizer={"weight_decay": 0.5}, diagnostics_every=1)
     before = masters_of(learner)
@@ -274,8 +272,7 @@ def test_a_reference_is_needed_exactly_where_a_penalty_is(given_one: bool):
 def test_a_shadow_forward_takes_ratios_from_the_published_codes():
     """A plain learner under a W4A16 sampler whose log-probs are those of the codes: its own forward differs from them
     (β), so a bypass ratio is off 1 and clips although no update came before; with the shadow forward β is 0 and nothing
-    is clipped, in the first update, while the gradient stays that of the plain forward, up to the ratio that
-    weights it."""
+    is clipped, in the first update, while the gradient stays the plain forward's, up to the ratio that weights it."""
     bypass, plain_learner = {"name": "none", "ratio_from": "sampler"}, {"aligned": False, "mini_batches": 1}
     found = {}
     for fix in ("none", "shadow_forward"):
@@ -336,8 +333,7 @@ def forwards_without_gradient(learner: Learner) -> list[int]:
 def test_forwards_without_gradient(config: dict[str, Any], share: float):
     """Share of the batch's rows that are computed without a gradient. The last group of `make_groups` teaches nothing,
     so the first mini-batch that is trained may not be the first. Steps that are measured score the last mini-batch once
-    more, after its update; the first of them the first mini-batch too, before and after, for the distance from the
-    start."""
+    more, after its update; the first of them the first one too, before and after, for the distance from the start."""
     learner, batch = make_learner(**FP32, objective={"name": "grpo"}, **config), batch_of()
     rows = forwards_without_gradient(learner)
     stats = learner.learn(batch, step=0)
@@ -360,8 +356,7 @@ def test_they_are_the_same_as_those_computed_beforehand(name: str):
 
 
 def test_bytes_are_those_of_gradients_and_moments():
-    """Contract: counted before the first step, equal to what is there after it. Blind spot: no GPU has held
-    anything yet."""
+    """Contract: counted before the first step, equal to what is there after it. Blind spot: no GPU has run this."""
     learner = make_learner(optimizer={"name": "muon"})
     counted = step_bytes(learner.model, learner.config, 1)
     with reserved(learner.model, learner.config, 1):
@@ -459,8 +454,7 @@ def test_good_updates_between_skips_start_the_count_again_and_a_resumed_run_does
 
 @pytest.mark.parametrize("how", ["nearest", "stochastic"])
 def test_a_float16_master_beyond_its_range_is_an_error(how: str):
-    """65472 + 100 rounds to infinity in float16, whatever the rounding; the error names the master, not its finite
-    neighbour. bfloat16 holds both."""
+    """65472 + 100 is infinite in float16, however rounded; the error names that master alone. bfloat16 has both."""
     for dtype in (torch.bfloat16, torch.float16):
         masters = {"small": nn.Parameter(torch.ones(4, dtype=dtype)), "large": nn.Parameter(torch.ones(4, dtype=dtype))}
         with torch.no_grad():

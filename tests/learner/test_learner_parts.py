@@ -128,8 +128,7 @@ def test_mini_batches_are_shuffled_by_their_seed():
 @given(batches(), st.integers(1, 200), st.data())
 def test_micro_batches_cover_rows_within_the_token_budget(how: str, batch: Batch, budget: int, data: st.DataObject):
     """Contract: each given row exactly once; rows · longest, or packed their own tokens, without prompts that another
-    has, ≤ budget, except that a row longer than the budget goes alone; and no cut is needless: one more row would have
-    exceeded the budget."""
+    has, ≤ budget, except that a longer row goes alone; and no cut is needless: one more row would exceed it."""
     packed, sharing = how != "padded", how == "sharing prompts"
 
     def size(rows: torch.Tensor) -> int:
@@ -148,8 +147,7 @@ def test_micro_batches_cover_rows_within_the_token_budget(how: str, batch: Batch
 
 
 def test_mismatch_by_hand():
-    """Differences 0.1, -0.3 | 0.2 (learner - sampler), padding ignored: mean |d| = 0.2, max 0.3, k3 = mean(e^d-1-d),
-    log weights -0.1 and 0.2."""
+    """d = 0.1, -0.3 | 0.2, learner less sampler, padding left out: mean |d| 0.2, max 0.3, log weights -0.1 and 0.2."""
     response_mask = torch.tensor([[True, True, False], [False, True, False]])
     sampler = torch.tensor([[-1.0, -2.0, -9.0], [-7.0, -0.5, 4.0]])
     learner = torch.tensor([[-0.9, -2.3, 0.0], [0.0, -0.3, 0.0]])

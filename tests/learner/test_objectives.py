@@ -541,8 +541,7 @@ def loss_of(code: str, folder: Path) -> float:
 
 
 def test_the_examples_loss_is_the_one_computed_by_hand():
-    """Σ over the first sequence alone (A = 1) of -w log π / 3, halved by the mean over sequences; w is token_tis's, the
-    default, π_learner/π_sampler."""
+    """Σ over the first sequence (A = 1) of -w log π / 3, halved by the mean over sequences; w is token_tis's."""
     config = load_config(None, OWN).learner
     assert isinstance(config.correction, TruncatedConfig) and config.correction.name == "token_tis"
     inputs = two_sequences()

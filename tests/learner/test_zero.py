@@ -58,8 +58,7 @@ def trained(batches: int, muon: bool = False) -> tuple[dict[str, torch.Tensor], 
 
 
 def written_by_two(folder: Path, name: str) -> Path:
-    """A checkpoint of two files, "damaged": the second of them with a flipped bit, or "followed": by a checkpoint whose
-    manifest is empty."""
+    """A checkpoint of two files: the second "damaged" by a flipped bit, or "followed" by one of an empty manifest."""
     target = save_checkpoint(folder, 7, {"learner": {"masters": {}, "optimizer": {"masters": {}}}}, keep=1)
     files = [target / "state-00000.pt", target / "state-00001.pt"]
     content = files[0].read_bytes()
@@ -127,8 +126,7 @@ def test_two_processes_learn_as_one(done: Done, stage: int):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_partitioned_masters_give_the_codes_of_whole_ones(done: Done, stage: int):
-    """Quantization sees whole rows and quantization groups: the codes are those of the gathered masters, materialized
-    in one process, bit for bit."""
+    """Quantization sees whole rows and groups: codes are, bit for bit, those of the gathered masters in one process."""
     ours = done[f"w4a16 stage {stage}"]
     other = make_learner("w4a16", torch.bfloat16, **LEARNER)
     with torch.no_grad():
@@ -190,9 +188,8 @@ def test_partitioned_adapters_experts_and_references(
     done: Done, job: str, model: str, scheme: str, dtype: torch.dtype, settings: dict[str, Any], batches: int
 ):
     """The factors over a partitioned frozen base, and fused experts with their routers' loss, learn under ZeRO-3 what
-    they learn in one process, with codes that all make together whenever one needs them; so do a policy held to a
-    partitioned reference, and a plain learner, which multiplies a cast that is put together. The base's digest is that
-    of the whole base."""
+    they learn in one process, with codes that all make together whenever one needs them; so do a policy near a
+    partitioned reference, and a plain learner, which multiplies a cast put together. The digest is the base's."""
     alone = alone_on(done["folder"] / model, scheme, dtype, settings, batches)
     ours = done[job]["state"]
     assert ours["base"] == alone.state_dict()["base"] and (ours["base"] is None) == (not job.startswith("lora"))
@@ -207,9 +204,8 @@ def test_partitioned_adapters_experts_and_references(
 def test_muon_in_two_processes_is_muon_in_one(done: Done, job: str):
     """Also where a checkpoint of one process goes on in two. These gradients have fewer tokens than rows, and the
     orthogonalization in bfloat16 blows the rounding noise of their null space up to a share of the update, anew with
-    every other order of sums: a third was seen, where unrelated updates would differ by more than they move. The
-    arithmetic itself, and the momentum that goes back to one process, are held by the test of equal gradients
-    (test_sharded.py)."""
+    every other order of sums: a third was seen, where unrelated updates would differ by more than they move. Equal
+    gradients, and the momentum that goes back to one process: test_sharded.py."""
     moved, off = distances(trained(0)[0], trained(2, muon=True)[0], done[job]["state"]["masters"])
     assert moved.mean() > 2e-5 and off.mean() <= 0.5 * moved.mean()
 
@@ -228,8 +224,7 @@ def test_a_process_holds_and_sends_its_share_alone(done: Done):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_16_bit_masters_are_rounded_in_every_process(done: Done, stage: int):
-    """From stage 1 on bfloat16 masters are rounded stochastically, each process with a generator of its own, which the
-    checkpoint keeps."""
+    """From stage 1 on bfloat16 masters are rounded stochastically, each process by its own generator, which is kept."""
     state = done[f"bfloat16 stage {stage}"]["state"]
     assert all(master.dtype == torch.bfloat16 for master in state["masters"].values())
     first, second = state["optimizer"]["generator"]

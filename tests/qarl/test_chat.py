@@ -120,8 +120,7 @@ def test_without_room_an_agent_is_answered_by_nothing(tokenizer: Any):
 
 
 def test_what_no_conversation_can_have_ends_the_run(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
-    """Whatever the agent makes of it: samples of a problem that begin otherwise, a prompt that is too long, and a
-    template that cannot go on."""
+    """Whatever the agent makes of it: samples that begin otherwise, a prompt too long, a template that cannot go on."""
     begun = iter("ab")
 
     async def otherwise(create: Any, policy: Conversation) -> None:

@@ -134,8 +134,7 @@ def test_nothing_to_resume_from(tmp_path: Path):
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path):
-    """One cut short too. Lines end at line feeds alone: a text may hold U+2028, U+2029 or U+0085, which JSON leaves as
-    they are."""
+    """One cut short too. Lines end at line feeds alone: texts may hold U+2028, U+2029 or U+0085, which JSON leaves."""
     file = tmp_path / "metrics.jsonl"
     text = [json.dumps({"step": s, "text": "a\u2028b\u2029c\u0085d"}, ensure_ascii=False) for s in (1, 2, 3)]
     file.write_text("".join(line + "\n" for line in text) + '{"step": 4, "rew', encoding="utf-8")

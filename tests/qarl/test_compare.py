@@ -208,8 +208,7 @@ def test_the_table():
 @pytest.mark.slow
 def test_cells_are_trained_once_and_go_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Two schemes, two seeds, two at a time. What a kill before the last checkpoint leaves of one run, and one before
-    the first of another, is all that the same command trains again, to the same figures; a run of another configuration
-    in a cell's place is refused."""
+    the first of another, is all that is trained again, to the same figures; another configuration's run is refused."""
     monkeypatch.setattr(sys, "executable", str(forks.interpreter(tmp_path)))
     output = tmp_path / "runs"
     command = ["compare", "--vary", "scheme=bf16,w4a16", "--seeds", "0,1", "--output", str(output), *SMALL]

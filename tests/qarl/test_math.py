@@ -115,8 +115,7 @@ def by_the_library(reference: str, text: str) -> bool:
 
 
 def test_generated_answers_agree_with_math_verify():
-    """500 of them in `make test-thorough`. Blind spot: with several boxes in a text QaRL takes the last, the library
-    all."""
+    """500 in `make test-thorough`. Blind spot: of several boxes in a text QaRL takes the last, the library all."""
     drawn = list(cases(500 if thorough() else 2 * len(KINDS), seed=0))
     rewards = math_scorer()([response(reference, text) for reference, text, _ in drawn])
     for (reference, text, right), reward in zip(drawn, rewards, strict=True):

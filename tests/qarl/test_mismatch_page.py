@@ -73,8 +73,7 @@ def investigation(models: Three, batch: Batch) -> Investigation:
 
 
 def test_the_page_holds_what_was_measured():
-    """Scatter, position and probability for each learner, every layer, text as text; no more points than it can
-    draw."""
+    """Scatter, position and probability for each learner, every layer, text as text; no more points than fit."""
     count = 3 * POINTS
     generator = np.random.default_rng(0)
     sampler = -generator.random(count) * 5

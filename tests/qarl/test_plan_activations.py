@@ -83,8 +83,7 @@ def planned_activations(config: dict[str, Any], scheme: str, checkpointing: bool
 
 
 class Peak(TorchDispatchMode):
-    """bytes: most that tensors without values had at once, of those made within. paused: counting nothing as most, as
-    within a compiled kernel."""
+    """bytes: most that tensors made within had at once. paused: counting none as most, as in a compiled kernel."""
 
     def __init__(self) -> None:
         super().__init__()

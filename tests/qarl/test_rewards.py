@@ -239,8 +239,7 @@ def test_nothing_outlives_a_run_that_is_killed(questions: Path):
 
 
 def test_a_failing_reward_is_asked_again_or_left_out(questions: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
-    """Contract: only what failed is asked again, twice; what goes on failing stops the run, or is no signal. One line
-    says so each time."""
+    """Contract: only what failed is asked again, twice, a line each; if it goes on the run stops, or has no signal."""
     monkeypatch.setattr(scorers, "_RETRY_SECONDS", (0.0, 0.0))
     code = "asked = []\n\n\ndef f(problem, text):\n    asked.append(text)\n    open('asked', 'a').write(text)\n"
     code += "    return 1.0 / (text != 'b' or asked.count('b') > {}) if text != 'c' else 1 / 0"

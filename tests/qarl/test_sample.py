@@ -18,8 +18,7 @@ PROMPTS = 4
 
 
 class Recorder:
-    """A task, prompter and engine in one: problem n is the number n; its completions are rewarded equally unless n is
-    in `teaching`."""
+    """A task, prompter and engine in one: problem n is the number n; rewards are equal unless n is in `teaching`."""
 
     def __init__(self, teaching: set[int]):
         self.teaching = teaching
@@ -96,8 +95,7 @@ def test_rounds_are_bounded(dynamic: int, rounds: int):
 
 
 def test_steps_do_not_share_problems_or_seeds():
-    """Every (step, round) has problems and a seed of its own, whatever earlier steps needed: a resumed run repeats
-    them."""
+    """Every (step, round) has its own problems and seed, whatever earlier steps needed: a resumed run repeats them."""
     asked = [start for step in range(5) for start, _, _ in run(2, step, set())[0].asked]
     assert asked == list(range(0, 5 * 3 * PROMPTS, PROMPTS))
     seeds = {step_seed(0, step, attempt) for step in range(5) for attempt in range(3)}

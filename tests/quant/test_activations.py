@@ -57,8 +57,7 @@ def vllm_fp8(group_columns: int) -> Any:
 @settings(max_examples=examples(300))
 def test_codes_of_tokens_are_vllms_dynamic_quantization(scheme: str, dtype: torch.dtype, x: torch.Tensor):
     """Contract: codes and scales are those of vLLM's CPU kernel `dynamic_scaled_int8_quant`, and of its `QuantFP8`, so
-    backward sees what the product multiplied. Blind spot: the kernel has one code path per instruction set; this
-    machine's is tested."""
+    backward sees what the product multiplied. Blind spot: the kernel's paths for other instruction sets than here."""
     from vllm._custom_ops import onednn_scaled_int8_quant
 
     codes, scale, *_ = onednn_scaled_int8_quant(x) if scheme == "w8a8" else vllm_fp8(-1)(x)
@@ -124,8 +123,7 @@ GROUPS = {"fp8-block": 128, "nvfp4": 16}
 @pytest.mark.parametrize("name", ACTIVATION_SCHEMES)
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES.values())
 def test_zero_rows_and_dequantization(name: str, dtype: torch.dtype):
-    """A row of zeros gives zeros and a finite scale; dequantized(dtype) is the fp32 product rounded once; tokens do
-    not see each other."""
+    """Rows of zeros give zeros and finite scales; dequantized(dtype) is the fp32 product rounded once, by token."""
     columns = 2 * GROUPS.get(name, 18)
     x = torch.randn(4, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[1] = 0.0

@@ -64,8 +64,7 @@ def test_schemes_compile_in_one_process(eager_backend: None):
 
 
 def test_codes_are_dequantized_in_one_pass(eager_backend: None):
-    """Contract: of every scheme in both dtypes one graph without a break, of any number of rows, with the operators'
-    bits. Blind spot: as above."""
+    """Contract: of a scheme and dtype one graph, of any number of rows, with the operators' bits. Blind: as above."""
     names = [name for name in SCHEMES if get_scheme(name).weights]
     for rows, name, dtype in product((128, 256, 384), names, (torch.bfloat16, torch.float32)):
         weight = torch.linspace(-1.0, 1.0, rows * 256).sin().view(rows, 256)

@@ -57,8 +57,7 @@ def grouped_gradients(experts: RoutedLowBitExperts, tokens: int, monkeypatch: py
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16-g32", "w8a8", "fp8", "nvfp4"])
 def test_experts_gradients_by_grouped_products(scheme: str, monkeypatch: pytest.MonkeyPatch):
     """Contract: within 2 % of autograd's in float64, 4 % where rounded activations take another code here and there;
-    tokens in several parts, an expert without any. A wrong order of rows, weight or expert is off by the gradient's own
-    size."""
+    tokens in several parts, an expert without any. A wrong order of rows, weight or expert is off by its own size."""
     monkeypatch.setattr(grouped_backward, "TOKENS", 16)
     experts = make_experts(scheme)
     inputs, found = grouped_gradients(experts, 40, monkeypatch, grouped=True)

@@ -176,8 +176,7 @@ def test_factor_gradients_of_experts(scheme: str, aligned: bool):
 
 
 def test_the_first_policy_is_the_base_and_only_adapters_are_masters():
-    """Before training the stream is the base's bit for bit; every linear layer of the decoder has an adapter, and
-    nothing else is trained."""
+    """Before training the stream is the base's to the bit; linear layers have adapters, and all else is frozen."""
     base = make_learner().model
     model = lora_learner().model
     model.refresh()
@@ -222,8 +221,7 @@ def test_training_moves_adapters_alone(scheme: str, optimizer: str):
 
 
 def test_checkpointed_layers_give_adapters_the_same_gradients():
-    """Nothing below the first adapter has a gradient, so a recomputed layer's input needs none; its factors' gradients
-    are the same bits all the same."""
+    """Nothing below the first adapter has a gradient, so a recomputed input needs none; factors' are the same bits."""
     plain, again = (lora_learner(gradient_checkpointing=given, mini_batches=1) for given in (False, True))
     for learner in (plain, again):
         learner.learn(batch_of(0), step=0)

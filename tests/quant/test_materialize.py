@@ -327,8 +327,7 @@ def test_every_experts_tensors_are_the_librarys(scheme: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
-    """Nothing is copied between what the forward multiplies and what is published; NVFP4, whose scale spans a matrix,
-    has a buffer an expert."""
+    """What is multiplied is published without a copy; NVFP4, whose scale spans a matrix, has a buffer an expert."""
     low_bit = materialize_experts(*expert_masters(3, 128, 128, seed=0), get_scheme(scheme), torch.bfloat16, "layer")
     single = not get_scheme(scheme).fuses_scales
     for part in ("gate_up", "down"):

@@ -99,8 +99,7 @@ def assert_near(ours: Tensors, theirs: Tensors, bound: float) -> None:
 def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: torch.dtype):
     """Contract: the bits of the engine's own call; gradients are autograd's in fp32 through the formula here, of the
     same rounded values, to 4 units in the last place of the largest. No input is written into, and nothing but inputs
-    is kept, not even copies of them; of rotations the positions alone, of a sum that is normalized what is
-    passed on of it."""
+    is kept, no copy of them; of rotations the positions alone, of a sum that is normalized what is passed on."""
     make, drawn, formula = CASES[name]
     operator, arguments = make_operator(make, dtype), arguments_of(name, dtype)
     weights, rows = operator.weights.values(), arguments[-len(drawn) :]

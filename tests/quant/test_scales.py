@@ -44,8 +44,7 @@ def codes_one_by_one(weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor) 
 def test_codes_under_a_kept_scale_are_those_of_a_slow_reference(name: str, master: torch.dtype, dtype: torch.dtype):
     """Contract: materialize(…, scale=s) stores s and round(clamp(w / s)), by compiled loops and by torch's operators,
     fresh and into buffers. Values far beyond the codes' range, quotients that overflow the dtype, and ties are among
-    them. Blind spot: a float64 quotient rounded to float32 could differ from float32's own by double rounding; the
-    seeds here show none."""
+    them. Blind spot: a float64 quotient rounded to float32 could differ from float32's own; the seeds show none."""
     scheme = get_scheme(name)
     weight = heavy(5, 256, seed=3) * 0.05
     weight[1, :4] = torch.tensor([3e4, -3e4, 0.0, -0.0])
@@ -78,8 +77,7 @@ def kept_model(model: PreTrainedModel, scheme: str) -> LowBitModel:
 
 @pytest.mark.parametrize("make", [random_model, lambda: random_moe(CONFIGS["qwen3_moe"])], ids=["dense", "experts"])
 def test_kept_scales_stay_where_masters_move(make: Callable[[], PreTrainedModel]):
-    """Contract: keeping changes nothing of the version there is; masters that move then change every layer's codes and
-    no scale."""
+    """Contract: keeping changes nothing of the present version; masters that move change all codes and no scale."""
     model = kept_model(make(), "w4a16")
     first = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     model.refresh()

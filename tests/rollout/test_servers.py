@@ -59,8 +59,7 @@ def test_a_completion_is_the_samplers_own_tokens():
 
 
 def test_a_completion_says_which_weights_sampled_each_token():
-    """Contract: where requests go on over a publish, by the versions that vLLM names, none before those of the call,
-    later tokens by later ones."""
+    """Contract: by the versions that vLLM names, none before those of the call, later tokens by later ones."""
     spans = [span("3-d", 0, 1), span("5-e", 1, 2)]
     versions = PUBLISHED | {"5-e": 5}
     completion = read_completion(altered(weight_versions=spans), "http://a", versions)
@@ -212,8 +211,7 @@ def test_an_engine_has_the_runs_settings(gpus: bool, setting: bool | None, eager
 
 
 def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And on CPUs memory, unless told otherwise. Blind spot: that nothing listens elsewhere then is
-    tests/engine/test_servers.py's."""
+    """And on CPUs memory, unless told otherwise. That nothing listens elsewhere then: tests/engine/test_servers.py."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     environment = replica_environment("k", tmp_path)
@@ -229,8 +227,7 @@ def test_a_replica_keeps_to_itself_whatever_the_environment_says(tmp_path: Path,
 
 
 def test_a_server_and_what_it_started_end_with_the_run():
-    """Contract: whoever is killed, and whatever either makes of SIGTERM, which a server ignores while its engine
-    starts."""
+    """Contract: whoever is killed, and whatever either makes of SIGTERM, which a starting server ignores."""
     server = (
         "import signal, subprocess, time; from qarl.quant.runtime.parent import end_group_with_the_parent as ends;"
         "signal.signal(15, signal.SIG_IGN); ends(); print(subprocess.Popen(['sleep', '60']).pid, flush=True);"

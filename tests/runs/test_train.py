@@ -202,8 +202,7 @@ LORA = ["--learner.lora.name", "lora", "--learner.lora.rank", "8", "--lr", "5e-3
 def test_a_lora_run_from_start_to_export(tmp_path: Path):
     """Contract: every step publishes merged codes that the engine takes for the learner's (mismatch, canary); the
     checkpoint is of the adapters alone and continues; `qarl export` writes the bytes of the run's own export, in which
-    adapted layers differ from what the engine started with and everything else is the same bit for bit. The first
-    policy is the KL's reference."""
+    adapted layers alone differ from what the engine started with. The first policy is the KL's reference."""
     run = tmp_path / "run"
     done = succeeded("train", *SMALL, *LORA, "--learner.lora.targets", "*_proj", "--steps", "2", "--output", run)
     assert "LoRA: rank 8, alpha 32 on 14 of 15 weight matrices; 32,768 parameters are trained" in done.stdout

@@ -99,8 +99,7 @@ def engines_experts(
 
 @contextmanager
 def stub_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """Within this context every loaded module of vLLM, and of ours that asks it, is told that it runs on a GPU of this
-    capability."""
+    """Within this context modules of vLLM, and of ours that ask it, are told that they run on such a GPU."""
     stub = type("Stub", (StubCuda,), {"capability": DeviceCapability(*capability)})()
     number = 10 * capability[0] + capability[1]
     load_general_plugins()  # vLLM does so once a process: on the stand-in ours would leave out the CPU's kernels

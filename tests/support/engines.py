@@ -20,16 +20,14 @@ SEQUENCES = [torch.randint(16, 512, (n,), generator=torch.Generator().manual_see
 
 
 def make_model(folder: Path, scheme: str, dtype="bfloat16", layers="[]", kernel="vllm", **context: Any) -> LowBitModel:
-    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context: of
-    `LayerContext`."""
+    """The low-bit model over a folder's masters; layers: rules as `--layers` takes them. context: `LayerContext`'s."""
     compute, rules = COMPUTE_DTYPES[dtype], load_config(None, {"layers": layers}).layers
     masters = load_masters(folder, torch.float32)
     return LowBitModel(masters, get_scheme(scheme), LayerContext(compute, kernel, **context), rules=rules)
 
 
 def start_engine(model: LowBitModel, folder: Path, checkpoint: Path, dtype="bfloat16", **rollout: Any) -> VllmEngine:
-    """An engine on the model's export, written to `checkpoint`; folder: where its tokenizer is. rollout: fields that
-    are others than here."""
+    """An engine on the model's export, written to `checkpoint`; folder: of its tokenizer. rollout: other fields."""
     import_libraries()
     export_checkpoint(model, folder, checkpoint)
     fields = {"max_prompt_tokens": 32, "max_new_tokens": 32, "max_num_seqs": 16, **rollout}

@@ -83,8 +83,7 @@ def import_everything() -> None:
 
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
-    """Assert that none begins within, since a fork would have its locks and not it. pyarrow's jemalloc has one, which
-    forks make anew."""
+    """Assert that none begins within: a fork would have its locks alone. Forks make pyarrow's jemalloc's anew."""
     tasks = Path("/proc/self/task")
     before = set(os.listdir(tasks))
     yield

@@ -1,5 +1,4 @@
-"""What a publish is held to, on values made here: the audit's comparison and the step-0 gate; and how near an export's
-log-probs have to be."""
+"""What a publish is held to, on values made here: the audit, the step-0 gate, and how near an export has to be."""
 
 import math
 from dataclasses import fields, replace
