@@ -106,25 +106,18 @@ ONE_ALONE = "model.layers.1.mlp.experts.*=w4a16-g32"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "scheme", "dtype", "tied", "layers", "count"),
-    [
-        ("qwen3_moe", "bf16", "bfloat16", True, "[]", 20),
-        ("qwen3_moe", "bf16", "float16", False, "[]", 20),
-        ("qwen3_moe", "w4a16", "bfloat16", False, "[]", 20),
-        ("qwen3_moe", "w4a16-channel", "float16", True, "[]", 20),
-        ("qwen3_moe", "w8a8", "bfloat16", True, "[]", 20),
-        ("qwen3_moe", "w4a8", "bfloat16", False, "[]", 20),
-        ("qwen3_moe", "fp8", "bfloat16", False, "[]", 20),
-        ("qwen3_moe", "fp8", "float16", True, "[]", 20),
-        pytest.param("qwen3_moe", "w4a16", "bfloat16", False, TWO_SCHEMES, 5, id="two schemes and a router"),
-        pytest.param("qwen3_moe", "fp8", "bfloat16", False, ONE_PLAIN, 5, id="some experts left alone"),
-        pytest.param("qwen3_moe", "bf16", "bfloat16", False, ONE_ALONE, 5, id="some experts alone"),
-        ("mixtral", "bf16", "bfloat16", True, "[]", 3),  # it names experts and their block otherwise
-        ("mixtral", "w4a16", "bfloat16", True, "[]", 3),
-        ("mixtral", "fp8", "bfloat16", True, "model.layers.1.block_sparse_moe.experts.*=w8a8", 3),
-    ],
-)
+@pytest.mark.parametrize(("kind", "scheme", "dtype", "tied", "layers", "count"), [
+    ("qwen3_moe", "bf16", "bfloat16", True, "[]", 20), ("qwen3_moe", "bf16", "float16", False, "[]", 20),
+    ("qwen3_moe", "w4a16", "bfloat16", False, "[]", 20), ("qwen3_moe", "w4a16-channel", "float16", True, "[]", 20),
+    ("qwen3_moe", "w8a8", "bfloat16", True, "[]", 20), ("qwen3_moe", "w4a8", "bfloat16", False, "[]", 20),
+    ("qwen3_moe", "fp8", "bfloat16", False, "[]", 20), ("qwen3_moe", "fp8", "float16", True, "[]", 20),
+    pytest.param("qwen3_moe", "w4a16", "bfloat16", False, TWO_SCHEMES, 5, id="two schemes and a router"),
+    pytest.param("qwen3_moe", "fp8", "bfloat16", False, ONE_PLAIN, 5, id="some experts left alone"),
+    pytest.param("qwen3_moe", "bf16", "bfloat16", False, ONE_ALONE, 5, id="some experts alone"),
+    ("mixtral", "bf16", "bfloat16", True, "[]", 3),  # it names experts and their block otherwise
+    ("mixtral", "w4a16", "bfloat16", True, "[]", 3),
+    ("mixtral", "fp8", "bfloat16", True, "model.layers.1.block_sparse_moe.experts.*=w8a8", 3),
+])  # fmt: skip
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
     random_experts: Policies, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool, layers: str, count: int
 ):
@@ -191,17 +184,13 @@ SUFFIXES = ("packed", "scale", "shape")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drop",
-    [
-        (f"{EXPERTS}.3.up_proj.weight_scale",),
-        (f"{EXPERTS}.0.down_proj.weight_packed",),
-        (f"{EXPERTS}.7.gate_proj.weight_shape",),
-        tuple(f"{EXPERTS}.5.up_proj.weight_{s}" for s in SUFFIXES),
-        tuple(f"{EXPERTS}.5.{p}_proj.weight_{s}" for p in ("gate", "up", "down") for s in SUFFIXES),
-    ],
-    ids=["scale", "codes", "shape", "one matrix", "whole expert"],
-)
+@pytest.mark.parametrize("drop", [
+    (f"{EXPERTS}.3.up_proj.weight_scale",),
+    (f"{EXPERTS}.0.down_proj.weight_packed",),
+    (f"{EXPERTS}.7.gate_proj.weight_shape",),
+    tuple(f"{EXPERTS}.5.up_proj.weight_{s}" for s in SUFFIXES),
+    tuple(f"{EXPERTS}.5.{p}_proj.weight_{s}" for p in ("gate", "up", "down") for s in SUFFIXES),
+], ids=["scale", "codes", "shape", "one matrix", "whole expert"])  # fmt: skip
 def test_a_publish_that_lacks_an_experts_tensor_is_refused(running: Running, drop: Sequence[str]):
     model, engine = running
     report = engine.load([item for item in model.low_bit_tensors() if item.name not in drop], 1)

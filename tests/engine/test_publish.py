@@ -42,17 +42,13 @@ UNIFORM = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheme", "dtype", "layers", "tied", "publishes"),
-    [
-        *((scheme, dtype, "[]", number % 2 == 0, 50) for number, (scheme, dtype) in enumerate(UNIFORM)),
-        ("w4a16", "bfloat16", "[]", True, 50),
-        ("w4a16", "bfloat16", MIXED, True, 10),
-        ("bf16", "bfloat16", r"re:.*self_attn\.[qkv]_proj=w8a8,last:1=w4a16", False, 10),
-        ("fp8", "bfloat16", "model.layers.0.mlp.*=w4a16,lm_head=w8a8", False, 10),
-        ("w8a8", "bfloat16", "*.o_proj=bf16,lm_head=w4a16", False, 10),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "dtype", "layers", "tied", "publishes"), [
+    *((scheme, dtype, "[]", number % 2 == 0, 50) for number, (scheme, dtype) in enumerate(UNIFORM)),
+    ("w4a16", "bfloat16", "[]", True, 50), ("w4a16", "bfloat16", MIXED, True, 10),
+    ("bf16", "bfloat16", r"re:.*self_attn\.[qkv]_proj=w8a8,last:1=w4a16", False, 10),
+    ("fp8", "bfloat16", "model.layers.0.mlp.*=w4a16,lm_head=w8a8", False, 10),
+    ("w8a8", "bfloat16", "*.o_proj=bf16,lm_head=w4a16", False, 10),
+])  # fmt: skip
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
     random_policy: Policies, tmp_path: Path, scheme: str, dtype: str, layers: str, tied: bool, publishes: int
 ):

@@ -166,17 +166,11 @@ def test_the_float16_loss_scale_cancels_out():
         assert (gradient - given[1][name]).norm() <= 2e-2 * gradient.norm(), name
 
 
-@pytest.mark.parametrize(
-    ("scheme", "special", "optimizer", "dtype"),
-    [
-        ("w4a16", "", "muon", torch.bfloat16),
-        ("w4a16", "", "adamw", torch.float16),
-        ("w8a8", "", "muon", torch.float16),
-        ("w4a16", "kept scales", "adamw", torch.bfloat16),
-        ("w4a16", "adapters", "muon", torch.bfloat16),
-        ("w4a16", "adapters", "adamw", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "special", "optimizer", "dtype"), [
+    ("w4a16", "", "muon", torch.bfloat16), ("w4a16", "", "adamw", torch.float16), ("w8a8", "", "muon", torch.float16),
+    ("w4a16", "kept scales", "adamw", torch.bfloat16), ("w4a16", "adapters", "muon", torch.bfloat16),
+    ("w4a16", "adapters", "adamw", torch.bfloat16),
+])  # fmt: skip
 def test_a_restored_learner_continues_bit_for_bit(scheme: str, special: str, optimizer: str, dtype: torch.dtype):
     """Contract: learn, save, learn on = learn, save, load into another learner, learn on: masters, published bytes,
     statistics and loss scale equal bit for bit, through torch.save and from other initial weights. Where scales are
@@ -318,18 +312,13 @@ def forwards_without_gradient(learner: Learner) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(
-    ("config", "share"),
-    [
-        ({"mini_batches": 1}, 0.0),
-        ({"mini_batches": 2}, 0.5),
-        ({"mini_batches": 3}, 2 / 3),
-        ({"mini_batches": 3, "correction": BYPASS}, 0.0),
-        ({"mini_batches": 2, "correction": {"name": "token_mis", "ratio_from": "sampler"}}, 0.5),
-        ({"mini_batches": 2, "correction": BYPASS, "diagnostics_every": 1}, 2.0),
-        ({"mini_batches": 2, "aligned": False, "ratio_fix": "shadow_forward", "correction": BYPASS}, 2.0),
-    ],
-)
+@pytest.mark.parametrize(("config", "share"), [
+    ({"mini_batches": 1}, 0.0), ({"mini_batches": 2}, 0.5), ({"mini_batches": 3}, 2 / 3),
+    ({"mini_batches": 3, "correction": BYPASS}, 0.0),
+    ({"mini_batches": 2, "correction": {"name": "token_mis", "ratio_from": "sampler"}}, 0.5),
+    ({"mini_batches": 2, "correction": BYPASS, "diagnostics_every": 1}, 2.0),
+    ({"mini_batches": 2, "aligned": False, "ratio_fix": "shadow_forward", "correction": BYPASS}, 2.0),
+])  # fmt: skip
 def test_forwards_without_gradient(config: dict[str, Any], share: float):
     """Share of the batch's rows that are computed without a gradient. The last group of `make_groups` teaches nothing,
     so the first mini-batch that is trained may not be the first. Steps that are measured score the last mini-batch once

@@ -158,17 +158,10 @@ class HummingKernel:
 
 
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize(
-    ("scheme", "quantizes", "said"),
-    [
-        ("nvfp4a16", False, ""),
-        ("nvfp4a16", True, "quantizes activations"),
-        ("nvfp4", True, ""),
-        ("nvfp4", False, "leaves activations in the compute dtype"),
-        ("mxfp4a16", False, ""),
-        ("w4a16", False, ""),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "quantizes", "said"), [
+    ("nvfp4a16", False, ""), ("nvfp4a16", True, "quantizes activations"), ("nvfp4", True, ""),
+    ("nvfp4", False, "leaves activations in the compute dtype"), ("mxfp4a16", False, ""), ("w4a16", False, ""),
+])  # fmt: skip
 def test_hummings_activations_are_read_from_its_configuration(scheme: str, quantizes: bool, said: str, experts: bool):
     kernel = HummingKernel(quantizes, experts)
     method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel)) if experts else SimpleNamespace()
@@ -357,17 +350,11 @@ def test_it_is_turned_on_where_the_backward_works(capability: tuple[int, int], o
     assert batch_invariant() is on
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"learner.aligned": "false"},
-        {"learner.kernel": "reference"},
-        {"learner.operators": "transformers"},
-        {"rollout.servers": "2"},
-        {"rollout.router_replay": "true", "rollout.prefix_caching": "false"},
-        {"sync.gate_bound": "0.1"},
-    ],
-)
+@pytest.mark.parametrize("other", [
+    {"learner.aligned": "false"}, {"learner.kernel": "reference"}, {"learner.operators": "transformers"},
+    {"rollout.servers": "2"}, {"rollout.router_replay": "true", "rollout.prefix_caching": "false"},
+    {"sync.gate_bound": "0.1"},
+])  # fmt: skip
 def test_what_cannot_be_equal_is_refused(other: dict[str, str]):
     with pytest.raises(InputError, match=f"bitwise true: .*{next(iter(other))}"):
         load_config(None, {"bitwise": "true", **other})

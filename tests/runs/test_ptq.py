@@ -124,19 +124,12 @@ QUANTIZED = {"dense": 14, "qwen3_moe": 15, "mixtral": 18}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "scheme", "dtype", "tied"),
-    [
-        ("dense", "w4a16", "bfloat16", True),
-        ("dense", "w8a8", "bfloat16", False),
-        ("dense", "fp8", "bfloat16", True),
-        ("dense", "w8a8", "float16", True),
-        ("qwen3_moe", "w4a16", "bfloat16", True),
-        ("qwen3_moe", "w8a8", "bfloat16", True),
-        ("qwen3_moe", "fp8", "bfloat16", True),
-        ("mixtral", "w8a8", "bfloat16", True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "scheme", "dtype", "tied"), [
+    ("dense", "w4a16", "bfloat16", True), ("dense", "w8a8", "bfloat16", False), ("dense", "fp8", "bfloat16", True),
+    ("dense", "w8a8", "float16", True), ("qwen3_moe", "w4a16", "bfloat16", True),
+    ("qwen3_moe", "w8a8", "bfloat16", True), ("qwen3_moe", "fp8", "bfloat16", True),
+    ("mixtral", "w8a8", "bfloat16", True),
+])  # fmt: skip
 def test_rtn_is_materialize_bit_for_bit(request, tmp_path: Path, kind: str, scheme: str, dtype: str, tied: bool):
     """Contract: round to nearest by llmcompressor is QaRL's export of the same unquantized checkpoint: names, dtypes,
     shapes, bytes; every expert is quantized, no router is. So the baseline and QaRL differ in what was trained, not in
